@@ -15,23 +15,41 @@ from typing import Any
 
 import trtserve
 from trtserve import errors
-from trtserve.check import RULES
 from trtserve.cli.commands import command_tree
 from trtserve.cli.parser import help_sections, split_help
-from trtserve.query.options import REQUEST_OPTIONS, tensors_of
-from trtserve.releases import LAST_WITH_ENGINES, RELEASES, order
-from trtserve.releases.containers import Container, all_containers, containers_of, shares_engines, source_build
-from trtserve.releases.converters import converters
-from trtserve.releases.drivers import driver_of, driver_versions
-from trtserve.releases.gpus import kernels
-from trtserve.releases.installed import engine_route
-from trtserve.releases.loaders import evidence, family_architectures, takes_stages
-from trtserve.setup_file.schema import json_schema
+from trtserve.client.options import REQUEST_OPTIONS, tensors_of
+from trtserve.nvidia.releases import LAST_WITH_ENGINES, RELEASES, order
+from trtserve.nvidia.releases.containers import (
+    Container,
+    all_containers,
+    containers_of,
+    shares_engines,
+    source_build,
+)
+from trtserve.nvidia.releases.converters import converters
+from trtserve.nvidia.releases.drivers import driver_of, driver_versions
+from trtserve.nvidia.releases.gpus import kernels
+from trtserve.nvidia.releases.installed import engine_route
+from trtserve.nvidia.releases.loaders import evidence, family_architectures, takes_stages
+from trtserve.pipeline.setup_file.schema import json_schema
+from trtserve.repository.check import RULES
+from trtserve.repository.parameters import (
+    ConfigField,
+    OpenvinoSupport,
+    Parameter,
+    added_parameters,
+    parameters_of,
+)
+from trtserve.repository.parameters import config_fields as template_fields
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    ENSEMBLE,
+    MODELS,
+    profile,
+)
+from trtserve.repository.tables import releases_text
 from trtserve.specs.options import Option
-from trtserve.triton.parameters import ConfigField, OpenvinoSupport, Parameter, added_parameters, parameters_of
-from trtserve.triton.parameters import config_fields as template_fields
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, profile
-from trtserve.triton.tables import releases_text
 
 DOCS = Path(__file__).parent
 END = "<!-- end of generated part -->"

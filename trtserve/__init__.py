@@ -6,12 +6,12 @@ The library (docs/reference/library.md) is loaded when one of its names is first
 TYPE_CHECKING = False  # the module `typing` would take most of the time of the import
 
 if TYPE_CHECKING:
+    from trtserve.client.generation import Generation
     from trtserve.errors import TrtserveError
     from trtserve.library.async_client import AsyncClient, AsyncTextStream
     from trtserve.library.client import Client, TextStream
     from trtserve.library.importing import import_model
     from trtserve.library.serving import serve
-    from trtserve.query.generation import Generation
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ _MODULES = {
     "AsyncClient": "library.async_client",
     "AsyncTextStream": "library.async_client",
     "Client": "library.client",
-    "Generation": "query.generation",
+    "Generation": "client.generation",
     "TextStream": "library.client",
     "TrtserveError": "errors",
     "import_model": "library.importing",

@@ -11,7 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, TrtserveError, UsageError
+from trtserve.errors import (
+    ArtifactError,
+    DiskSpaceError,
+    LockedError,
+    TrtserveError,
+    UsageError,
+)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

@@ -56,9 +56,9 @@ def _draft_model(target: Path, folder: Path) -> Path:
 def server(work: Path) -> Iterator[ModelServer]:
     """Target and draft behind Triton."""
     from trtserve.artifacts import Engine, Model, load_artifact
-    from trtserve.build import build_engine
-    from trtserve.convert import convert_model
-    from trtserve.repo import assemble_repository, plan_repository
+    from trtserve.pipeline.build import build_engine
+    from trtserve.pipeline.convert import convert_model
+    from trtserve.repository.assembling import assemble_repository, plan_repository
     from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
     target = make_engine(work, MODEL, name="engine-int8-drafts", quantize="int8", max_draft_len=DRAFT)

@@ -30,8 +30,8 @@ from tests.support.model_server import ModelServer, Tensors
 from tests.support.release_client import NEWEST
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.process import find_sbin_program
-from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
 from trtserve.store import Store

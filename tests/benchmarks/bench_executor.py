@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tests.benchmarks import engines
 from tests.benchmarks.engines import make_engine
 from tests.benchmarks.results import Figure, benchmark_parser, finish
-from trtserve.executor.lora_modules import LoraShape
+from trtserve.executor.engine.lora_modules import LoraShape
 from trtserve.host.machine import free_memory
 
 SIZES = engines.SIZES["llama-135m"]
@@ -182,7 +182,7 @@ class _ZeroWork:
 def loop_microseconds(streams: int, *, steps: int = 500) -> float:
     """Microseconds per step of planning, filling, choosing and delivering, streaming client included."""
     from trtserve.executor import api
-    from trtserve.executor.limits import Limits
+    from trtserve.executor.engine.limits import Limits
 
     limits = Limits(max_batch_size=8, max_seq_len=4096, max_num_tokens=2048, vocab_size=_ZeroWork.vocab_size)
     config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=8 * 4096))

@@ -28,9 +28,9 @@ from trtserve.bench.protocols.base import ProtocolName, Target
 from trtserve.bench.requests import TrafficRequest
 from trtserve.bench.statistics import Statistics, compute
 from trtserve.bench.worker import Load
+from trtserve.client.base import CORE_MODEL, Endpoint, ModelDescription
+from trtserve.client.grpc_client import GrpcClient
 from trtserve.specs import Quantization
-from trtserve.triton.client import CORE_MODEL, Endpoint, ModelDescription
-from trtserve.triton.grpc_client import GrpcClient
 
 STREAMS = 8
 PROMPT = 64
@@ -65,7 +65,7 @@ def serving(engine: Path, model: Path, work: Path) -> Iterator[Endpoint]:
     """A Triton server for the engine of `model`, with the settings of the in-process side."""
     from tests.support.servers import running_server
     from trtserve.artifacts import Engine, load_artifact
-    from trtserve.repo import assemble_repository, plan_repository
+    from trtserve.repository.assembling import assemble_repository, plan_repository
     from trtserve.specs import RepositorySpec
 
     artifact = load_artifact(Engine, engine)

@@ -53,9 +53,9 @@ def server(work: Path) -> Iterator[ModelServer]:
     """The tiny model behind Triton."""
     from tests.support.tiny_models import write_tiny_model
     from trtserve.artifacts import Model
-    from trtserve.build import build_engine
-    from trtserve.convert import convert_model
-    from trtserve.repo import assemble_repository, plan_repository
+    from trtserve.pipeline.build import build_engine
+    from trtserve.pipeline.convert import convert_model
+    from trtserve.repository.assembling import assemble_repository, plan_repository
     from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
     root = work / "text"

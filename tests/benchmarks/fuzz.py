@@ -26,7 +26,7 @@ import psutil
 from tests.support.echo_server import write_echo_repository
 from tests.support.servers import running_server
 from trtserve.server.state import Server
-from trtserve.triton.tritonserver import is_ready
+from trtserve.server.triton.tritonserver import is_ready
 
 # An unfinished request waits for the rest of it, up to the door's own time limit, which is longer.
 _SECONDS = 0.5

@@ -30,11 +30,11 @@ import psutil
 from tests.benchmarks.memory import process_bytes
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
+from trtserve.client.base import Endpoint, ModelDescription
+from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server, log_file
 from trtserve.store import Store
-from trtserve.triton.client import Endpoint, ModelDescription
-from trtserve.triton.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
 
 STREAMS = 64
 CANCELLED = 1 / 3

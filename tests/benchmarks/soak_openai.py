@@ -27,8 +27,8 @@ from tests.support.commands import trtserve
 from tests.support.servers import running_server
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
+from trtserve.server.triton.tritonserver import kv_blocks
 from trtserve.store import Store
-from trtserve.triton.tritonserver import kv_blocks
 
 SETTLED_WITHIN = 30.0
 

@@ -18,12 +18,12 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.text_requests import MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
-from trtserve.convert.lora import convert_adapter
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.client.base import Endpoint
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.convert.lora import convert_adapter
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
-from trtserve.triton.client import Endpoint
 
 NAME = "tiny"
 # `make gpu-test` runs the tests of request features on the torch runtime.

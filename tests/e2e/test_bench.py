@@ -17,9 +17,9 @@ from tests.support.echo_server import running_echo_server
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench import Report, plan_benchmark, run_benchmark
 from trtserve.cli import run
+from trtserve.client.base import Endpoint
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.specs import BenchSpec
-from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 

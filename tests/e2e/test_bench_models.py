@@ -12,9 +12,9 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer
 from trtserve.bench import Report, plan_benchmark, run_benchmark
+from trtserve.client.base import Endpoint
 from trtserve.errors import RequestError
 from trtserve.specs import BenchSpec
-from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 

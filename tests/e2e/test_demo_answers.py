@@ -17,11 +17,11 @@ import pytest
 from tests.support.commands import command_line, environment, trtserve
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
-from trtserve.query import QuerySpec, generate
+from trtserve.client.base import Endpoint
+from trtserve.client.query import QuerySpec, generate
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
 from trtserve.store import Store
-from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 

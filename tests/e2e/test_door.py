@@ -21,8 +21,8 @@ from tritonclient.utils import InferenceServerException
 from tests.support.echo_server import write_echo_repository
 from tests.support.servers import running_server
 from tests.support.waiting import eventually, wait_until
-from trtserve.models.shared.run_folder import VARIABLE, Heartbeat
 from trtserve.process import ProcessId, arguments
+from trtserve.programs.shared.run_folder import VARIABLE, Heartbeat
 from trtserve.server.state import Server, run_folder
 from trtserve.store import Store
 

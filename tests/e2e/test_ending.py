@@ -19,11 +19,11 @@ from tests.support.release_client import NEWEST, long_integers
 from tests.support.servers import running_server
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
-from trtserve.query import QuerySpec, generate
+from trtserve.client.base import Endpoint
+from trtserve.client.query import QuerySpec, generate
 from trtserve.server.state import log_file
+from trtserve.server.triton.tritonserver import kv_blocks
 from trtserve.store import Store
-from trtserve.triton.client import Endpoint
-from trtserve.triton.tritonserver import kv_blocks
 
 pytestmark = pytest.mark.triton
 

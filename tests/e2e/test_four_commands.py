@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.commands import command_line, environment, trtserve
 from trtserve.host.ports import free_ports
-from trtserve.triton.tritonserver import shared_memory_regions
+from trtserve.server.triton.tritonserver import shared_memory_regions
 
 pytestmark = pytest.mark.triton
 

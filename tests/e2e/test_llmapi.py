@@ -17,10 +17,10 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository
 from trtserve.bench import plan_benchmark, run_benchmark
 from trtserve.cli import run
-from trtserve.repo import assemble_repository
-from trtserve.repo.llmapi import plan_llmapi_repository
+from trtserve.client.base import Endpoint
+from trtserve.repository.assembling import assemble_repository
+from trtserve.repository.llmapi import plan_llmapi_repository
 from trtserve.specs import BenchSpec, RepositorySpec
-from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 

@@ -17,8 +17,8 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.text_requests import answers, ask, is_idle, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.convert.lora import convert_adapter
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.pipeline.convert.lora import convert_adapter
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -19,11 +19,11 @@ import pytest
 
 from tests.support.model_server import ModelServer, serving
 from trtserve.artifacts import Checkpoint
-from trtserve.build import build_engine
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.client.base import Endpoint, ModelDescription
+from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
+from trtserve.pipeline.build import build_engine
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, RepositorySpec
-from trtserve.triton.client import Endpoint, ModelDescription
-from trtserve.triton.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
 
 pytestmark = pytest.mark.triton
 

@@ -21,12 +21,12 @@ from tests.support.openai_endpoint import PROMPTS, SCHEMA, expected, openai_endp
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
+from trtserve.client.base import Endpoint
+from trtserve.client.query import QuerySpec, generate
 from trtserve.host.ports import free_ports
 from trtserve.process import find_sbin_program
-from trtserve.query import QuerySpec, generate
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
-from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 

@@ -18,9 +18,9 @@ from tests.support.release_client import NEWEST, long_integers
 from tests.support.text_requests import answers, ask, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Engine
-from trtserve.build import build_engine
 from trtserve.executor import api
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.pipeline.build import build_engine
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

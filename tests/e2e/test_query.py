@@ -15,9 +15,9 @@ import pytest
 from tests.support.certificates import certificates
 from tests.support.echo_server import running_echo_server
 from trtserve.cli import run
+from trtserve.client.base import Endpoint
+from trtserve.client.query import QuerySpec, generate
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
-from trtserve.query import QuerySpec, generate
-from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 

@@ -17,8 +17,8 @@ from tests.support.model_server import ModelServer
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.waiting import wait_until
 from trtserve.cli import run
-from trtserve.query import Generation, QuerySpec, generate
-from trtserve.triton.client import Endpoint
+from trtserve.client.base import Endpoint
+from trtserve.client.query import Generation, QuerySpec, generate
 
 pytestmark = pytest.mark.triton
 

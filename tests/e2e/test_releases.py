@@ -20,8 +20,8 @@ from tests.support.release_client import KV_CACHE_OUTPUTS, PERF_OUTPUTS, Release
 from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.executor import api
-from trtserve.releases import RELEASES, order
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.nvidia.releases import RELEASES, order
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -21,10 +21,10 @@ from tests.support.text_requests import ask, is_idle, request, text_of, word_in
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
-from trtserve.build import build_engine
 from trtserve.cli import run
-from trtserve.convert import convert_model
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -26,20 +26,20 @@ from tests.support.model_server import ModelServer, Tensors, integers
 from tests.support.servers import free_spec
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Model, ModelRepository
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
 from trtserve.errors import ServerDiedError, ServerStartError
 from trtserve.host.gpus import count_gpus
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
+from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.profiles import CORE
 from trtserve.server.launch_plan import ServerPlan, plan_server
 from trtserve.server.shutdown import end_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server
 from trtserve.server.supervision import watch
+from trtserve.server.triton.tritonserver import shared_memory_regions
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import Store
-from trtserve.triton.profiles import CORE
-from trtserve.triton.tritonserver import shared_memory_regions
 
 pytestmark = [pytest.mark.triton, pytest.mark.needs("torch")]
 

@@ -20,10 +20,10 @@ from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
 from trtserve.executor import api
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -17,8 +17,8 @@ from tests.support.supervised import measured
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import KINDS, load_artifact
 from trtserve.errors import LockedError, ModelNotFoundError
-from trtserve.integrity import Checksums, damages
 from trtserve.store import Store
+from trtserve.store.integrity import Checksums, damages
 
 ROUNDS = int(os.environ.get("TRTSERVE_ROUNDS", "1"))
 NAME = "tiny"

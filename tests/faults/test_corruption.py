@@ -14,16 +14,16 @@ import pytest
 from tests.support.supervised import ALL, measured
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository, load_artifact
-from trtserve.build import build_engine
-from trtserve.check import check_repository
-from trtserve.check.contents import require_intact
 from trtserve.cli import run
-from trtserve.convert import convert_model
 from trtserve.errors import CorruptFileError
-from trtserve.integrity import Checksums
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
 from trtserve.progress import SILENT
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.check import check_repository
+from trtserve.repository.check.contents import require_intact
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.store.integrity import Checksums
 
 
 def flip(path: Path) -> None:

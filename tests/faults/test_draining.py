@@ -12,14 +12,14 @@ from tests.support.supervised import supervised
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
-from trtserve.models.shared.run_folder import DRAINING
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.client.heartbeats import read_heartbeats
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
+from trtserve.programs.shared.run_folder import DRAINING
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import run_folder
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
-from trtserve.triton.heartbeats import read_heartbeats
 
 pytestmark = pytest.mark.triton
 

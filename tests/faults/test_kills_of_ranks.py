@@ -14,9 +14,9 @@ from tests.support.supervised import Supervised, measured, seconds_until, superv
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
-from trtserve.repo import assemble_repository, plan_repository
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.server.rank_processes import with_members
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtserve.executor.draws import Draws
-from trtserve.executor.logits_processing import LogitsProcessor
-from trtserve.executor.sampling import Row, SamplingParameters, choose_tokens
+from trtserve.executor.engine.draws import Draws
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.sampling import Row, SamplingParameters, choose_tokens
 from trtserve.executor.torch import kernels
 from trtserve.executor.torch.draw_words import DrawWriter
 from trtserve.executor.torch.operations import HeadNorms, Rotation, Scores

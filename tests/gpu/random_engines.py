@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.architectures import family
 from trtserve.artifacts import Engine, ModelRepository
+from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.placement import Placement
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.repo import assemble_repository, plan_repository
-from trtserve.runtimes import torch as torch_runtime
+from trtserve.executor.torch import runtime as torch_runtime
+from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 LLAMA_8B: dict[str, Any] = {

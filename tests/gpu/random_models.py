@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trtserve.architectures import family
+from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
 

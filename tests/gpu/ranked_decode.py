@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tests.gpu.bench_decode import SEQ_LEN, decode, figure, requests, run
 from trtserve.executor import api
-from trtserve.executor.limits import resolve_limits
+from trtserve.executor.engine.limits import resolve_limits
+from trtserve.executor.engine.model import Follower
 from trtserve.executor.loaders import load_model, read_engine_config
-from trtserve.executor.model import Follower
 
 
 def main() -> None:

@@ -25,7 +25,10 @@ sys.exit(7)
 
 def test_a_program_finds_the_names_of_the_release(tmp_path: Path) -> None:
     done = trtserve("bindings", "--release", "0.16", "--", "python3", "-c", PROGRAM, home=tmp_path, check=False)
-    assert (done.returncode, done.stdout.split()) == (7, ["0.16.0", "64", "trtserve.executor.executor", "0.16"]), done
+    assert (done.returncode, done.stdout.split()) == (
+        7,
+        ["0.16.0", "64", "trtserve.executor.interface.executor", "0.16"],
+    ), done
 
 
 def test_the_printed_folder_serves_as_pythonpath(tmp_path: Path) -> None:

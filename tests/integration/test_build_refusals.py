@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.doubles import Doubles
-from trtserve import runtimes
+from trtserve.executor import runtimes
 
 
 def test_gpu_visible_only_to_nvidia_smi(doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ import pytest
 from tests.support.conversion_faults import config_faults, faults_of
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
-from trtserve.architectures import family
 from trtserve.artifacts import Model
+from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.convert import convert_model
-from trtserve.parity import constants, original, rows
-from trtserve.parity.comparison import Verdict
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.parity import constants, original, rows
+from trtserve.pipeline.parity.comparison import Verdict
 from trtserve.specs import ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")

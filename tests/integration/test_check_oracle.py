@@ -25,10 +25,16 @@ from trtserve.artifacts import Model
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
-from trtserve.convert import convert_model
 from trtserve.errors import CheckError, CorruptFileError
-from trtserve.parity import CheckPlan, check_checkpoint, compare_checkpoint, plan_check, require_passed
-from trtserve.parity.original import Original, run_original
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.parity import (
+    CheckPlan,
+    check_checkpoint,
+    compare_checkpoint,
+    plan_check,
+    require_passed,
+)
+from trtserve.pipeline.parity.original import Original, run_original
 from trtserve.specs import CheckSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")
@@ -245,7 +251,7 @@ def faulty_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any) -> dict[str, Any]:
         return (config := right(*arguments)) | {"rotary_base": config["rotary_base"] * 10}
 
-    monkeypatch.setattr("trtserve.convert.conversion_plan.checkpoint_config", wrong)
+    monkeypatch.setattr("trtserve.pipeline.convert.conversion_plan.checkpoint_config", wrong)
 
 
 def test_convert_verifies_before_it_publishes(

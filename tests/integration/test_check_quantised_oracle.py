@@ -12,9 +12,9 @@ from tests.support.quantised_models import EXPERT_SIZES, write_quantised_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.cli import run
-from trtserve.convert import convert_model
 from trtserve.errors import CorruptFileError
-from trtserve.parity import check_checkpoint
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.parity import check_checkpoint
 from trtserve.specs import CheckSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")

@@ -25,8 +25,13 @@ from trtserve.cli import run
 from trtserve.host.ports import free_ports
 from trtserve.server.launch import write_job
 from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
+from trtserve.server.triton.tritonserver import (
+    Address,
+    is_ready,
+    shared_memory_regions,
+    sweep_shared_memory,
+)
 from trtserve.specs import ServerSpec
-from trtserve.triton.tritonserver import Address, is_ready, shared_memory_regions, sweep_shared_memory
 
 HOST = "127.0.0.1"
 

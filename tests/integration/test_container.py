@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import MachineError, MissingDependencyError, UsageError
-from trtserve.host.containers import (
-    ContainerRun,
-    remove_container,
-    require_docker,
-)
+from trtserve.nvidia.containers import ContainerRun, remove_container, require_docker
 
 IMAGE = "nvcr.io/nvidia/tritonserver:25.12-trtllm-python-py3"
 

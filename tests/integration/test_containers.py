@@ -18,10 +18,15 @@ from tests.support.servers import free_spec
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Model, ModelRepository
-from trtserve.build import build_engine
 from trtserve.cli import run
-from trtserve.convert import convert_model
-from trtserve.errors import MachineError, RepositoryError, ServerDiedError, ServerStartError
+from trtserve.errors import (
+    MachineError,
+    RepositoryError,
+    ServerDiedError,
+    ServerStartError,
+)
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
 from trtserve.server.launch_plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server

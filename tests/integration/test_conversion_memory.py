@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.convert import convert_model
 from trtserve.errors import MemoryLimitError
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 # What a conversion says that it needs, in four processes.

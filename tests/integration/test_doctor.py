@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from trtserve.cli import run
-from trtserve.doctor import mpi, packages
+from trtserve.server.doctor import mpi, packages
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
 def test_quiet_output_is_a_table_for_scripts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trtserve.doctor import examination
+    from trtserve.server.doctor import examination
 
     for part in ("_python", "_triton", "_gpus", "_tools"):
         monkeypatch.setattr(examination, part, lambda *_arguments: [])

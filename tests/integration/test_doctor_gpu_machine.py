@@ -9,9 +9,9 @@ from importlib import metadata
 import pytest
 
 from tests.support.doubles import Doubles
-from trtserve import runtimes
 from trtserve.cli import run
-from trtserve.doctor import examination
+from trtserve.executor import runtimes
+from trtserve.server.doctor import examination
 
 
 @pytest.fixture

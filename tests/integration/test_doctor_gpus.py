@@ -7,12 +7,10 @@ import sys
 import pytest
 
 from tests.support.doubles import Doubles
-from trtserve.doctor import gpus
 from trtserve.errors import MachineError
 from trtserve.host.nvidia import find_gpus
-from trtserve.releases.drivers import (
-    Driver,
-)
+from trtserve.nvidia.releases.drivers import Driver
+from trtserve.server.doctor import gpus
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trtserve import doctor
-from trtserve.triton import tritonserver
+from trtserve.server import doctor
+from trtserve.server.triton import tritonserver
 
 
 def test_the_first_python3_on_path_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

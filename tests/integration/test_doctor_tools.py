@@ -15,13 +15,18 @@ import pytest
 from tests.support.doubles import Doubles
 from tests.support.hub import Hub, running_hub
 from trtserve import process
-from trtserve.doctor import examination, mpi, token, tools
-from trtserve.doctor.findings import GPU, NONE, Finding
 from trtserve.errors import ServerStartError
+from trtserve.server.doctor import (
+    examination,
+    mpi,
+    token,
+    tools,
+)
+from trtserve.server.doctor.findings import GPU, NONE, Finding
 from trtserve.server.proxy import plan_proxy, write_proxy
+from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.tritonserver import Address
 
 SECRET = "hf_" + "Geheim" * 6
 
@@ -130,7 +135,7 @@ def test_tools_that_are_absent(check: Callable[[], Finding], monkeypatch: pytest
 @pytest.fixture
 def mpirun(program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
     """A stand-in for mpirun whose ranks print what the test sets; the stub's PATH is that of `program`."""
-    from trtserve.triton import tritonserver
+    from trtserve.server.triton import tritonserver
 
     path = program("python3", "exit 1").parent
     monkeypatch.setattr(tritonserver, "stub_environment", lambda: {"PATH": str(path)})

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.doors import HOST, RunningDoor, running_door
 from tests.support.waiting import wait_until
-from trtserve.door.settings import Limits
+from trtserve.gateway.settings import Limits
 
 LIMITS = Limits(
     connections=20,

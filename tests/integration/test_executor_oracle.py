@@ -13,9 +13,9 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES
 from trtserve.artifacts import Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
 from trtserve.executor import api
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 FAMILIES = ("llama", "llama3", "mistral", "gpt2")

@@ -18,7 +18,7 @@ from tests.support.families import FAMILIES, Config, Family, cases
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of, greedy_tokens
-from trtserve.architectures import tied
+from trtserve.checkpoint.architectures import tied
 from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")
@@ -71,7 +71,7 @@ def original_of(name: str, overrides: Config, folder: Path) -> Original:
 
 
 def on_openvino(engine: Path) -> Any:
-    from trtserve.executor.paged_model import PagedModel  # machines with GPUs need no OpenVINO
+    from trtserve.executor.openvino.paged_model import PagedModel  # machines with GPUs need no OpenVINO
 
     return PagedModel(engine, threads=1)
 

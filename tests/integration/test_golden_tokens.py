@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.goldens import Golden, GoldenCase, golden_names, load_golden
 from trtserve.artifacts import Engine, Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
 from trtserve.executor import api
-from trtserve.executor.paged_model import PagedModel
+from trtserve.executor.openvino.paged_model import PagedModel
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 

@@ -32,10 +32,10 @@ from trtserve.errors import (
     TrtserveError,
     UnsupportedModelError,
 )
-from trtserve.hub import RemoteFile
-from trtserve.import_ import import_model, plan_model
+from trtserve.pipeline.import_ import import_model, plan_model
 from trtserve.progress import Task, Unit
 from trtserve.store import Store
+from trtserve.store.hub import RemoteFile
 
 ID = "acme/tiny"
 
@@ -83,7 +83,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub; what waits before it asks again waits for no time."""
     with running_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setattr("trtserve.hub.calls._DELAYS", (0.0, 0.0, 0.0, 0.0))
+        monkeypatch.setattr("trtserve.store.hub.calls._DELAYS", (0.0, 0.0, 0.0, 0.0))
         yield server
 
 
@@ -275,7 +275,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_disk_is_reported_before_the_download(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny)
-    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda path: 1000)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_disk", lambda path: 1000)
     with pytest.raises(DiskSpaceError, match="MiB"):
         import_model(ID)
     assert not hub.asked_for("model.safetensors")
@@ -376,7 +376,7 @@ def test_a_half_written_cache_is_not_trusted(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("trtserve.hub.verify", interrupted)
+        patched.setattr("trtserve.store.hub.verify", interrupted)
         with pytest.raises(KeyboardInterrupt):
             import_model(ID)
     progress = _Recorder()
@@ -406,7 +406,7 @@ def test_a_file_size_limit_is_not_reported_as_a_network_error(
     def limited(path: Path, file: RemoteFile) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr("trtserve.hub.verify", limited)
+    monkeypatch.setattr("trtserve.store.hub.verify", limited)
     with pytest.raises(DiskSpaceError, match="ulimit -f"):
         import_model(ID)
 
@@ -427,7 +427,7 @@ def _start_and_kill(source: str, *, at_bytes: int) -> Path:
     """Kill a process that imports when `at_bytes` of the weights are on disk; returns the part that it left."""
     # Small blocks, so that a part is on disk long before the end.
     small_blocks = "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 4096"
-    code = f"{small_blocks}; from trtserve.import_ import import_model; import_model({source!r})"
+    code = f"{small_blocks}; from trtserve.pipeline.import_ import import_model; import_model({source!r})"
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) as process:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:

@@ -16,9 +16,9 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import MANIFEST, Model
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, NetworkError
-from trtserve.hub import RemoteFile, Revision, answers
-from trtserve.import_ import download_folder, import_model
+from trtserve.pipeline.import_ import download_folder, import_model
 from trtserve.store import Store
+from trtserve.store.hub import RemoteFile, Revision, answers
 
 ID = "acme/tiny"
 Lie = Callable[[dict[str, Any]], object]
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setattr("trtserve.hub.calls._DELAYS", (0.0,))
+        monkeypatch.setattr("trtserve.store.hub.calls._DELAYS", (0.0,))
         yield server
 
 

@@ -18,7 +18,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
 from trtserve.cli.app import run
 from trtserve.errors import MemoryLimitError, UsageError
-from trtserve.runtimes.openvino_memory import kv_bytes_per_token
+from trtserve.executor.openvino.memory import kv_bytes_per_token
 from trtserve.store import Store
 
 ID = "acme/tiny-llama"
@@ -248,7 +248,7 @@ def test_impossible_options_are_reported_before_the_download(hub: Hub, arguments
 def test_too_large_for_this_machine(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: 2**30)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: 2**30)
     arguments = ("--max-tokens-in-paged-kv-cache", "10000000")
     assert run(["import", ID, *arguments]) == MemoryLimitError.code
     refused = capsys.readouterr().err

@@ -14,10 +14,10 @@ from tests.support.doubles import Doubles
 from tests.support.servers import HOST
 from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
-from trtserve import runtimes
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import MemoryLimitError
+from trtserve.executor import runtimes
 from trtserve.host.ports import free_ports
 from trtserve.store import Store
 

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import PortInUseError, ServerStartError
-from trtserve.process import Command, ProcessId, spawn, stop
-from trtserve.triton import startup
-from trtserve.triton.tritonserver import Address
+from trtserve.process import (
+    Command,
+    ProcessId,
+    spawn,
+    stop,
+)
+from trtserve.server.triton import startup
+from trtserve.server.triton.tritonserver import Address
 
 
 @pytest.fixture

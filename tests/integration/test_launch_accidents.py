@@ -33,7 +33,12 @@ from tests.support.waiting import eventually
 from trtserve.errors import PortInUseError, ServerDiedError
 from trtserve.host.ports import free_ports, is_free
 from trtserve.progress import SilentProgress
-from trtserve.server import doors, launch_plan, proxy, start
+from trtserve.server import (
+    doors,
+    launch_plan,
+    proxy,
+    start,
+)
 from trtserve.server.addresses import free_pair
 from trtserve.server.discovery import find_server
 from trtserve.server.launch_plan import plan_server
@@ -42,8 +47,8 @@ from trtserve.server.start import start_server
 from trtserve.server.state import Server, list_servers
 from trtserve.server.status import server_state
 from trtserve.server.supervision import serve_foreground
+from trtserve.server.triton.tritonserver import is_ready
 from trtserve.store import Store
-from trtserve.triton.tritonserver import is_ready
 
 
 @pytest.fixture

@@ -33,17 +33,27 @@ from tests.support.launches import (
 from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError, UsageError
-from trtserve.server import gpu_checks, health, launch_plan, readiness
+from trtserve.errors import (
+    RepositoryError,
+    ServerDiedError,
+    ServerStartError,
+    UsageError,
+)
+from trtserve.server import (
+    gpu_checks,
+    health,
+    launch_plan,
+    readiness,
+)
 from trtserve.server.launch_plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server, list_servers, recorded_server
 from trtserve.server.status import server_state
 from trtserve.server.supervision import serve_foreground
+from trtserve.server.triton.tritonserver import is_ready, shared_memory_regions
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.tritonserver import is_ready, shared_memory_regions
 
 KILLS = int(os.environ.get("TRTSERVE_KILLS", "8"))
 

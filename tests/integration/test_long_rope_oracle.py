@@ -12,9 +12,9 @@ import pytest
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of, greedy_tokens
-from trtserve.executor.configs import ExecutorConfig
+from trtserve.executor.interface.configs import ExecutorConfig
 from trtserve.executor.loaders import load_model
-from trtserve.executor.paged_model import PagedModel
+from trtserve.executor.openvino.paged_model import PagedModel
 from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")

@@ -12,11 +12,11 @@ import pytest
 from tests.support.hub import Hub, running_hub
 from tests.support.peft_adapters import write_adapter
 from trtserve.artifacts import Manifest
-from trtserve.convert.lora import WEIGHTS, convert_adapter, plan_adapter
 from trtserve.errors import ModelNotFoundError, UnsupportedModelError
-from trtserve.hub import resolve
-from trtserve.import_ import download_folder
+from trtserve.pipeline.convert.lora import WEIGHTS, convert_adapter, plan_adapter
+from trtserve.pipeline.import_ import download_folder
 from trtserve.store import Store
+from trtserve.store.hub import resolve
 
 ID = "acme/polite"
 MODULES = {"self_attn.q_proj": (16, 16)}

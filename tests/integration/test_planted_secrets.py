@@ -15,8 +15,8 @@ from tests.support.hub import Hub, running_hub
 from tests.support.slurm_jobs import repository_of
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.app import run
-from trtserve.doctor.token import check_token
-from trtserve.triton.stub_probe import write_probe_repository
+from trtserve.server.doctor.token import check_token
+from trtserve.server.triton.stub_probe import write_probe_repository
 
 TOKEN = f"hf_{secrets.token_hex(17)}"
 KEY = secrets.token_urlsafe(32)
@@ -55,7 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with running_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setattr("trtserve.hub.calls._DELAYS", (0.0,))
+        monkeypatch.setattr("trtserve.store.hub.calls._DELAYS", (0.0,))
         yield server
 
 

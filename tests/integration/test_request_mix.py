@@ -31,11 +31,12 @@ from tests.support.request_mix import (
 )
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
-from trtserve.executor import api, paged_model
-from trtserve.executor.decode_padding import SIZES
-from trtserve.executor.lora_modules import LoraShape
+from trtserve.executor import api
+from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.openvino import paged_model
+from trtserve.executor.openvino.decode_padding import SIZES
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 SOON = 60.0

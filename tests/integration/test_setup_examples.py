@@ -14,8 +14,8 @@ from tests.support.hub import Hub, running_hub
 from tests.support.peft_adapters import write_adapter
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
-from trtserve.convert.lora import convert_adapter
-from trtserve.runtimes import torch
+from trtserve.executor.torch import runtime as torch
+from trtserve.pipeline.convert.lora import convert_adapter
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "setups"
 WITH_TORCH = "two-gpus"

@@ -17,8 +17,8 @@ from trtserve.errors import MachineError, MissingDependencyError
 from trtserve.server.launch import Setup, write_job
 from trtserve.server.launch.leader import leader
 from trtserve.server.launch.slurm import SlurmSpec, plan_job, submit
+from trtserve.server.triton.tritonserver import Address, protection_arguments
 from trtserve.specs import ServerSpec
-from trtserve.triton.tritonserver import Address, protection_arguments
 
 
 def shellcheck(*files: Path) -> None:

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import (
-    PortInUseError,
-)
+from trtserve.errors import PortInUseError
 from trtserve.server.launch_plan import plan_server
 from trtserve.server.start import start_server
+from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.stub_probe import write_probe_repository
 
 
 @pytest.fixture

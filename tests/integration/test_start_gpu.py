@@ -16,15 +16,21 @@ from tests.support.unsupported_release import ENGINELESS
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import MachineError, MemoryLimitError, MissingDependencyError, RepositoryError, UsageError
+from trtserve.errors import (
+    MachineError,
+    MemoryLimitError,
+    MissingDependencyError,
+    RepositoryError,
+    UsageError,
+)
 from trtserve.process import ProcessId
 from trtserve.server.gpu_checks import require_gpu_memory
 from trtserve.server.launch_plan import ServerPlan, plan_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Instance, ProxyState, Server
+from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.store import NameRecord, Store
-from trtserve.triton.tritonserver import Address
 
 
 def repository_of(tmp_path: Path, *, tp: int = 2, manifest: Manifest | None = None, **models: str) -> ModelRepository:

@@ -14,10 +14,8 @@ from tests.support.tiny_models import read_safetensors, write_safetensors, write
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint import streaming
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.convert import convert_model
-from trtserve.errors import (
-    ConversionError,
-)
+from trtserve.errors import ConversionError
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 

@@ -13,9 +13,9 @@ from tests.support.adapters import ADAPTER_MODULES, random_adapter
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, engine_of
-from trtserve.executor.configs import PeftCacheConfig
-from trtserve.executor.lora import AdapterCache
-from trtserve.executor.requests import LoraConfig
+from trtserve.executor.engine.lora import AdapterCache
+from trtserve.executor.interface.configs import PeftCacheConfig
+from trtserve.executor.interface.requests import LoraConfig
 from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")

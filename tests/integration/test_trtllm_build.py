@@ -23,11 +23,11 @@ from trtserve.artifacts import Engine, Manifest, load_artifact
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
-from trtserve.runtimes import tensorrt_llm
+from trtserve.nvidia import tensorrt_llm
+from trtserve.repository.core_models import CoreModel
+from trtserve.repository.engine_match import rebuild_command
 from trtserve.specs import BuildSpec
 from trtserve.store import Store
-from trtserve.triton.core_models import CoreModel
-from trtserve.triton.engine_match import rebuild_command
 
 # Container and version of TensorRT-LLM: the oldest, one with other defaults, the first with new ones, both ends of 1.x.
 RELEASES = (
@@ -206,7 +206,7 @@ def test_ranks_that_are_built_at_once_are_in_memory_at_once(
     config = read_config(late.checkpoint)
     one, two = (tensorrt_llm.plan(config, BuildSpec(build_workers=workers)).memory_bytes for workers in (1, 2))
     assert two == 2 * one > 0
-    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: one)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: one)
     assert late("--workers", "2") == 14
     assert "--workers 1 (of import: --build-workers 1)" in capsys.readouterr().err
     assert not late.doubles.calls("trtllm-build")

@@ -17,9 +17,6 @@ from tests.support.doubles import Doubles
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.cli.app import run
-from trtserve.convert import convert_model, plan_conversion, verification
-from trtserve.convert.nvidia import converter_command
-from trtserve.convert.nvidia_tools import Toolkit, tool_command
 from trtserve.errors import (
     CheckError,
     ConversionError,
@@ -29,7 +26,10 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.releases.containers import latest_container
+from trtserve.nvidia.converters import Toolkit, tool_command
+from trtserve.nvidia.releases.containers import latest_container
+from trtserve.pipeline.convert import convert_model, plan_conversion, verification
+from trtserve.pipeline.convert.nvidia import converter_command
 from trtserve.specs import ConvertSpec
 
 VERSIONS = {"0.12": "0.12.0", "0.16": "0.16.0", "0.18": "0.18.2", "0.20": "0.20.0", "1.0": "1.0.0", "1.2": "1.2.1"}
@@ -207,13 +207,13 @@ def test_memory_is_guarded_before_the_tool_starts(
     plan = plan_conversion(model, spec)
     total, rank = plan.total_bytes, plan.sizes[0]
     assert total == 4 * rank > 0
-    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: total + 3 * rank)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: total + 3 * rank)
     with pytest.raises(MemoryLimitError, match=r"the whole model, .* and 4 of the ranks") as caught:
         convert_model(model, spec, out=out)
     assert "--workers 3 fits" in str(caught.value.hint)
     assert doubles.calls() == []
     assert convert_model(model, replace(spec, workers=3), out=out).path.is_dir()
-    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: total)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: total)
     with pytest.raises(MemoryLimitError) as caught:
         convert_model(model, replace(spec, workers=1), out=tmp_path / "other")
     assert "--workers" not in str(caught.value.hint)
@@ -462,7 +462,7 @@ def name(child: psutil.Process) -> str:
 
 
 def test_the_interpreter_is_that_of_tensorrt_llm(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtserve.convert.nvidia_tools import find_toolkit
+    from trtserve.nvidia.converters import find_toolkit
 
     install(doubles, monkeypatch, "0.18")
     assert find_toolkit().python == Path(sys.executable)

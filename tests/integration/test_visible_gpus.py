@@ -13,7 +13,13 @@ from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError
 from trtserve.host.cuda_devices import shown_devices
-from trtserve.host.gpus import count_gpus, list_gpus, require_gpus, visible_devices, visible_gpu
+from trtserve.host.gpus import (
+    count_gpus,
+    list_gpus,
+    require_gpus,
+    visible_devices,
+    visible_gpu,
+)
 from trtserve.server.launch_plan import plan_server
 from trtserve.store import Store
 

@@ -17,18 +17,18 @@ from tests.support.doubles import Doubles
 from tests.support.hub import Hub, running_hub
 from tests.support.servers import HOST
 from tests.support.tiny_models import write_tiny_model
-from trtserve import runtimes
 from trtserve.artifacts import Checkpoint, Engine, ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
+from trtserve.executor import runtimes
 from trtserve.host.ports import free_ports
 from trtserve.pipeline.imported_names import recorded_spec
 from trtserve.pipeline.world_size import repository_for, with_world_size
+from trtserve.repository.preflight import inspect_repository
 from trtserve.server.repositories import find_repository
 from trtserve.server.world_size import wants_rebuild
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.preflight import inspect_repository
 
 ALIAS = "llama-2-7b"
 

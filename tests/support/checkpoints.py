@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.convert import convert_model
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 

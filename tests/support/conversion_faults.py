@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.tiny_models import read_safetensors, write_safetensors
-from trtserve.architectures import family
+from trtserve.checkpoint.architectures import family
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]

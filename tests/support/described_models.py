@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trtserve.triton.client import ModelDescription
-from trtserve.triton.profiles import profile
-from trtserve.triton.tensors import TensorDescription
+from trtserve.client.base import ModelDescription
+from trtserve.client.tensors import TensorDescription
+from trtserve.repository.profiles import profile
 
 
 def described(name: str, *, release: str | None = None, decoupled: bool = True, **parameters: str) -> ModelDescription:

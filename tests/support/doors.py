@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.waiting import wait_until
-from trtserve.door.settings import DoorSettings
+from trtserve.gateway.settings import DoorSettings
 from trtserve.host.ports import free_ports
-from trtserve.process import Command, ProcessId, spawn, stop
+from trtserve.process import (
+    Command,
+    ProcessId,
+    spawn,
+    stop,
+)
 
 HOST = "127.0.0.1"
 
@@ -55,7 +60,7 @@ def running_door(folder: Path, http_port: int, *, grpc_port: int = 1, **settings
         metrics=f"{HOST}:1",
         **settings,
     ).write(folder / "door.json")
-    command = Command(argv=(sys.executable, "-m", "trtserve.door", str(folder / "door.json")), cwd=folder)
+    command = Command(argv=(sys.executable, "-m", "trtserve.gateway", str(folder / "door.json")), cwd=folder)
     log = folder / "door.log"
     door = RunningDoor(port, spawn(command, log=log), log)
     try:

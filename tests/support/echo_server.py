@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.servers import running_server
-from trtserve.triton.client import Endpoint
+from trtserve.client.base import Endpoint
 
 SOURCES = Path(__file__).parent / "echo_models"
 

@@ -12,7 +12,7 @@ from tests.support.described_models import described
 from trtserve.bench.echo_server import Echo, running_echo
 from trtserve.bench.protocols.base import OpenAi, Target
 from trtserve.bench.requests import TrafficRequest
-from trtserve.triton.client import Endpoint
+from trtserve.client.base import Endpoint
 
 
 @contextmanager

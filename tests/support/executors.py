@@ -15,7 +15,7 @@ from trtserve.executor.api import (
     Request,
     Response,
 )
-from trtserve.executor.limits import Limits
+from trtserve.executor.engine.limits import Limits
 
 Start = Callable[..., tuple[Executor, FakeModel]]
 SOON = 20.0

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.draws import Chosen, Draws
-from trtserve.executor.sampling import Row, choose_tokens
+from trtserve.executor.engine.draws import Chosen, Draws
+from trtserve.executor.engine.sampling import Row, choose_tokens
 from trtserve.host.machine import free_memory
 
 VOCAB = 97

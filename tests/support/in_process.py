@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.executor import api
-from trtserve.executor.results import Result
+from trtserve.executor.interface.results import Result
 
 END_ID = 2
 

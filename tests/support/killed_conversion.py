@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trtserve.artifacts import MANIFEST, Model
 from trtserve.checkpoint import streaming
-from trtserve.convert import convert_model
+from trtserve.pipeline.convert import convert_model
 from trtserve.progress import SilentProgress, Task
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store

@@ -24,10 +24,15 @@ from trtserve.server.launch_plan import plan_server
 from trtserve.server.rank_processes import rank_processes
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
-from trtserve.server.state import Server, list_servers, recorded_server, run_folder
+from trtserve.server.state import (
+    Server,
+    list_servers,
+    recorded_server,
+    run_folder,
+)
+from trtserve.server.triton.tritonserver import shared_memory_regions
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.tritonserver import shared_memory_regions
 
 
 def repository_of(tmp_path: Path, *, tp: int = 2, **models: str) -> ModelRepository:

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from trtserve.artifacts import Model
-from trtserve.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec, DType
 from trtserve.store import Store
 

@@ -32,7 +32,7 @@ from tests.support.repository_changes import (
     text,
     without,
 )
-from trtserve.repo.programs import PACKAGE
+from trtserve.repository.programs import PACKAGE
 
 MODEL_FAULTS: tuple[Fault, ...] = (
     # Files.

@@ -13,10 +13,10 @@ import uvicorn
 
 from tests.support.model_server import ModelServer
 from tests.support.waiting import wait_until
-from trtserve.door.app import Door
-from trtserve.door.settings import DoorSettings
-from trtserve.query import QuerySpec, generate
-from trtserve.triton.client import Endpoint
+from trtserve.client.base import Endpoint
+from trtserve.client.query import QuerySpec, generate
+from trtserve.gateway.app import Door
+from trtserve.gateway.settings import DoorSettings
 
 PROMPTS = ("What is machine learning?", "é–字", "x")
 SCHEMA = {

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_decoders import POSITIONS, TinyDecoder
-from trtserve.executor.model import Model
+from trtserve.executor.engine.model import Model
 
 Logits = npt.NDArray[np.float32]
 
@@ -31,7 +31,7 @@ def write_engine(
     `prompt_table` and `lora` are what is built in: rows of a prompt table, and the modules of adapters.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    from trtserve.executor.graph import build_graph, save_graph  # machines with GPUs need no OpenVINO
+    from trtserve.executor.openvino.graph import build_graph, save_graph  # machines with GPUs need no OpenVINO
 
     graph = build_graph(tiny.decoder, tiny.sizes, tiny, packing=tiny.packing)
     save_graph(graph, folder / "rank0.xml")
@@ -71,7 +71,7 @@ def tiny_model(
     """Return the model of `tiny` in float32; for OpenVINO its engine is written to `folder`."""
     if runtime == "openvino":
         engine = write_engine(folder, tiny, prompt_table=prompt_table, lora=lora)
-        from trtserve.executor.paged_model import PagedModel
+        from trtserve.executor.openvino.paged_model import PagedModel
 
         return PagedModel(engine, threads=1, windows=windows)
     from tests.support.torch_models import torch_model

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trtserve import pipeline
 from trtserve.pipeline import import_plan
+from trtserve.pipeline import importing as pipeline
 
 # The planning function of each stage, in every module that calls it.
 _PLANNERS = {

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.architectures.base import Decoder, Experts
+from trtserve.checkpoint.architectures.base import Decoder, Experts
 from trtserve.checkpoint.quantized import group_size
-from trtserve.executor.sizes import Sizes
-from trtserve.executor.weight_quantization import Packing, quantize_in_groups
+from trtserve.executor.engine.sizes import Sizes
+from trtserve.executor.openvino.weight_quantization import Packing, quantize_in_groups
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.model_server import Tensors, flags, floats, integers, texts
-from trtserve.releases import order
+from trtserve.nvidia.releases import order
 
 
 def long_integers(*values: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from trtserve.triton.config import parse_config
+from trtserve.repository.config import parse_config
 
 Change = Callable[[Path], object]
 CORE, PRE, POST, BLS = "tensorrt_llm", "preprocessing", "postprocessing", "tensorrt_llm_bls"

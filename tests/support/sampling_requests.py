@@ -10,9 +10,9 @@ import numpy as np
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
 from trtserve.executor import api
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 VOCAB = 320

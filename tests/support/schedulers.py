@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from trtserve.executor.kv_cache import CacheKey, KvCache
-from trtserve.executor.limits import Limits
-from trtserve.executor.sampling import SamplingParameters
-from trtserve.executor.scheduler import Scheduler, StepPlan
-from trtserve.executor.sequence import Sequence
+from trtserve.executor.engine.kv_cache import CacheKey, KvCache
+from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.sampling import SamplingParameters
+from trtserve.executor.engine.scheduler import Scheduler, StepPlan
+from trtserve.executor.engine.sequence import Sequence
 
 
 def make_scheduler(

@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.tiny_models import write_tiny_model
-from trtserve.door.openai.measures import Measures
-from trtserve.door.openai.router import openai_router
+from trtserve.gateway.openai.measures import Measures
+from trtserve.gateway.openai.router import openai_router
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from tests.support.described_models import described
-from trtserve.door.openai.served import Backend, Served
+from trtserve.client.base import Endpoint, Reply
+from trtserve.client.tensors import decoded
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
-from trtserve.models.postprocessing.anchored_decoding import AnchoredDecoder
-from trtserve.query.tokenizer import TokenizerFiles
-from trtserve.triton.client import Endpoint, Reply
-from trtserve.triton.tensors import decoded
+from trtserve.gateway.openai.served import Backend, Served
+from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 
 NAME = "scripted"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from trtserve.process import ProcessId
 from trtserve.server.state import Instance, Server, log_file
+from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store
-from trtserve.triton.tritonserver import Address
 
 
 def server_record(

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.architectures.base import Decoder, Experts
+from trtserve.checkpoint.architectures.base import Decoder, Experts
 from trtserve.checkpoint.quantized import Int4Weight
-from trtserve.executor.sizes import Sizes
-from trtserve.executor.weight_quantization import Packing
+from trtserve.executor.engine.sizes import Sizes
+from trtserve.executor.openvino.weight_quantization import Packing
 
 Array = npt.NDArray[Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.tiny_decoders import POSITIONS, TinyDecoder
-from trtserve.architectures.base import Split
+from trtserve.checkpoint.architectures.base import Split
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.model import TorchModel
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.artifacts import Engine, Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
 from trtserve.executor import api
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 ENGINES: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtserve.releases import LAST_WITH_ENGINES, order
+from trtserve.nvidia.releases import LAST_WITH_ENGINES, order
 
 _major, _minor = order(LAST_WITH_ENGINES)
 

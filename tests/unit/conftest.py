@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import python_backend
 from tests.support.executors import Start, executors
-from trtserve.query.chat import render
+from trtserve.client.chat import render
 
 # The models import it; Triton's own exists in its stub alone.
 sys.modules["triton_python_backend_utils"] = python_backend

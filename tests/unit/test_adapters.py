@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.preprocessing.adapters import adapter_outputs
-from trtserve.models.shared.lora_names import LoraNames
+from trtserve.programs.preprocessing.adapters import adapter_outputs
+from trtserve.programs.shared.lora_names import LoraNames
 
 WEIGHTS = np.arange(6, dtype=np.float16).reshape(1, 2, 3)
 CONFIG = np.array([[[1, 0, 8], [1, 1, 8]]], dtype=np.int32)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from trtserve.doctor.stub import check_faults
-from trtserve.releases.advisories import EMBEDDED_TAG, advisories_of, known_faults
-from trtserve.releases.containers import all_containers, latest_container
+from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, advisories_of, known_faults
+from trtserve.nvidia.releases.containers import all_containers, latest_container
+from trtserve.server.doctor.stub import check_faults
 
 
 def test_the_embedded_triton_has_the_faults_of_august_2025() -> None:

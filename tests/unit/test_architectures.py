@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_tiny_model
-from trtserve import architectures
-from trtserve.architectures.parts.rope import inverse_frequencies, rotary
-from trtserve.architectures.parts.windows import attention_windows
 from trtserve.artifacts import Model
+from trtserve.checkpoint import architectures
+from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, rotary
+from trtserve.checkpoint.architectures.parts.windows import attention_windows
 from trtserve.checkpoint.supported import supported_family
-from trtserve.convert import plan_conversion
 from trtserve.errors import UnsupportedModelError
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import ConvertSpec
 
 LLAMA3 = FAMILIES["llama3"].config["rope_scaling"] | {"original_max_position_embeddings": 8192}

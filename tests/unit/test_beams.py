@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.beams import BeamSearch
-from trtserve.executor.enums import FinishReason
-from trtserve.executor.logits_processing import LogitsProcessor
-from trtserve.executor.sampling import SamplingParameters
-from trtserve.executor.stop_words import StopWords
+from trtserve.executor.engine.beams import BeamSearch
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.sampling import SamplingParameters
+from trtserve.executor.engine.stop_words import StopWords
+from trtserve.executor.interface.enums import FinishReason
 
 END = 4
 NEVER = -50.0

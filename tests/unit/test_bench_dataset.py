@@ -10,8 +10,8 @@ import pytest
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.requests import Limits, Traffic
 from trtserve.bench.traffic.datasets import dataset_traffic, read_dataset
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
-from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.specs import BenchSpec
 
 ENTRY = {"input": "ab", "instruction": "cd", "output": "one two  three"}

@@ -14,8 +14,13 @@ from trtserve.bench.messages import core_tensors, read_response
 from trtserve.bench.records import Record, Status
 from trtserve.bench.report import Report, notes_on
 from trtserve.bench.requests import TrafficRequest
-from trtserve.bench.statistics import compute, percentile, summarize, token_gaps
-from trtserve.triton.tensors import Tensor
+from trtserve.bench.statistics import (
+    compute,
+    percentile,
+    summarize,
+    token_gaps,
+)
+from trtserve.client.tensors import Tensor
 
 MS = 1_000_000
 

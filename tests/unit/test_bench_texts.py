@@ -15,8 +15,8 @@ from trtserve.bench.records import Record, Response
 from trtserve.bench.requests import Limits, TrafficRequest
 from trtserve.bench.traffic.lengths import token_norm_dist
 from trtserve.bench.traffic.texts import TextWriter
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
-from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.specs import BenchSpec
 
 DEMO = Path(__file__).parents[2] / "trtserve" / "demo"

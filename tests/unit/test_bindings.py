@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.core.executor_module import ExecutorModule, load_executor_module
-from trtserve.models.core.request import RequestFactory
-from trtserve.models.core.settings import executor_config
-from trtserve.models.shared.parameters import ModelParameters
-from trtserve.releases import RELEASES, order
-from trtserve.triton.profiles import CORE, Tensor, profile
+from trtserve.nvidia.releases import RELEASES, order
+from trtserve.programs.core.executor_module import ExecutorModule, load_executor_module
+from trtserve.programs.core.request import RequestFactory
+from trtserve.programs.core.settings import executor_config
+from trtserve.programs.shared.parameters import ModelParameters
+from trtserve.repository.profiles import CORE, Tensor, profile
 
 STAND_INS = Path(__file__).parents[1] / "support" / "stand_ins"
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.bls import request
-from trtserve.models.bls import tensor_names as names
-from trtserve.models.bls.settings import BlsSettings
-from trtserve.models.shared.lora_names import LoraNames
-from trtserve.triton.profiles import BLS, profile
+from trtserve.programs.bls import request
+from trtserve.programs.bls import tensor_names as names
+from trtserve.programs.bls.settings import BlsSettings
+from trtserve.programs.shared.lora_names import LoraNames
+from trtserve.repository.profiles import BLS, profile
 
 BASE = {"text_input": np.array([[b"x"]], dtype=np.object_), "max_tokens": np.array([[4]], dtype=np.int32)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.bls import stop_words, texts
+from trtserve.programs.bls import stop_words, texts
 
 
 def decode(rows: Sequence[list[int]]) -> list[str]:

@@ -13,17 +13,19 @@ import pytest
 from tests.support.checkpoints import convert_tiny
 from tests.support.paged_steps import PagedSteps
 from tests.support.recorded_progress import Lines
-from trtserve.artifacts import Checkpoint, Engine, Manifest, load_artifact
-from trtserve.build import build_engine, plan_build
-from trtserve.errors import (
-    UnsupportedModelError,
-    UsageError,
+from trtserve.artifacts import (
+    Checkpoint,
+    Engine,
+    Manifest,
+    load_artifact,
 )
-from trtserve.executor.paged_model import PagedModel
-from trtserve.runtimes import openvino
-from trtserve.runtimes.base import longest_sequence
-from trtserve.runtimes.openvino_memory import weight_bytes
+from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.executor.openvino import runtime as openvino
+from trtserve.executor.openvino.memory import weight_bytes
+from trtserve.executor.openvino.paged_model import PagedModel
+from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.specs import BuildSpec
+from trtserve.specs.runtime import longest_sequence
 
 SPEC = BuildSpec(max_batch_size=4, max_seq_len=128)
 
@@ -114,7 +116,7 @@ def test_fingerprint_covers_int4_groups(tmp_path: Path, monkeypatch: pytest.Monk
     """Engines of other groups are built anew; those that have none are reused."""
     sources = [convert_tiny(tmp_path / name, quantize=name) for name in ("int4", "int8")]
     before = [plan_build(source, SPEC).fingerprint for source in sources]
-    monkeypatch.setattr("trtserve.runtimes.openvino_plan.INT4_GROUPS", (128, 64, 32))
+    monkeypatch.setattr("trtserve.executor.openvino.plan.INT4_GROUPS", (128, 64, 32))
     after = [plan_build(source, SPEC).fingerprint for source in sources]
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
 

@@ -14,9 +14,7 @@ from tests.support.checkpoints import convert_tiny
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
-from trtserve import runtimes
 from trtserve.artifacts import Checkpoint, Engine, Manifest
-from trtserve.build import build_engine, find_checkpoint, plan_build
 from trtserve.cli import run
 from trtserve.errors import (
     ArtifactError,
@@ -30,10 +28,12 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from trtserve.executor import runtimes
+from trtserve.executor.torch import runtime as torch
 from trtserve.host.install_command import install_command
-from trtserve.releases.containers import latest_container
-from trtserve.releases.installed import installed
-from trtserve.runtimes import torch
+from trtserve.nvidia.releases.containers import latest_container
+from trtserve.nvidia.releases.installed import installed
+from trtserve.pipeline.build import build_engine, find_checkpoint, plan_build
 from trtserve.specs import BUILDER_FIELDS, BuildSpec
 from trtserve.store import NameRecord, Store
 
@@ -54,7 +54,7 @@ def _manifest(artifact: Engine) -> Manifest:
 def test_insufficient_memory_is_reported_before_writing(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: 10 * 2**20)
     with pytest.raises(MemoryLimitError, match=r"needs \d\d MiB of memory; 10 MiB are free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
@@ -78,14 +78,14 @@ def test_openvino_errors_are_explained(
     def fail(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr("trtserve.executor.graph.save_graph", fail)
+    monkeypatch.setattr("trtserve.executor.openvino.graph.save_graph", fail)
     with pytest.raises(expected):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
 
 
 def test_insufficient_disk_is_reported(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda _: 1024)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_disk", lambda _: 1024)
     with pytest.raises(DiskSpaceError, match="has 1 KiB free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
 
@@ -203,7 +203,7 @@ def test_rank_files_are_checked_first(
 ) -> None:
     source = convert_tiny(tmp_path, tp_size=2)
     command = ["build", str(source.path), "--max-seq-len", "64", "--out", str(tmp_path / "engine"), *flags]
-    monkeypatch.setattr("trtserve.build._require_memory_and_disk", None)  # never reached
+    monkeypatch.setattr("trtserve.pipeline.build._require_memory_and_disk", None)  # never reached
     last = source.path / "rank1.safetensors"
     with last.open("r+b") as file:
         file.truncate(last.stat().st_size - 1000)

@@ -15,14 +15,15 @@ from rich.console import Console
 from trtserve.cli import run
 from trtserve.cli.chat import typed_ahead
 from trtserve.cli.chat_answer import MarkdownAnswer, complete_blocks
+from trtserve.client import conversation
+from trtserve.client.base import Endpoint
+from trtserve.client.conversation import Conversation
+from trtserve.client.query import Generation, QuerySpec
 from trtserve.errors import RequestError, ServerNotFoundError
-from trtserve.query import Generation, QuerySpec, conversation
-from trtserve.query.conversation import Conversation
-from trtserve.triton.client import Endpoint
 
 
 class ScriptedModel:
-    """Answers like `generate` of `trtserve.query`; keeps what it was asked."""
+    """Answers like `generate` of `trtserve.client.query`; keeps what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[QuerySpec] = []

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
+from trtserve.client.base import Endpoint
+from trtserve.client.chat import (
+    chat_prompts,
+    end_words,
+    find_chat_template,
+    messages,
+    render,
+)
+from trtserve.client.spec import QuerySpec
+from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer
 from trtserve.errors import UsageError
-from trtserve.query.chat import chat_prompts, end_words, find_chat_template, messages, render
-from trtserve.query.spec import QuerySpec
-from trtserve.query.tokenizer import TokenizerFiles, find_tokenizer
-from trtserve.triton.client import Endpoint
 
 TEMPLATES = {
     "llama": (

@@ -13,13 +13,13 @@ from tests.support.families import FAMILIES
 from tests.support.quantised_models import write_quantised_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.check.checkpoints import LoadReport, check_loading
 from trtserve.cli import run
-from trtserve.convert import convert_model
 from trtserve.errors import UnsupportedModelError
-from trtserve.releases import RELEASES, order
-from trtserve.releases.converters import converters
-from trtserve.releases.loaders import evidence, family_architectures, loading_releases
+from trtserve.nvidia.releases import RELEASES, order
+from trtserve.nvidia.releases.converters import converters
+from trtserve.nvidia.releases.loaders import evidence, family_architectures, loading_releases
+from trtserve.pipeline.convert import convert_model
+from trtserve.repository.check.checkpoints import LoadReport, check_loading
 from trtserve.specs import ConvertSpec
 
 RANK = "rank0.safetensors"

@@ -31,12 +31,17 @@ from tests.support.repository_faults import FAULTS, Fault
 from tests.support.unsupported_release import ENGINELESS
 from tests.support.upstream_repositories import write_upstream
 from trtserve.artifacts import ModelRepository, load_artifact
-from trtserve.check import RULES, RepositoryReport, check_repository, require_sound
-from trtserve.check.repository import MachineFacts
 from trtserve.cli import run
 from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SilentProgress
-from trtserve.triton.engine_match import Installation
+from trtserve.repository.check import (
+    RULES,
+    RepositoryReport,
+    check_repository,
+    require_sound,
+)
+from trtserve.repository.check.repository import MachineFacts
+from trtserve.repository.engine_match import Installation
 
 LOADED = {rule.name for rule in RULES if rule.needs == "tokenizer"}
 
@@ -230,7 +235,7 @@ def test_the_tensorrt_version_is_read_from_the_engine_without_a_manifest(good: d
 def test_too_little_shared_memory_is_an_error(
     good: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trtserve.check.machine.SHARED_MEMORY", tmp_path / "nothing")
+    monkeypatch.setattr("trtserve.repository.check.machine.SHARED_MEMORY", tmp_path / "nothing")
     assert [finding.rule for finding in report_of(good["cpp"], here=machine()).findings] == ["machine-memory"]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from trtserve.client.base import ModelDescription
+from trtserve.client.call_errors import plain, refused
+from trtserve.client.grpc_client import infer_request, reply_of
+from trtserve.client.http_client import generate_body
+from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
+from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import Tensor
 from trtserve.errors import UsageError
-from trtserve.query.request import PreparedPrompts, RequestContext, request_tensors
-from trtserve.query.spec import QuerySpec
-from trtserve.triton.call_errors import plain, refused
-from trtserve.triton.client import ModelDescription
-from trtserve.triton.grpc_client import infer_request, reply_of
-from trtserve.triton.http_client import generate_body
-from trtserve.triton.tensors import Tensor
 
 
 def describe(*inputs: str, max_batch_size: int = 8, **settings: str) -> ModelDescription:

@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.models.bls.tensor_names import CORE as FORWARDED
-from trtserve.releases import RELEASES
-from trtserve.triton.config import ConfigOptions, config_text, parse_config
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, profile
-from trtserve.triton.settings import resolve_settings
+from trtserve.nvidia.releases import RELEASES
+from trtserve.programs.bls.tensor_names import CORE as FORWARDED
+from trtserve.repository.config import ConfigOptions, config_text, parse_config
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    ENSEMBLE,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
+    profile,
+)
+from trtserve.repository.settings import resolve_settings
 
 OPTIONS = ConfigOptions(
     max_batch_size=16,

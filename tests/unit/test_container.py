@@ -10,7 +10,7 @@ import pytest
 from tests.doubles.docker import parse_run
 from tests.doubles.mounts import check_mounts, parse_mount
 from trtserve.errors import UsageError
-from trtserve.host.containers import (
+from trtserve.nvidia.containers import (
     ContainerRun,
     explained,
     image_of,
@@ -19,8 +19,8 @@ from trtserve.host.containers import (
     require_installed_in,
     with_targets,
 )
+from trtserve.nvidia.releases.containers import all_containers
 from trtserve.process import Command
-from trtserve.releases.containers import all_containers
 
 IMAGE = "nvcr.io/nvidia/tritonserver:25.12-trtllm-python-py3"
 

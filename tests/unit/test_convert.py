@@ -16,7 +16,6 @@ from tests.support.families.shards import Tensors
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import MANIFEST, Checkpoint, Model
-from trtserve.convert import convert_model, find_model, plan_conversion
 from trtserve.errors import (
     ConversionError,
     CorruptFileError,
@@ -25,6 +24,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from trtserve.pipeline.convert import convert_model, find_model, plan_conversion
 from trtserve.progress import SilentProgress, Task
 from trtserve.specs import ConvertSpec, Quantization
 from trtserve.store import NameRecord, Store
@@ -225,7 +225,7 @@ def test_only_an_equal_conversion_is_reused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda path: 100_000)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_disk", lambda path: 100_000)
     with pytest.raises(DiskSpaceError, match=r"would take .* free"):
         convert(write_tiny_model(tmp_path / "hf"), tmp_path / "store" / "out")
     assert list((tmp_path / "store").iterdir()) == []

@@ -15,8 +15,8 @@ from tests.support.families.shards import Tensors
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.convert import convert_model
 from trtserve.errors import UsageError
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 

@@ -13,8 +13,8 @@ from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import MANIFEST, Checkpoint, Model
 from trtserve.cli import run
-from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import ConversionError, UsageError
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec
 
 

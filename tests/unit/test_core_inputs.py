@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.core.executor_module import load_executor_module
-from trtserve.models.core.request import RequestFactory
-from trtserve.models.shared.parameters import check_request_type
-from trtserve.triton.profiles import CORE, profile
+from trtserve.programs.core.executor_module import load_executor_module
+from trtserve.programs.core.request import RequestFactory
+from trtserve.programs.shared.parameters import check_request_type
+from trtserve.repository.profiles import CORE, profile
 
 TYPES = {"INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32, "FP16": np.float16}
 TYPES |= {"BOOL": np.bool_, "UINT8": np.uint8, "STRING": np.object_, "$logits": np.float32}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import triton_python_backend_utils as pb_utils
 
-from trtserve.executor.results import Response, Result
-from trtserve.models.core import joining
-from trtserve.models.core.joining import joined, joined_responses
-from trtserve.models.core.pending import error_response, response
-from trtserve.models.core.response import Wanted, output_arrays
+from trtserve.executor.interface.results import Response, Result
+from trtserve.programs.core import joining
+from trtserve.programs.core.joining import joined, joined_responses
+from trtserve.programs.core.pending import error_response, response
+from trtserve.programs.core.response import Wanted, output_arrays
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.models.core import pending as _pending
+from trtserve.programs.core import pending as _pending
 
 pending: Any = _pending
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.core.executor_module import ExecutorModule, load_executor_module
-from trtserve.models.core.request import RequestFactory, vocabulary_to_wrap
-from trtserve.models.shared.parameters import ModelParameters
-from trtserve.releases import RELEASES
+from trtserve.nvidia.releases import RELEASES
+from trtserve.programs.core.executor_module import ExecutorModule, load_executor_module
+from trtserve.programs.core.request import RequestFactory, vocabulary_to_wrap
+from trtserve.programs.shared.parameters import ModelParameters
 
 ROW = {
     "input_ids": np.array([[1, 5, 6, 7]], dtype=np.int32),

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.enums import FinishReason
-from trtserve.executor.results import RequestPerfMetrics, Result
-from trtserve.models.core import response as core
-from trtserve.models.core.executor_module import ExecutorModule
+from trtserve.executor.interface.enums import FinishReason
+from trtserve.executor.interface.results import RequestPerfMetrics, Result
+from trtserve.programs.core import response as core
+from trtserve.programs.core.executor_module import ExecutorModule
 
 
 def arrays(result: Result, **wanted: Any) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trtserve.models.core import guides, settings
-from trtserve.models.core.executor_module import load_executor_module
-from trtserve.models.shared.parameters import ModelParameters
-from trtserve.releases import RELEASES
+from trtserve.nvidia.releases import RELEASES
+from trtserve.programs.core import guides, settings
+from trtserve.programs.core.executor_module import load_executor_module
+from trtserve.programs.shared.parameters import ModelParameters
 
 
 class Core:

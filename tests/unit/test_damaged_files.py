@@ -21,23 +21,23 @@ from trtserve.bench.report import REPORT, SAMPLES, read_report
 from trtserve.bench.traffic.datasets import read_dataset
 from trtserve.bench.traffic.lengths import read_histogram
 from trtserve.bench.traffic.traces import read_trace
-from trtserve.check.findings import refusal
 from trtserve.checkpoint.source import read_hf_config, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
+from trtserve.client.file_inputs import read_token_ids
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.executor.loaders import read_engine_config
 from trtserve.files import read_json_object
-from trtserve.models.shared.arrays import read_array
-from trtserve.models.shared.lora_names import LoraNames
-from trtserve.query.file_inputs import read_token_ids
-from trtserve.query.tokenizer import TokenizerFiles
-from trtserve.repo.engine import read_engine
-from trtserve.repo.tokenizer import token_ids
-from trtserve.setup_file.reading import read_setup
-from trtserve.triton.core_models import read_model_yaml
-from trtserve.triton.preflight import read_config as read_model_config
+from trtserve.pipeline.setup_file.reading import read_setup
+from trtserve.programs.shared.arrays import read_array
+from trtserve.programs.shared.lora_names import LoraNames
+from trtserve.repository.check.findings import refusal
+from trtserve.repository.core_models import read_model_yaml
+from trtserve.repository.engine import read_engine
+from trtserve.repository.preflight import read_config as read_model_config
+from trtserve.repository.tokenizer import token_ids
 
 DEEP = 50_000
 CONTENTS = {

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from trtserve.executor.decode_padding import (
+from trtserve.executor.openvino.decode_padding import (
     SIZES,
     StepInputs,
     first_step,

@@ -13,15 +13,27 @@ from pathlib import Path
 
 import pytest
 
-from trtserve import doctor
 from trtserve.cli import run
-from trtserve.doctor import examination, host, packages, stub
-from trtserve.doctor.findings import EMBEDDED, EVERY, GPU, NONE, Finding, look
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import machine
 from trtserve.host.install_command import install_command
+from trtserve.server import doctor
+from trtserve.server.doctor import (
+    examination,
+    host,
+    packages,
+    stub,
+)
+from trtserve.server.doctor.findings import (
+    EMBEDDED,
+    EVERY,
+    GPU,
+    NONE,
+    Finding,
+    look,
+)
+from trtserve.server.triton import installation, tritonserver
 from trtserve.store import Store
-from trtserve.triton import installation, tritonserver
 
 GIB = 2**30
 

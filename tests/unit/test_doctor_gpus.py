@@ -11,14 +11,12 @@ import pytest
 from tests.support.doubles import Doubles
 from tests.support.nvml import GIB, FakeGpu, FakeNvml
 from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
-from trtserve.doctor import gpus, tensorrt_llm
-from trtserve.doctor.findings import GPU
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import nvidia
 from trtserve.host.nvidia import Gpus, find_gpus
-from trtserve.releases import RELEASES
-from trtserve.releases.containers import all_containers, container
-from trtserve.releases.drivers import (
+from trtserve.nvidia.releases import RELEASES
+from trtserve.nvidia.releases.containers import all_containers, container
+from trtserve.nvidia.releases.drivers import (
     Driver,
     cuda_of,
     driver_of,
@@ -27,8 +25,10 @@ from trtserve.releases.drivers import (
     newest_container,
     numbers,
 )
-from trtserve.releases.gpus import kernels, runs_on
-from trtserve.releases.installed import Installed, installed
+from trtserve.nvidia.releases.gpus import kernels, runs_on
+from trtserve.nvidia.releases.installed import Installed, installed
+from trtserve.server.doctor import gpus, tensorrt_llm
+from trtserve.server.doctor.findings import GPU
 
 Described = Callable[..., Gpus]
 

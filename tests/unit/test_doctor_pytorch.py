@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.doctor import pytorch
+from trtserve.server.doctor import pytorch
 
 SEEN: dict[str, Any] = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": 2, "problem": ""}
 HELLO = [{"rank": rank, "device": f"cuda:{rank}", "sum": 12.0} for rank in (0, 1)]

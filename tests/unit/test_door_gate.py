@@ -7,11 +7,16 @@ import threading
 
 import pytest
 
-from trtserve.door.app import HANG_UP, Door
-from trtserve.door.asgi import Message, Receive, Scope, Send
-from trtserve.door.gate import Gate
-from trtserve.door.refusals import RefusedError
-from trtserve.door.settings import DoorSettings, Limits
+from trtserve.gateway.app import HANG_UP, Door
+from trtserve.gateway.asgi import (
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
+from trtserve.gateway.gate import Gate
+from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.settings import DoorSettings, Limits
 
 
 def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +73,6 @@ def test_the_memory_of_large_bodies_is_given_back_once(monkeypatch: pytest.Monke
         await asyncio.to_thread(given.wait, 60)
         sweeping.cancel()
 
-    monkeypatch.setattr("trtserve.door.gate.give_memory_back", give)
+    monkeypatch.setattr("trtserve.gateway.gate.give_memory_back", give)
     asyncio.run(run())
     assert reserved == [0]

@@ -16,10 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient import http as tritonclient
 
-from trtserve.door.guard import CheckedBody, check_control, check_generate, check_infer, inflate
-from trtserve.door.paths import GROUPS, find_target
-from trtserve.door.refusals import RefusedError
-from trtserve.door.settings import Limits
+from trtserve.gateway.guard import (
+    CheckedBody,
+    check_control,
+    check_generate,
+    check_infer,
+    inflate,
+)
+from trtserve.gateway.paths import GROUPS, find_target
+from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.settings import Limits
 
 LIMITS = Limits()
 SMALL = Limits(body_bytes=1000, json_bytes=500, elements=100, strings=4)

@@ -7,12 +7,12 @@ import socket
 
 import pytest
 
-from trtserve.door.refusals import RefusedError
-from trtserve.door.triton import Triton
+from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.triton import Triton
 
 
 def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.door.triton._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("trtserve.gateway.triton._ANSWER_SECONDS", 0.1)
 
     async def ask(address: str) -> None:
         triton = Triton(address, address)

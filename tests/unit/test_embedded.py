@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.releases import RELEASES
-from trtserve.triton.embedded import require_accepted, require_startable
+from trtserve.nvidia.releases import RELEASES
+from trtserve.repository.embedded import require_accepted, require_startable
 
 ENGINE: dict[str, Any] = {
     "pretrained_config": {"vocab_size": 320},

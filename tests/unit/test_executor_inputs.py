@@ -22,7 +22,7 @@ from trtserve.executor.api import (
     Request,
     SamplingConfig,
 )
-from trtserve.executor.lora import NotCachedError
+from trtserve.executor.engine.lora import NotCachedError
 
 ONLY_NEW = OutputConfig(exclude_input_from_output=True)
 REUSE = KvCacheConfig(enable_block_reuse=True)
@@ -192,7 +192,7 @@ class FakeAdapter:
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> FakeAdapters:
     cache = FakeAdapters()
-    monkeypatch.setattr("trtserve.executor.worker.AdapterCache", lambda *_, **__: cache)
+    monkeypatch.setattr("trtserve.executor.engine.worker.AdapterCache", lambda *_, **__: cache)
     return cache
 
 

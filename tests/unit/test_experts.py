@@ -12,16 +12,16 @@ import pytest
 
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_tiny_model
-from trtserve import architectures
-from trtserve.architectures.base import Experts
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.build import plan_build
+from trtserve.checkpoint import architectures
+from trtserve.checkpoint.architectures.base import Experts
 from trtserve.checkpoint.sharding import moe_parallel_sizes
 from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.cli import run
-from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.pipeline.build import plan_build
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import BuildSpec, ConvertSpec
 
 WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.experts]

@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.build import build_engine, plan_build
 from trtserve.cli import run
-from trtserve.convert import convert_model
 from trtserve.errors import UsageError
-from trtserve.executor.lora_modules import lora_modules
-from trtserve.runtimes.features import Features
-from trtserve.runtimes.openvino_plan import OpenvinoPlan
+from trtserve.executor.engine.lora_modules import lora_modules
+from trtserve.executor.features import Features
+from trtserve.executor.openvino.plan import OpenvinoPlan
+from trtserve.pipeline.build import build_engine, plan_build
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 ALL = BuildSpec(

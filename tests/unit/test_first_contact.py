@@ -11,12 +11,12 @@ import pytest
 
 from trtserve.bench import plan_benchmark
 from trtserve.cli import run
+from trtserve.client.base import Client, Endpoint
+from trtserve.client.call_errors import spoken_at
+from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.http_client import HttpClient
 from trtserve.errors import ServerUnreachableError
 from trtserve.specs import BenchSpec
-from trtserve.triton.call_errors import spoken_at
-from trtserve.triton.client import Client, Endpoint
-from trtserve.triton.grpc_client import GrpcClient
-from trtserve.triton.http_client import HttpClient
 
 GRPC_SETTINGS = b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00@"
 HTTP_ANSWER = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"

@@ -11,14 +11,14 @@ import pytest
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from tests.support.tiny_vision import Spelling, write_tiny_vision_model
-from trtserve import architectures
 from trtserve.artifacts import Checkpoint, Model
+from trtserve.checkpoint import architectures
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.supported import supported_family
-from trtserve.convert import convert_model
 from trtserve.errors import ConversionError, UnsupportedModelError
-from trtserve.parity.converted import numbers_beside
-from trtserve.planner.stage_needs import check_memory
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.parity.converted import numbers_beside
+from trtserve.pipeline.planner.stage_needs import check_memory
 from trtserve.specs import ConvertSpec
 
 # config.json of google/gemma-3-4b-it, without what only generation and images need.

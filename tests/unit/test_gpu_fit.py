@@ -8,8 +8,18 @@ import pytest
 
 from tests.support.large_models import llama_2_7b
 from trtserve.errors import UsageError
-from trtserve.planner.gpu_fit import fit_gpu, fitting_step, shorter_fit, smallest_fit
-from trtserve.planner.gpus import GPUS, Gpu, find_gpu, parse_size
+from trtserve.pipeline.planner.gpu_fit import (
+    fit_gpu,
+    fitting_step,
+    shorter_fit,
+    smallest_fit,
+)
+from trtserve.pipeline.planner.gpus import (
+    GPUS,
+    Gpu,
+    find_gpu,
+    parse_size,
+)
 from trtserve.specs import BuildSpec
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import ArtifactError, UnsupportedModelError
-from trtserve.executor.graph import build_graph, save_graph
-from trtserve.executor.sizes import Sizes
-from trtserve.executor.weight_quantization import Packing
+from trtserve.executor.engine.sizes import Sizes
+from trtserve.executor.openvino.graph import build_graph, save_graph
+from trtserve.executor.openvino.weight_quantization import Packing
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

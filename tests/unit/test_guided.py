@@ -16,13 +16,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 import trtserve
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.executor import guided
-from trtserve.executor.configs import GuidedDecodingConfig
-from trtserve.executor.enums import GuidedDecodingBackend, GuideType
-from trtserve.executor.guided import Guide, GuideFactory
-from trtserve.executor.logits_processing import LogitsProcessor
-from trtserve.executor.requests import GuidedDecodingParams, SamplingConfig
-from trtserve.executor.sampling import EXHAUSTED, Row, SamplingParameters, choose_tokens
+from trtserve.executor.engine import guided
+from trtserve.executor.engine.guided import Guide, GuideFactory
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.sampling import (
+    EXHAUSTED,
+    Row,
+    SamplingParameters,
+    choose_tokens,
+)
+from trtserve.executor.interface.configs import GuidedDecodingConfig
+from trtserve.executor.interface.enums import GuidedDecodingBackend, GuideType
+from trtserve.executor.interface.requests import GuidedDecodingParams, SamplingConfig
 
 VOCAB = 320
 """Vocabulary size of the engine, larger than the tokenizers'."""

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from trtserve.models.shared.run_folder import DRAINING, VARIABLE, Heartbeat, require_not_draining
-from trtserve.triton.heartbeats import read_heartbeats
+from trtserve.client.heartbeats import read_heartbeats
+from trtserve.programs.shared.run_folder import (
+    DRAINING,
+    VARIABLE,
+    Heartbeat,
+    require_not_draining,
+)
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from tests.support.certificates import certificates
+from trtserve.client.base import Endpoint, ModelDescription, Tls
+from trtserve.client.call_errors import RequestCancelledError
+from trtserve.client.http_client import HttpClient, generate_body, infer_body
+from trtserve.client.tensors import Tensor, TensorDescription, generate_shape
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
-from trtserve.triton.call_errors import RequestCancelledError
-from trtserve.triton.client import Endpoint, ModelDescription, Tls
-from trtserve.triton.http_client import HttpClient, generate_body, infer_body
-from trtserve.triton.tensors import Tensor, TensorDescription, generate_shape
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (b'data: {"text_output":" M"}\n\n', b'data: {"text_output":"ach"}\n\n')
@@ -114,7 +114,7 @@ def test_lost_connection_is_not_the_end(serving: Callable[[bytes], HttpClient], 
 
 def test_time_limit_covers_the_stream(serving: Callable[[bytes], HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 9.0, 9.5, 10.5])
-    monkeypatch.setattr("trtserve.triton.http_client.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("trtserve.client.http_client.time.monotonic", lambda: next(clock))
     answer = texts(serving(HEADER + chunks(*EVENTS) + b"0\r\n\r\n"))
     assert next(answer) == " M"
     with pytest.raises(RequestError, match=r"No answer from .* within 10 s"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import triton_python_backend_utils as pb_utils
 
-from trtserve.models.shared import inner_models
+from trtserve.programs.shared import inner_models
 
 ONE = {"input_ids": np.ones((1, 1), dtype=np.int32)}
 STREAM = {**ONE, "streaming": np.array([[True]])}

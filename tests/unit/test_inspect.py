@@ -17,9 +17,9 @@ from tests.support.engine_folders import built_here
 from tests.support.engine_folders import write_engine as write_plain_engine
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine
-from trtserve.build.inspect import describe
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError
+from trtserve.pipeline.build.inspect import describe
 from trtserve.store import Store
 
 RELEASES = ("24.08", "24.09", "24.12", "25.04", "25.10", "26.07")

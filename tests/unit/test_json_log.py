@@ -12,8 +12,8 @@ from trtserve.cli import run
 from trtserve.cli.json_log import JsonLog
 from trtserve.errors import ServerStartError
 from trtserve.server.state import write_state
+from trtserve.server.triton.server_log import described
 from trtserve.store import Store
-from trtserve.triton.server_log import described
 
 INFO = 'I1123 05:58:46.415350 10708 grpc_server.cc:2558] "Started GRPCInferenceService at 127.0.0.1:10461"'
 NOISE = 'W1123 05:58:46.413237 10708 metrics.cc:798] "DCGM unable to start: DCGM initialization error"'

@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.block_pool import BlockPool
-from trtserve.executor.kv_cache import Allocation, BlockUse, CacheKey, KvCache
-from trtserve.executor.requests import KvCacheRetentionConfig
+from trtserve.executor.engine.block_pool import BlockPool
+from trtserve.executor.engine.kv_cache import (
+    Allocation,
+    BlockUse,
+    CacheKey,
+    KvCache,
+)
+from trtserve.executor.interface.requests import KvCacheRetentionConfig
 
 
 def _cache(blocks: int, *, size: int = 4, rows: int = 8, longest: int = 40, **options: Any) -> KvCache:

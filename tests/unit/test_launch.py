@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trtserve.process import ProcessId
-from trtserve.triton import startup
-from trtserve.triton.tritonserver import Address
+from trtserve.server.triton import startup
+from trtserve.server.triton.tritonserver import Address
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ import pytest
 
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host.gpus import require_gpus, split_gpus
-from trtserve.releases import RELEASES
+from trtserve.nvidia.releases import RELEASES
+from trtserve.repository.core_models import CoreModel, device_groups
 from trtserve.server.addresses import instance_addresses
 from trtserve.server.launch import Setup
 from trtserve.server.launch.leader import leader
 from trtserve.server.launch.llmapi import llmapi, slurm_task
 from trtserve.server.launch.orchestrator import orchestrator
+from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.specs.options import options_of
-from trtserve.triton.core_models import CoreModel, device_groups
-from trtserve.triton.tritonserver import Address
 
 DEFAULTS = Address(host="127.0.0.1", http_port=8000, grpc_port=8001, metrics_port=8002)
 EXE = "/opt/tritonserver/bin/tritonserver"

@@ -8,7 +8,12 @@ from pathlib import Path
 
 from trtserve.cli.start import start
 from trtserve.server import launch
-from trtserve.server.launch import CLUSTERS, MODES, base, cluster
+from trtserve.server.launch import (
+    CLUSTERS,
+    MODES,
+    base,
+    cluster,
+)
 from trtserve.specs.cluster import OPTIONS, ClusterSpec
 
 FOLDER = Path(launch.__file__).parent

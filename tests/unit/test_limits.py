@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from trtserve.executor.api import CapacitySchedulerPolicy, ExecutorConfig, KvCacheConfig, SchedulerConfig
-from trtserve.executor.limits import Limits, fit_to_cache, kv_cache_blocks, resolve_limits
+from trtserve.executor.api import (
+    CapacitySchedulerPolicy,
+    ExecutorConfig,
+    KvCacheConfig,
+    SchedulerConfig,
+)
+from trtserve.executor.engine.limits import (
+    Limits,
+    fit_to_cache,
+    kv_cache_blocks,
+    resolve_limits,
+)
 
 ENGINE: dict[str, Any] = {
     "build_config": {"max_batch_size": 8, "max_seq_len": 100, "max_num_tokens": 64, "max_beam_width": 1},

@@ -11,16 +11,16 @@ import pytest
 from tests.support.families import FAMILIES
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
-from trtserve.architectures import family
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.build import plan_build
+from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.convert import convert_model
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.releases import RELEASES, order
-from trtserve.releases.loaders import loading_releases
-from trtserve.releases.tables import load_table
+from trtserve.nvidia.releases import RELEASES, order
+from trtserve.nvidia.releases.loaders import loading_releases
+from trtserve.nvidia.releases.tables import load_table
+from trtserve.pipeline.build import plan_build
+from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 LLAMA3 = {

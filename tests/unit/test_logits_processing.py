@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtserve.executor.logits_processing import LogitsProcessor
-from trtserve.executor.requests import SamplingConfig
-from trtserve.executor.sampling import UNDEFINED, Row, SamplingParameters, choose_tokens
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.sampling import (
+    UNDEFINED,
+    Row,
+    SamplingParameters,
+    choose_tokens,
+)
+from trtserve.executor.interface.requests import SamplingConfig
 
 VOCAB = 12
 END = 2

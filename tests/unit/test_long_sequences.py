@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.support.schedulers import add, make_scheduler, make_sequence, run_step
-from trtserve.executor.batch import Batch
-from trtserve.executor.configs import ExecutorConfig
-from trtserve.executor.limits import resolve_limits
-from trtserve.executor.sequence import Logits
+from trtserve.executor.engine.batch import Batch
+from trtserve.executor.engine.limits import resolve_limits
+from trtserve.executor.engine.sequence import Logits
+from trtserve.executor.interface.configs import ExecutorConfig
 
 BEYOND = 12
 

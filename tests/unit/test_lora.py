@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.adapters import random_adapter
 from tests.support.tiny_decoders import tiny_decoder
-from trtserve.executor.configs import PeftCacheConfig
-from trtserve.executor.lora import AdapterCache, NotCachedError
-from trtserve.executor.lora_modules import LoraShape, lora_modules
-from trtserve.executor.requests import LoraConfig
+from trtserve.executor.engine.lora import AdapterCache, NotCachedError
+from trtserve.executor.engine.lora_modules import LoraShape, lora_modules
+from trtserve.executor.interface.configs import PeftCacheConfig
+from trtserve.executor.interface.requests import LoraConfig
 
 MEMORY = 1 << 30
 MODULES = lora_modules(tiny_decoder().config, ["attn_q", "attn_k", "attn_v"])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.bls import core_model
-from trtserve.models.shared.inner_models import InnerModelError
-from trtserve.models.shared.lora_names import LoraNames
+from trtserve.programs.bls import core_model
+from trtserve.programs.shared.inner_models import InnerModelError
+from trtserve.programs.shared.lora_names import LoraNames
 
 
 @pytest.fixture

@@ -16,12 +16,7 @@ from rich.text import Text
 
 from tests.support.server_records import server_record
 from trtserve.cli import run
-from trtserve.errors import ServerDiedError, ServerUnreachableError
-from trtserve.host.ports import free_ports
-from trtserve.server.metrics import Reading, Source, rates, read_metrics, remote_source, watch_metrics
-from trtserve.server.state import Server, write_state
-from trtserve.store import Store
-from trtserve.triton.metrics import (
+from trtserve.client.metrics import (
     CoreMetrics,
     Sample,
     core_metrics,
@@ -30,6 +25,18 @@ from trtserve.triton.metrics import (
     model_metrics,
     parse,
 )
+from trtserve.errors import ServerDiedError, ServerUnreachableError
+from trtserve.host.ports import free_ports
+from trtserve.server.metrics import (
+    Reading,
+    Source,
+    rates,
+    read_metrics,
+    remote_source,
+    watch_metrics,
+)
+from trtserve.server.state import Server, write_state
+from trtserve.store import Store
 
 PAGE = """
 # HELP nv_inference_request_success Number of successful inference requests, all batch sizes

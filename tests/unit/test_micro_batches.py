@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trtserve.executor.batch import ModelInputs
+from trtserve.executor.engine.batch import ModelInputs
 from trtserve.executor.torch.micro_batches import micro_batches
 
 

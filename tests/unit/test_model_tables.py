@@ -6,8 +6,8 @@ import pytest
 
 from tests.doubles import model_tables
 from tests.doubles.model_tables import MODELS, parse_release
-from trtserve.releases import RELEASES
-from trtserve.triton.profiles import Tensor, llmapi_model, profile
+from trtserve.nvidia.releases import RELEASES
+from trtserve.repository.profiles import Tensor, llmapi_model, profile
 
 # The reference dates the counters "1.x" (0.20 and later); the commit that the double cites is of 1.0.
 COUNTERS = {"return_num_input_tokens", "return_num_output_tokens", "num_input_tokens", "num_output_tokens"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.models.shared.tokenizer import load_tokenizer
+from trtserve.programs.shared.tokenizer import load_tokenizer
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from tests.support.executors import Start, answer_of, collect, executors, free_blocks
 from tests.support.fake_model import VOCAB, FakeRepeatingModel
-from trtserve.executor.api import ExecutorConfig, KvCacheConfig, OutputConfig, Request, SamplingConfig
-from trtserve.executor.ngram_drafts import NgramDrafter, best_draft_lengths
+from trtserve.executor.api import (
+    ExecutorConfig,
+    KvCacheConfig,
+    OutputConfig,
+    Request,
+    SamplingConfig,
+)
+from trtserve.executor.engine.ngram_drafts import NgramDrafter, best_draft_lengths
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9]
 

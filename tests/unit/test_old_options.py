@@ -11,9 +11,14 @@ import pytest
 from trtserve.cli.app import run
 from trtserve.cli.commands import command_tree
 from trtserve.errors import UsageError
-from trtserve.releases.old_options import OldOption, old_option, old_option_of, old_options
-from trtserve.triton.profiles import profile
-from trtserve.triton.settings import resolve_settings
+from trtserve.nvidia.releases.old_options import (
+    OldOption,
+    old_option,
+    old_option_of,
+    old_options,
+)
+from trtserve.repository.profiles import profile
+from trtserve.repository.settings import resolve_settings
 
 # From the guides themselves: what is typed, and what its answer must name.
 GUIDES = [

@@ -20,7 +20,7 @@ from tests.support.scripted_endpoint import (
     write_chat_model,
 )
 from tests.support.scripted_triton import NAME, ScriptedTriton, refused
-from trtserve.door.refusals import RefusedError
+from trtserve.gateway.refusals import RefusedError
 
 
 @pytest.fixture(scope="module")

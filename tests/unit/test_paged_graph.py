@@ -15,12 +15,12 @@ from tests.support.adapters import ADAPTER_MODULES, merged, random_adapter
 from tests.support.paged_steps import MODEL_RUNTIMES, PagedSteps, tiny_model, write_engine
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
-from trtserve.executor.configs import PeftCacheConfig
-from trtserve.executor.lora import AdapterCache
-from trtserve.executor.lora_weights import Adapter
-from trtserve.executor.model import Model
-from trtserve.executor.paged_model import PagedModel
-from trtserve.executor.requests import LoraConfig
+from trtserve.executor.engine.lora import AdapterCache
+from trtserve.executor.engine.lora_weights import Adapter
+from trtserve.executor.engine.model import Model
+from trtserve.executor.interface.configs import PeftCacheConfig
+from trtserve.executor.interface.requests import LoraConfig
+from trtserve.executor.openvino.paged_model import PagedModel
 
 SEQUENCES = {
     name: [int(token) for token in np.random.default_rng(seed).integers(0, 320, length)]

@@ -19,11 +19,11 @@ from tests.support.paged_steps import MODEL_RUNTIMES, PagedSteps, tiny_model, wr
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
-from trtserve.executor import paged_model
-from trtserve.executor.decode_padding import SIZES
+from trtserve.executor.engine.model import Model
 from trtserve.executor.loaders import read_engine_config
-from trtserve.executor.model import Model
-from trtserve.executor.paged_model import PagedModel, openvino_core
+from trtserve.executor.openvino import paged_model
+from trtserve.executor.openvino.decode_padding import SIZES
+from trtserve.executor.openvino.paged_model import PagedModel, openvino_core
 
 # Prompts of 40, 9 and 70 tokens: whole, in chunks, token by token, and mixed with each other.
 SEQUENCES = {

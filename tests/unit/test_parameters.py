@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from trtserve.models.shared.parameter_classes import check_classes
-from trtserve.models.shared.parameters import ModelParameters
-from trtserve.releases import RELEASES
-from trtserve.triton.parameters import (
+from trtserve.nvidia.releases import RELEASES
+from trtserve.programs.shared.parameter_classes import check_classes
+from trtserve.programs.shared.parameters import ModelParameters
+from trtserve.repository.parameters import (
     CLASSES_FILE,
     classes_json,
     find_parameter,
@@ -20,7 +20,13 @@ from trtserve.triton.parameters import (
     parameter_classes,
     parameters_of,
 )
-from trtserve.triton.profiles import BLS, CORE, MODELS, POSTPROCESSING, PREPROCESSING
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
+)
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -13,11 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_models import write_byte_tokenizer, write_tiny_model
-from trtserve import parity
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.cli import run
-from trtserve.convert import convert_model
 from trtserve.errors import (
     ArtifactError,
     CheckError,
@@ -29,9 +27,24 @@ from trtserve.errors import (
     UsageError,
 )
 from trtserve.host.install_command import install_command
-from trtserve.parity import CheckReport, Stage, converted, original
-from trtserve.parity.comparison import BOUNDS, Answer, Differences, Precision, Verdict, compare, verdicts
-from trtserve.parity.prompts import TEXTS, Vocabulary, prompt_set
+from trtserve.pipeline import parity
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.parity import (
+    CheckReport,
+    Stage,
+    converted,
+    original,
+)
+from trtserve.pipeline.parity.comparison import (
+    BOUNDS,
+    Answer,
+    Differences,
+    Precision,
+    Verdict,
+    compare,
+    verdicts,
+)
+from trtserve.pipeline.parity.prompts import TEXTS, Vocabulary, prompt_set
 from trtserve.specs import CheckSpec, ConvertSpec
 
 Logits = npt.NDArray[np.float32]
@@ -234,7 +247,7 @@ def test_unsupported_quantisation_is_refused(tmp_path: Path) -> None:
 def test_insufficient_memory_is_reported_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "model")
     config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec(dtype="float16"))
-    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: 2**20)
     monkeypatch.setattr(original, "require_oracle", lambda: None)
     with pytest.raises(MemoryLimitError, match=r"The check takes .* for the original in float32.* 1 MiB are free"):
         parity.plan_check(config, folder)

@@ -14,9 +14,9 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.pickled_files import PickledFile
-from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
-from trtserve.import_ import import_model
+from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.import_ import import_model
 from trtserve.specs import ConvertSpec
 
 

@@ -10,7 +10,8 @@ from tests.support.planning_calls import ONCE, count_planning_calls
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from trtserve.errors import DiskSpaceError, MemoryLimitError
-from trtserve.pipeline import (
+from trtserve.pipeline.estimate import Question, plan_needs
+from trtserve.pipeline.importing import (
     ImportSpec,
     engine_destination,
     import_to_repository,
@@ -18,7 +19,6 @@ from trtserve.pipeline import (
     require_resources,
     warn_about_resources,
 )
-from trtserve.pipeline.estimate import Question, plan_needs
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 
@@ -58,7 +58,7 @@ def test_a_dry_run_warns_of_what_the_import_raises(
     plan, progress = plan_import(spec(write_tiny_model(tmp_path / "hf"))), Lines()
     warn_about_resources(plan, progress)
     assert not progress.warnings
-    monkeypatch.setattr(f"trtserve.planner.guards.{resource}", lambda *_: 1000)
+    monkeypatch.setattr(f"trtserve.pipeline.planner.guards.{resource}", lambda *_: 1000)
     with pytest.raises((MemoryLimitError, DiskSpaceError)) as caught:
         require_resources(plan)
     warn_about_resources(plan, progress)
@@ -71,7 +71,7 @@ def test_plan_warns_of_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pyt
     question = Question(convert=ConvertSpec(), build=spec(folder).build)
     plan_needs(str(folder), question, progress=progress)
     assert not progress.warnings
-    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda _: 1000)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_disk", lambda _: 1000)
     plan_needs(str(folder), question, progress=progress)
     assert "1000 bytes free" in progress.warnings[-1]
 
@@ -82,7 +82,7 @@ def test_an_interrupted_import_says_which_stages_are_kept(tmp_path: Path, monkey
     def interrupted(*_arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trtserve.pipeline.run_build", interrupted)
+    monkeypatch.setattr("trtserve.pipeline.importing.run_build", interrupted)
     with pytest.raises(KeyboardInterrupt):
         import_to_repository(spec(folder), progress=progress)
     assert "Completed stages were kept: model, convert." in progress.lines[-1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trtserve.triton.config import parse_config
-from trtserve.triton.placeholders import parameter_texts, unfilled_parameters, wrong_placeholders
+from trtserve.repository.config import parse_config
+from trtserve.repository.placeholders import parameter_texts, unfilled_parameters, wrong_placeholders
 
 CORE = """\
 name: "tensorrt_llm" # ${a comment}

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_models import read_safetensors, write_safetensors
-from trtserve.architectures.base import Target
+from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.placement import Placement, match, moves
 from trtserve.checkpoint.sharding import stage_layers
 from trtserve.checkpoint.source import SourceTensor

@@ -14,22 +14,27 @@ from tests.support.large_models import LLAMA_2_7B, llama_2_7b
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.build import build_engine, plan_build
 from trtserve.checkpoint.config import checkpoint_config
-from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import DiskSpaceError, MemoryLimitError
+from trtserve.executor.openvino.memory import engine_needs, weight_bytes
 from trtserve.host.machine import AddressSpace
-from trtserve.planner.converting import convert_memory
-from trtserve.planner.model_needs import Deployment, MemoryNeeds, memory_needs, require_enough_memory
-from trtserve.planner.serving import fitting_tokens, require_servable, server_needs
-from trtserve.planner.stage_needs import check_memory, draft_memory, engine_needs_of
-from trtserve.planner.step_limits import serving_note
-from trtserve.runtimes.base import Limits
-from trtserve.runtimes.openvino_memory import engine_needs, weight_bytes
+from trtserve.pipeline.build import build_engine, plan_build
+from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.planner.converting import convert_memory
+from trtserve.pipeline.planner.model_needs import (
+    Deployment,
+    MemoryNeeds,
+    memory_needs,
+    require_enough_memory,
+)
+from trtserve.pipeline.planner.serving import fitting_tokens, require_servable, server_needs
+from trtserve.pipeline.planner.stage_needs import check_memory, draft_memory, engine_needs_of
+from trtserve.pipeline.planner.step_limits import serving_note
+from trtserve.repository.preflight import Served
 from trtserve.specs import BuildSpec, ConvertSpec
-from trtserve.triton.preflight import Served
+from trtserve.specs.runtime import Limits
 
-FREE = "trtserve.planner.guards.free_memory"
+FREE = "trtserve.pipeline.planner.guards.free_memory"
 
 GIB = 2**30
 
@@ -248,7 +253,7 @@ def test_start_refuses_engines_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
 
 def test_triton_address_space_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     space = AddressSpace(limit=2 * GIB, used=0)
-    monkeypatch.setattr("trtserve.planner.serving.address_space", lambda: space)
+    monkeypatch.setattr("trtserve.pipeline.planner.serving.address_space", lambda: space)
     with pytest.raises(MemoryLimitError, match=r"allows each process 2\.0 GiB"):
         require_servable(_served(), "m")
 
@@ -299,7 +304,7 @@ def test_convert_and_build_refuse_before_writing(folder: Path, tmp_path: Path, m
     with pytest.raises(MemoryLimitError, match=r"needs \d+ MiB of memory; \d+ MiB are free"):
         convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
     monkeypatch.setattr(FREE, lambda: GIB)
-    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda _: 2**20)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_disk", lambda _: 2**20)
     for spec, half in ((ConvertSpec(quantize="int8"), False), (ConvertSpec(dtype="float32"), True)):
         with pytest.raises(DiskSpaceError, match="The checkpoint would take") as full:
             convert_model(Model(path=folder), spec, out=tmp_path / "checkpoint")
@@ -315,8 +320,8 @@ def test_convert_and_build_refuse_before_writing(folder: Path, tmp_path: Path, m
 
 
 def test_build_suggests_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtserve.build import _advice
-    from trtserve.runtimes import RUNTIMES
+    from trtserve.executor.runtimes import RUNTIMES
+    from trtserve.pipeline.build import _advice
 
     runtime, spec = RUNTIMES["openvino"], BuildSpec()
     wide = runtime.plan(llama_2_7b("float32"), spec)

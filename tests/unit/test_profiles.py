@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from trtserve.releases import RELEASES
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, PREPROCESSING, profile
+from trtserve.nvidia.releases import RELEASES
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    ENSEMBLE,
+    MODELS,
+    PREPROCESSING,
+    profile,
+)
 
 
 def names(release: str | None, model: str, side: str = "inputs") -> set[str]:

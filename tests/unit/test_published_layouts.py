@@ -16,15 +16,15 @@ import pytest
 from tests.support.families import FAMILIES
 from tests.support.published_models import PUBLISHED, Published
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
-from trtserve import architectures
-from trtserve.architectures.base import Decoder
 from trtserve.artifacts import Model
+from trtserve.checkpoint import architectures
+from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.checkpoint.dequantized import dequantized
 from trtserve.checkpoint.quantized_source import SourceQuantization
 from trtserve.checkpoint.source import read_source
 from trtserve.checkpoint.supported import supported_family
-from trtserve.convert import convert_model
-from trtserve.parity.converted import changes_of
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.parity.converted import changes_of
 from trtserve.specs import ConvertSpec
 
 _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8, "BOOL": np.bool_}

@@ -20,8 +20,8 @@ from tests.support.quantised_models import (
 from trtserve.artifacts import Model
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec
 
 EXPERTS = EXPERT_SIZES | {"num_local_experts": 4}

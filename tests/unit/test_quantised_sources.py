@@ -26,14 +26,19 @@ from tests.support.quantised_models import (
 )
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
-from trtserve.architectures.base import Target
 from trtserve.artifacts import Model
+from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.kernel_layout import from_kernel, to_kernel
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.quantized_tensors import require_divisible
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.convert import convert_model, plan_conversion
-from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
+from trtserve.errors import (
+    ConversionError,
+    CorruptFileError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec
 
 # Which of 32 inputs comes where in the kernels' order, and which of 8 codes (TensorRT-LLM, cutlass_preprocessors.cpp).

@@ -12,16 +12,16 @@ import pytest
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.query_output import Sink, as_json
+from trtserve.client.answer import Answer
+from trtserve.client.base import Endpoint, ModelDescription, Reply
+from trtserve.client.expected_answer import ExpectedAnswer, expected_answer
+from trtserve.client.generation import GeneratedSequence, Generation
+from trtserve.client.request import PreparedPrompts, RequestContext
+from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import text_array
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import AnswerMismatchError, RequestError, UsageError
-from trtserve.query.answer import Answer
-from trtserve.query.expected_answer import ExpectedAnswer, expected_answer
-from trtserve.query.generation import GeneratedSequence, Generation
-from trtserve.query.request import PreparedPrompts, RequestContext
-from trtserve.query.spec import QuerySpec
-from trtserve.query.tokenizer import TokenizerFiles
-from trtserve.triton.client import Endpoint, ModelDescription, Reply
-from trtserve.triton.profiles import BLS, CORE
-from trtserve.triton.tensors import text_array
+from trtserve.repository.profiles import BLS, CORE
 
 INTS = ("sequence_length", "batch_index", "sequence_index", "num_output_tokens", "num_input_tokens")
 

@@ -10,9 +10,9 @@ import pytest
 
 from trtserve.cli import run
 from trtserve.cli.query_output import Sink
+from trtserve.client.query import QuerySpec
 from trtserve.errors import RequestError
-from trtserve.query import QuerySpec
-from trtserve.query.local_engine import LocalEngine
+from trtserve.server.local_engine import LocalEngine
 
 LATIN1 = "café".encode("latin1")
 
@@ -219,7 +219,7 @@ def test_worker_rank_reports_its_error_after_the_leader(
 ) -> None:
     config = {"pretrained_config": {"mapping": {"world_size": 4, "tp_size": 4}}}
     engine = LocalEngine(path=Path("engine"), config=config, tokenizer=None)
-    monkeypatch.setattr("trtserve.query.local_engine.find_local_engine", lambda *_: engine)
+    monkeypatch.setattr("trtserve.server.local_engine.find_local_engine", lambda *_: engine)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
 

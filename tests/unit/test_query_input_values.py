@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.described_models import described
+from trtserve.client.input_values import input_tensor, split_input
 from trtserve.errors import UsageError
-from trtserve.query.input_values import input_tensor, split_input
 
 CORE = described("tensorrt_llm")
 BLS = described("tensorrt_llm_bls")

@@ -11,15 +11,15 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
+from trtserve.client.base import ModelDescription
+from trtserve.client.file_inputs import read_token_ids
+from trtserve.client.options import REQUEST_OPTIONS, is_direct, tensors_of
+from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
+from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import Tensor
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
-from trtserve.query.file_inputs import read_token_ids
-from trtserve.query.options import REQUEST_OPTIONS, is_direct, tensors_of
-from trtserve.query.request import PreparedPrompts, RequestContext, request_tensors
-from trtserve.query.spec import QuerySpec
-from trtserve.query.tokenizer import TokenizerFiles
-from trtserve.triton.client import ModelDescription
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE
-from trtserve.triton.tensors import Tensor
+from trtserve.repository.profiles import BLS, CORE, ENSEMBLE
 
 TEXT = PreparedPrompts(texts=("p",))
 IDS = PreparedPrompts(token_ids=((1, 5, 9),))

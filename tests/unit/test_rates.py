@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.planner.rates import expected_seconds, read_rates, timed
+from trtserve.pipeline.planner.rates import expected_seconds, read_rates, timed
 from trtserve.store import Store
 
 

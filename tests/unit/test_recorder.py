@@ -16,9 +16,9 @@ from trtserve.executor.api import (
     RequestStage,
     RequestStats,
 )
-from trtserve.executor.recorder import Recorder
-from trtserve.executor.scheduler import Scheduler, StepPlan
-from trtserve.executor.sequence import Sequence
+from trtserve.executor.engine.recorder import Recorder
+from trtserve.executor.engine.scheduler import Scheduler, StepPlan
+from trtserve.executor.engine.sequence import Sequence
 
 
 def _recorder(scheduler: Scheduler, **config: Any) -> Recorder:

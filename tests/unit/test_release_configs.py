@@ -14,14 +14,14 @@ from tests.support.families import FAMILIES
 from tests.support.release_changes import NEWEST, before, expected_config
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
-from trtserve import architectures
 from trtserve.artifacts import Model
+from trtserve.checkpoint import architectures
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.releases import RELEASES, order
-from trtserve.releases.checkpoint_config import foreign_keys
+from trtserve.nvidia.releases import RELEASES, order
+from trtserve.nvidia.releases.checkpoint_config import foreign_keys
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec
 
 

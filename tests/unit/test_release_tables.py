@@ -14,14 +14,32 @@ from tests.support.families import FAMILIES
 from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
 from trtserve.cli.commands import command_tree
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.releases import LAST_WITH_ENGINES, NEWEST, RELEASES, normalize_release, order, release_of
-from trtserve.releases.build_flags import all_build_flags
-from trtserve.releases.checkpoint_config import keys_of_release
-from trtserve.releases.containers import all_containers, container, containers_of, shares_engines, source_build
-from trtserve.releases.converters import converter_script, converters, named_script
-from trtserve.releases.gpus import kernels
-from trtserve.releases.installed import engine_route, has_engine_path, installed, require_engine_path
-from trtserve.releases.launcher import launcher_facts
+from trtserve.nvidia.releases import (
+    LAST_WITH_ENGINES,
+    NEWEST,
+    RELEASES,
+    normalize_release,
+    order,
+    release_of,
+)
+from trtserve.nvidia.releases.build_flags import all_build_flags
+from trtserve.nvidia.releases.checkpoint_config import keys_of_release
+from trtserve.nvidia.releases.containers import (
+    all_containers,
+    container,
+    containers_of,
+    shares_engines,
+    source_build,
+)
+from trtserve.nvidia.releases.converters import converter_script, converters, named_script
+from trtserve.nvidia.releases.gpus import kernels
+from trtserve.nvidia.releases.installed import (
+    engine_route,
+    has_engine_path,
+    installed,
+    require_engine_path,
+)
+from trtserve.nvidia.releases.launcher import launcher_facts
 
 
 def test_releases_are_listed_in_order() -> None:
@@ -133,7 +151,7 @@ def test_every_architecture_of_the_doubles_has_a_converter() -> None:
 def test_every_family_that_nvidia_has_is_in_the_table_of_converters(name: str) -> None:
     family = FAMILIES[name]
     assert family.architecture in converters(), (
-        f"{family.architecture} is not in trtserve/releases/converters.yaml. Add it below the folder of its "
+        f"{family.architecture} is not in trtserve/nvidia/releases/converters.yaml. Add it below the folder of its "
         "convert_checkpoint.py, with the first release that has it. If none has, set nvidia=False in its row in "
         "tests/support/families: --converter upstream then refuses it, and --converter own converts it for OpenVINO."
     )

@@ -12,8 +12,8 @@ import pytest
 
 from trtserve.executor import api
 from trtserve.executor.api import for_release
-from trtserve.executor.records import in_span
-from trtserve.releases import RELEASES
+from trtserve.executor.interface.records import in_span
+from trtserve.nvidia.releases import RELEASES
 
 
 def test_release_spans() -> None:

@@ -10,8 +10,14 @@ import pytest
 import yaml
 
 from trtserve.server.proxy import proxy_config
-from trtserve.server.render import nginx_value, render, shell_value, yaml_block, yaml_value
-from trtserve.triton.tritonserver import Address
+from trtserve.server.render import (
+    nginx_value,
+    render,
+    shell_value,
+    yaml_block,
+    yaml_value,
+)
+from trtserve.server.triton.tritonserver import Address
 
 HOSTILE = [
     "plain",

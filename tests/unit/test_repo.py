@@ -15,9 +15,10 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, TrtserveError, UsageError
-from trtserve.repo import assemble_repository, default_name, plan_repository, tree
+from trtserve.repository.assembling import assemble_repository, default_name, plan_repository
+from trtserve.repository.config import parse_config
+from trtserve.repository.tree import tree
 from trtserve.specs import RepositorySpec
-from trtserve.triton.config import parse_config
 
 SPEC = RepositorySpec(name="tiny")
 MODELS = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls", "tiny")

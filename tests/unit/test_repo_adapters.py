@@ -14,9 +14,9 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.models.shared.lora_names import LoraNames
-from trtserve.repo import assemble_repository, plan_repository
-from trtserve.repo.named import find_adapters
+from trtserve.programs.shared.lora_names import LoraNames
+from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.named import find_adapters
 from trtserve.specs import RepositorySpec
 from trtserve.specs.options import options_of
 from trtserve.store import Store

@@ -15,12 +15,12 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Engine, ModelRepository
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.repo import assemble_repository, plan_repository
-from trtserve.repo.remake_command import remake_command
+from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.config import parse_config
+from trtserve.repository.engine_match import Installation, rebuild_command, require_matching
+from trtserve.repository.preflight import Served, inspect_repository
+from trtserve.repository.remake_command import remake_command
 from trtserve.specs import RepositorySpec
-from trtserve.triton.config import parse_config
-from trtserve.triton.engine_match import Installation, rebuild_command, require_matching
-from trtserve.triton.preflight import Served, inspect_repository
 
 SPEC = RepositorySpec(name="tiny")
 # Parameters that the C++ backend requires.

@@ -16,18 +16,18 @@ from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Model, ModelRepository
-from trtserve.check import check_repository
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
-from trtserve.models.llmapi import engine, requests
-from trtserve.parity.prompts import Vocabulary, prompt_set
-from trtserve.releases import NEWEST
-from trtserve.repo import assemble_repository, check_tokenizer
-from trtserve.repo.llmapi import plan_llmapi_repository
+from trtserve.nvidia.releases import NEWEST
+from trtserve.pipeline.parity.prompts import Vocabulary, prompt_set
+from trtserve.programs.llmapi import engine, requests
+from trtserve.repository.assembling import assemble_repository, check_tokenizer
+from trtserve.repository.check import check_repository
+from trtserve.repository.config import parse_config
+from trtserve.repository.llmapi import plan_llmapi_repository
+from trtserve.repository.preflight import inspect_repository
+from trtserve.repository.profiles import llmapi_model
 from trtserve.specs import RepositorySpec
-from trtserve.triton.config import parse_config
-from trtserve.triton.preflight import inspect_repository
-from trtserve.triton.profiles import llmapi_model
 
 SPEC = RepositorySpec(name="tiny")
 # Inputs by their first release.

@@ -7,8 +7,15 @@ from datetime import timedelta
 
 import pytest
 
-from trtserve.executor.requests import KvCacheRetentionConfig
-from trtserve.executor.reuse import DEFAULT_RETENTION, BlockTree, Node, Retention, encode, retention_of
+from trtserve.executor.engine.reuse import (
+    DEFAULT_RETENTION,
+    BlockTree,
+    Node,
+    Retention,
+    encode,
+    retention_of,
+)
+from trtserve.executor.interface.requests import KvCacheRetentionConfig
 
 Range = KvCacheRetentionConfig.TokenRangeRetentionConfig
 

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import get_args
 
 from trtserve.executor.loaders import MODELS
-from trtserve.runtimes import RUNTIMES
+from trtserve.executor.runtimes import RUNTIMES
 from trtserve.specs import RuntimeName
 
 PACKAGE = Path(__file__).parents[2] / "trtserve"
-HOME = ("runtimes/", "specs/", "executor/loaders.py")
+HOME = ("executor/runtimes.py", "executor/openvino/", "executor/torch/", "nvidia/", "specs/", "executor/loaders.py")
 
 # Comparisons with a word that is also a runtime's name, and the reason.
 ALLOWED = {
-    ("triton/core_models.py", "llmapi"): "a Triton backend, which a Python model.yaml implies",
-    ("parity/__init__.py", "tensorrt_llm"): "the tool that a manifest records",
-    ("import_/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
-    ("parity/converted.py", "openvino"): "the library",
-    ("planner/converting.py", "torch"): "the library",
+    ("repository/core_models.py", "llmapi"): "a Triton backend, which a Python model.yaml implies",
+    ("pipeline/parity/__init__.py", "tensorrt_llm"): "the tool that a manifest records",
+    ("store/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
+    ("pipeline/parity/converted.py", "openvino"): "the library",
+    ("pipeline/planner/converting.py", "torch"): "the library",
     ("checkpoint/pickled_files.py", "torch"): "the library",
-    ("parity/original.py", "torch"): "the library",
-    ("doctor/pytorch.py", "torch"): "the library",
+    ("pipeline/parity/original.py", "torch"): "the library",
+    ("server/doctor/pytorch.py", "torch"): "the library",
 }
 
 
@@ -44,7 +44,7 @@ def _compared(tree: ast.Module) -> Iterator[tuple[int, str]]:
     runtimes = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "trtserve.runtimes"
+        if isinstance(node, ast.ImportFrom) and node.module == "trtserve.executor.runtimes"
         for alias in node.names
     }
     for node in ast.walk(tree):
@@ -69,4 +69,4 @@ def test_no_code_compares_with_the_name_of_a_runtime() -> None:
         for line, word in _compared(ast.parse(path.read_text(encoding="utf-8")))
         if word in {*RUNTIMES, "NAME"} and (relative, word) not in ALLOWED
     ]
-    assert not found, "ask for an attribute of the runtime (runtimes/base.py)"
+    assert not found, "ask for an attribute of the runtime (specs/runtime.py)"

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtserve.executor.logits_processing import LogitsProcessor
-from trtserve.executor.requests import SamplingConfig
-from trtserve.executor.sampling import (
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.sampling import (
     EXHAUSTED,
     UNDEFINED,
     Choice,
@@ -24,6 +23,7 @@ from trtserve.executor.sampling import (
     log_softmax,
     uniform,
 )
+from trtserve.executor.interface.requests import SamplingConfig
 
 VOCAB = 3000
 MASK = 2**64 - 1
@@ -244,5 +244,5 @@ def test_banned_token_is_never_sampled() -> None:
     """Not even with the largest random number and rounded sums."""
     logits = np.zeros((1, 3000), dtype=np.float32)
     row = _row(SamplingConfig(top_p=1.0), bad_words=[[token] for token in range(1500, 3000)])
-    with patch("trtserve.executor.sampling.uniform", return_value=np.array([1 - 2**-53])):
+    with patch("trtserve.executor.engine.sampling.uniform", return_value=np.array([1 - 2**-53])):
         assert _tokens(logits, [row]) == [1499]

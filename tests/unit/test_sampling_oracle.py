@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.logits_processing import LogitsProcessor
-from trtserve.executor.requests import SamplingConfig
-from trtserve.executor.sampling import Row, SamplingParameters, choose_tokens, log_softmax
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.sampling import (
+    Row,
+    SamplingParameters,
+    choose_tokens,
+    log_softmax,
+)
+from trtserve.executor.interface.requests import SamplingConfig
 
 pytestmark = pytest.mark.needs("torch")
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.schedulers import add, make_scheduler, make_sequence, paused, run_step, shape
 from trtserve.executor.api import CapacitySchedulerPolicy
-from trtserve.executor.scheduler import insert_by_priority
-from trtserve.executor.sequence import Sequence
+from trtserve.executor.engine.scheduler import insert_by_priority
+from trtserve.executor.engine.sequence import Sequence
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 STATIC = CapacitySchedulerPolicy.STATIC_BATCH
@@ -125,7 +125,7 @@ def test_a_request_of_another_beam_width_is_not_overtaken_for_ever(monkeypatch: 
         assert sequence is not None
         assert sequence.id == expected
         scheduler.add(sequence)
-    monkeypatch.setattr("trtserve.executor.scheduler._PATIENCE", -1.0)
+    monkeypatch.setattr("trtserve.executor.engine.scheduler._PATIENCE", -1.0)
     assert scheduler.take(queue) is None
     scheduler.remove(list(scheduler.active))
     sequence = scheduler.take(queue)

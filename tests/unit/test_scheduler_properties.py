@@ -10,8 +10,8 @@ from hypothesis import given, settings
 
 from tests.support.schedulers import make_scheduler, make_sequence, run_step
 from trtserve.executor.api import CapacitySchedulerPolicy, ContextChunkingPolicy
-from trtserve.executor.scheduler import Scheduler, StepPlan, insert_by_priority
-from trtserve.executor.sequence import Sequence
+from trtserve.executor.engine.scheduler import Scheduler, StepPlan, insert_by_priority
+from trtserve.executor.engine.sequence import Sequence
 
 REQUESTS = st.lists(
     st.tuples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trtserve.triton import server_log
+from trtserve.server.triton import server_log
 
 LOG = r"""
 W1120 12:14:51.292258 7022 pinned_memory_manager.cc:273] "Unable to allocate pinned system memory, pinned memory pool will not be available: CUDA driver version is insufficient for CUDA runtime version"

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.triton.profiles import profile
-from trtserve.triton.settings import resolve_settings
+from trtserve.repository.profiles import profile
+from trtserve.repository.settings import resolve_settings
 
 
 def test_settings_go_to_their_model() -> None:

@@ -17,7 +17,7 @@ from tests.support.upstream_repositories import write_upstream_llmapi
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, RepositoryError, UsageError
-from trtserve.host.containers import image_of
+from trtserve.nvidia.containers import image_of
 from trtserve.server.launch import ClusterJob, write_job
 from trtserve.server.launch.slurm import Image, SlurmSpec, plan_job
 from trtserve.specs import ServerSpec

@@ -10,8 +10,14 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
 from trtserve.errors import ModelNotFoundError, UsageError
-from trtserve.import_.known_models import known_models
-from trtserve.import_.sources import ALIASES, RESERVED_NAMES, other_meaning, parse_source, served_name
+from trtserve.pipeline.import_.known_models import known_models
+from trtserve.store.sources import (
+    ALIASES,
+    RESERVED_NAMES,
+    other_meaning,
+    parse_source,
+    served_name,
+)
 
 
 @pytest.fixture(autouse=True)

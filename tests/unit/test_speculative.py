@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.bls import core_model, settings, speculative, stop_words
-from trtserve.models.shared.inner_models import InnerModelError
-from trtserve.models.shared.lora_names import LoraNames
+from trtserve.programs.bls import (
+    core_model,
+    settings,
+    speculative,
+    stop_words,
+)
+from trtserve.programs.shared.inner_models import InnerModelError
+from trtserve.programs.shared.lora_names import LoraNames
 
 Next = Callable[[Sequence[int]], int]
 END = 0

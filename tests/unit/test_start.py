@@ -25,16 +25,16 @@ from trtserve.errors import (
 from trtserve.host.machine import describe, differences
 from trtserve.host.ports import free_ports, is_free, next_free
 from trtserve.process import ProcessId
+from trtserve.repository.preflight import inspect_repository
 from trtserve.server.addresses import with_free_ports
 from trtserve.server.launch_plan import plan_server
 from trtserve.server.repositories import find_repository
 from trtserve.server.start import start_server
 from trtserve.server.state import write_state
+from trtserve.server.triton.startup import start_error
+from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.specs import ServerSpec
 from trtserve.store import NameRecord, Store
-from trtserve.triton.preflight import inspect_repository
-from trtserve.triton.startup import start_error
-from trtserve.triton.stub_probe import write_probe_repository
 
 HOST = "127.0.0.1"
 
@@ -260,7 +260,7 @@ def test_dry_run_prints_the_whole_command(repository: ModelRepository, capsys: p
     assert "transaction_policy: no-streaming" in printed
     assert f"cd {repository.path} && env PATH=" in printed
     assert "--log-verbose=1\ndoor: " in printed
-    assert " -m trtserve.door " in printed.splitlines()[-1]
+    assert " -m trtserve.gateway " in printed.splitlines()[-1]
 
 
 def test_dry_run_as_json(repository: ModelRepository, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,12 +19,17 @@ from trtserve.cli import run
 from trtserve.errors import RepositoryError, ServerDiedError, ServerNotReadyError
 from trtserve.host.machine import describe
 from trtserve.process import ProcessId
-from trtserve.server.state import ProxyState, Server, log_file, write_state
+from trtserve.repository.parameters import CLASSES_FILE, classes_json
+from trtserve.repository.preflight import inspect_repository, require_loadable
+from trtserve.server.state import (
+    ProxyState,
+    Server,
+    log_file,
+    write_state,
+)
 from trtserve.server.status import server_status
+from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.store import Store
-from trtserve.triton.parameters import CLASSES_FILE, classes_json
-from trtserve.triton.preflight import inspect_repository, require_loadable
-from trtserve.triton.stub_probe import write_probe_repository
 
 GAUGE = "nv_trt_llm_kv_cache_block_metrics"
 ANSWERS = {

@@ -11,7 +11,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint import streaming
-from trtserve.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec
 
 

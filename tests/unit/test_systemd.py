@@ -12,9 +12,9 @@ from trtserve.artifacts import ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import UsageError
 from trtserve.server.systemd import notify, plan_unit, start_arguments
+from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.stub_probe import write_probe_repository
 
 
 @pytest.fixture

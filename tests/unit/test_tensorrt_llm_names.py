@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from trtserve.artifacts import ModelRepository
-from trtserve.bindings import bindings_environment, imports_bindings
-from trtserve.bindings.modules import executor_names, logger, tokenizer_info
 from trtserve.cli import run
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.releases import RELEASES
+from trtserve.executor.interface.bindings import bindings_environment, imports_bindings
+from trtserve.executor.interface.bindings_modules import executor_names, logger, tokenizer_info
+from trtserve.nvidia.releases import RELEASES
 from trtserve.server.launch_plan import plan_server
 from trtserve.specs import ServerSpec
 from trtserve.store import Store

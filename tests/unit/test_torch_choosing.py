@@ -10,7 +10,7 @@ import pytest
 from tests.support.executors import collect, free_blocks
 from tests.support.tiny_decoders import TinyDecoder, tiny_decoder
 from trtserve.executor import api
-from trtserve.executor.limits import Limits
+from trtserve.executor.engine.limits import Limits
 
 pytestmark = pytest.mark.needs("torch")
 BATCH, LENGTH = 6, 60

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.draws import Draws
-from trtserve.executor.logits_processing import LogitsProcessor
-from trtserve.executor.sampling import Row, SamplingParameters, choose_tokens
+from trtserve.executor.engine.draws import Draws
+from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.sampling import Row, SamplingParameters, choose_tokens
 
 pytestmark = [
     pytest.mark.needs("torch"),
@@ -210,7 +210,7 @@ def test_devices_choose_the_tokens_of_the_host(kind: str, vocabulary: int) -> No
 def test_rows_without_a_token_say_why(kind: str) -> None:
     import torch
 
-    from trtserve.executor.sampling import EXHAUSTED, UNDEFINED
+    from trtserve.executor.engine.sampling import EXHAUSTED, UNDEFINED
     from trtserve.executor.torch.choosing_model import PlainSampler
     from trtserve.executor.torch.draw_words import DrawWriter
     from trtserve.executor.torch.sampling_kernels import KernelSampler
@@ -238,7 +238,14 @@ def test_rows_without_a_token_say_why(kind: str) -> None:
 def test_a_decode_step_is_unpacked() -> None:
     import torch
 
-    from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS, TOKEN, unpack_step
+    from trtserve.executor.torch.step_kernels import (
+        FIRST_BLOCK,
+        LENGTH,
+        POSITION,
+        STEP_WORDS,
+        TOKEN,
+        unpack_step,
+    )
 
     packed = torch.zeros(3 * STEP_WORDS + 4, dtype=torch.int32)
     words = packed[: 3 * STEP_WORDS].view(3, STEP_WORDS)

@@ -15,8 +15,6 @@ import pytest
 
 from tests.support.checkpoints import convert_tiny
 from trtserve.artifacts import Checkpoint, Engine
-from trtserve.build import build_engine, plan_build
-from trtserve.build.inspect import describe
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import (
     ArtifactError,
@@ -29,7 +27,10 @@ from trtserve.errors import (
     UsageError,
 )
 from trtserve.executor.loaders import device_of, engine_files, read_engine_config
-from trtserve.runtimes import openvino, torch
+from trtserve.executor.openvino import runtime as openvino
+from trtserve.executor.torch import runtime as torch
+from trtserve.pipeline.build import build_engine, plan_build
+from trtserve.pipeline.build.inspect import describe
 from trtserve.specs import BuildSpec
 
 needs_torch = pytest.mark.needs("torch")
@@ -151,7 +152,7 @@ def test_the_cuda_version_is_read_without_importing(
 def test_advice_names_nothing_that_it_refuses(
     checkpoint: Checkpoint, installed: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: 10 * 2**20)
     with pytest.raises(MemoryLimitError) as caught:
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
     assert "--quantize" not in str(caught.value.hint)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.triton import tritonserver
+from trtserve.server.triton import tritonserver
 
 
 def test_prefixes_differ_between_servers_of_one_name() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.families import FAMILIES
-from trtserve.architectures import family
+from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.config import checkpoint_config
-from trtserve.runtimes.openvino_memory import is_quantised
+from trtserve.executor.openvino.memory import is_quantised
 from trtserve.specs import ConvertSpec
 
 # How the names of the weights end that TensorRT-LLM's loader quantises (`weight_only_quantize_dict`), and an exception.

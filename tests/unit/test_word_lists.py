@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.models.preprocessing import word_lists
+from trtserve.programs.preprocessing import word_lists
 
 IDS = {"cat": [5], "dogs": [7, 8], "": [], "a b c": [1, 2, 3]}
 SPELLINGS = {**{word: [ids] if ids else [] for word, ids in IDS.items()}, "bird": [[9], [4, 6]], "wing": [[4, 6], [3]]}

@@ -11,9 +11,9 @@ from typing import Literal
 from trtserve.bench.messages import new_responses, repeats_prompt
 from trtserve.bench.records import Record, Response
 from trtserve.bench.requests import TrafficRequest
+from trtserve.client.base import ModelDescription
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
-from trtserve.query.tokenizer import TokenizerFiles
-from trtserve.triton.client import ModelDescription
 
 Counter = Literal["server", "tokenizer"]
 

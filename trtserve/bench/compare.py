@@ -14,7 +14,12 @@ from itertools import pairwise
 from statistics import fmean, variance
 
 from trtserve.bench.goals import first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.intervals import FEWEST, Interval, mean_interval, t_quantile
+from trtserve.bench.intervals import (
+    FEWEST,
+    Interval,
+    mean_interval,
+    t_quantile,
+)
 from trtserve.bench.records import Record
 from trtserve.bench.report import Report
 from trtserve.errors import UsageError

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.bench.report import Report
+from trtserve.client.base import CORE_MODEL
 from trtserve.errors import ArtifactError, RepositoryError
 from trtserve.files import read_json_object
-from trtserve.triton.client import CORE_MODEL
 
 
 @dataclass(frozen=True, kw_only=True)

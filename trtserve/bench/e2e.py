@@ -8,11 +8,11 @@ from contextlib import closing
 from typing import Any
 
 from trtserve.bench.plan import BenchPlan
+from trtserve.client.base import CORE_MODEL, Client, ModelDescription
+from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.tensors import Tensor
 from trtserve.errors import AnswerMismatchError
 from trtserve.progress import SILENT, Progress
-from trtserve.triton.client import CORE_MODEL, Client, ModelDescription
-from trtserve.triton.grpc_client import GrpcClient
-from trtserve.triton.tensors import Tensor
 
 _TIMEOUT = 600.0
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
-from trtserve.triton.client import ModelDescription
-from trtserve.triton.grpc_client import infer_request, reply_of
-from trtserve.triton.tensors import Tensor
+from trtserve.client.base import ModelDescription
+from trtserve.client.grpc_client import infer_request, reply_of
+from trtserve.client.tensors import Tensor
 
 IDS_INPUT = "input_ids"
 TEXT_INPUT = "text_input"

@@ -9,16 +9,21 @@ from dataclasses import dataclass, replace
 from trtserve.bench.arrivals import arrival_times
 from trtserve.bench.goals import Goals, read_goals
 from trtserve.bench.messages import end_input
-from trtserve.bench.requests import Limits, Traffic, limits_of_repository, override_limits
+from trtserve.bench.requests import (
+    Limits,
+    Traffic,
+    limits_of_repository,
+    override_limits,
+)
 from trtserve.bench.targets import Measured, find_measured
 from trtserve.bench.traffic import WRITTEN, with_cancellations
 from trtserve.bench.traffic.datasets import dataset_traffic
 from trtserve.bench.traffic.texts import TextWriter
 from trtserve.bench.worker import Load
+from trtserve.client.base import Endpoint
+from trtserve.client.grpc_client import GrpcClient
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
-from trtserve.triton.client import Endpoint
-from trtserve.triton.grpc_client import GrpcClient
 
 CLOSED_LOOP_CONCURRENCY = 8
 

@@ -24,7 +24,14 @@ from trtserve.bench.health import Health
 from trtserve.bench.live import Live, Totals, shared_cells
 from trtserve.bench.ranks import Ranks
 from trtserve.bench.records import Record, pooled
-from trtserve.bench.worker import CANCEL_TIMEOUT, Load, Sent, Share, Worker, shares
+from trtserve.bench.worker import (
+    CANCEL_TIMEOUT,
+    Load,
+    Sent,
+    Share,
+    Worker,
+    shares,
+)
 from trtserve.errors import BenchmarkError, TrtserveError
 
 _LEAD = 0.05  # seconds between the decision to start and the start

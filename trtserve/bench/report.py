@@ -13,9 +13,19 @@ from trtserve.bench.calibration import Calibration
 from trtserve.bench.goals import Goals, read_goals
 from trtserve.bench.health import Health
 from trtserve.bench.plausibility import Machine, implausible
-from trtserve.bench.records import FILE_NAME, Record, read_records, write_records
+from trtserve.bench.records import (
+    FILE_NAME,
+    Record,
+    read_records,
+    write_records,
+)
 from trtserve.bench.sampling import Samples
-from trtserve.bench.statistics import QUANTILES, Distribution, Statistics, compute
+from trtserve.bench.statistics import (
+    QUANTILES,
+    Distribution,
+    Statistics,
+    compute,
+)
 from trtserve.bench.verdict import VALID_DELIVERY, Verdict, judge
 from trtserve.errors import UsageError
 from trtserve.files import parse_json, write_json

@@ -13,7 +13,13 @@ from trtserve.bench.calibration import Calibration, calibrate
 from trtserve.bench.plan import BenchPlan
 from trtserve.bench.plausibility import Machine, find_machine
 from trtserve.bench.processes import Watcher, run_load
-from trtserve.bench.provenance import command, fingerprint, machine, prompts_hash, versions
+from trtserve.bench.provenance import (
+    command,
+    fingerprint,
+    machine,
+    prompts_hash,
+    versions,
+)
 from trtserve.bench.ranks import Ranks
 from trtserve.bench.report import Report
 from trtserve.bench.requests import precision_of_repository

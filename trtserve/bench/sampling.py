@@ -10,8 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from trtserve.bench.live import Totals
+from trtserve.client.metrics import (
+    KV_BLOCKS,
+    REQUESTS,
+    TOKENS,
+    core_metrics,
+    model_metrics,
+    parse,
+)
 from trtserve.host.nvidia import gpu_load_reader
-from trtserve.triton.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
 
 INTERVAL = 0.5
 _TIMEOUT = 2.0

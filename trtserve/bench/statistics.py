@@ -8,8 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trtserve.bench.goals import Goals, first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.intervals import Interval, effective_count, mean_interval, quantile_interval, warmup_length
+from trtserve.bench.goals import (
+    Goals,
+    first_token_ms,
+    latency_ms,
+    per_token_ms,
+)
+from trtserve.bench.intervals import (
+    Interval,
+    effective_count,
+    mean_interval,
+    quantile_interval,
+    warmup_length,
+)
 from trtserve.bench.records import Record
 
 NANOSECONDS_PER_MS = 1e6

@@ -12,12 +12,17 @@ from pathlib import Path
 from trtserve.bench.messages import takes_text
 from trtserve.bench.protocols.base import OpenAi, Target
 from trtserve.bench.requests import Limits
+from trtserve.client.base import (
+    CORE_MODEL,
+    Client,
+    Endpoint,
+    ModelDescription,
+)
+from trtserve.client.query import describe_model
+from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.files import parse_json
-from trtserve.query import describe_model
-from trtserve.query.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.specs import BenchSpec
-from trtserve.triton.client import CORE_MODEL, Client, Endpoint, ModelDescription
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +153,7 @@ def _first_model(url: str, timeout: float) -> str:
 
 
 def _engine(spec: BenchSpec, endpoint: Endpoint, name: str) -> Measured:
-    from trtserve.query.local_engine import find_local_engine
+    from trtserve.server.local_engine import find_local_engine
 
     if spec.workers > 1:
         raise UsageError("--in-process runs the engine in this process; leave --workers out.")

@@ -17,7 +17,12 @@ from typing import Any
 from trtserve.bench.health import Health, HealthMonitor
 from trtserve.bench.live import Live
 from trtserve.bench.messages import repeats_prompt, takes_text
-from trtserve.bench.protocols.base import Chunk, RefusedError, Target, make_transport
+from trtserve.bench.protocols.base import (
+    Chunk,
+    RefusedError,
+    Target,
+    make_transport,
+)
 from trtserve.bench.records import Record, Response, Status
 from trtserve.bench.requests import TrafficRequest
 from trtserve.bench.timers import Timers

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from trtserve import architectures
+from trtserve.checkpoint import architectures
 from trtserve.checkpoint.kernel_layout import require_gpu_sm
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
@@ -49,7 +49,7 @@ def resolve_release(spec: ConvertSpec) -> str | None:
     """Return the release that the checkpoint targets. Raises UsageError for an unknown one or one without engines."""
     if spec.trtllm_version is None:
         return None
-    from trtserve.releases.installed import require_engine_path
+    from trtserve.nvidia.releases.installed import require_engine_path
 
     return require_engine_path(spec.trtllm_version)
 
@@ -92,7 +92,7 @@ def _require_loadable(config: Mapping[str, Any], release: str | None) -> None:
 
     Without a release nothing is refused: the embedded runtimes serve checkpoints that no release loads.
     """
-    from trtserve.releases.loaders import problems
+    from trtserve.nvidia.releases.loaders import problems
 
     if release is not None and (found := problems(config, release)):
         error = UsageError if found[0].option else UnsupportedModelError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.base import Factor, Target
+from trtserve.checkpoint.architectures.base import Factor, Target
 from trtserve.checkpoint.placement import Placement, refuse_weights
 from trtserve.checkpoint.sharding import Piece
 from trtserve.checkpoint.source import SourceTensor

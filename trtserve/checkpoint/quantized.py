@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.base import CheckpointConfig, Target
+from trtserve.checkpoint.architectures.base import CheckpointConfig, Target
 from trtserve.checkpoint.kernel_layout import EXPERTS_GPU_SM, from_kernel, nibbles
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trtserve.architectures.base import HfConfig
+from trtserve.checkpoint.architectures.base import HfConfig
 from trtserve.checkpoint.quantized import FP8, GPTQ
 from trtserve.errors import UnsupportedModelError
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.base import Target
+from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.kernel_layout import EXPERTS_GPU_SM, to_kernel
 from trtserve.checkpoint.placement import Placement, runs
 from trtserve.checkpoint.quantized_source import SourceQuantization

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtserve.architectures.base import CheckpointConfig, Target, expert_size
+from trtserve.checkpoint.architectures.base import CheckpointConfig, Target, expert_size
 from trtserve.errors import UsageError
 
 

@@ -12,9 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.architectures.gemma3 import VISION
+from trtserve.checkpoint.architectures.gemma3 import VISION
 from trtserve.checkpoint.tensor_files import Entry, TensorFile
-from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
+from trtserve.errors import (
+    ConversionError,
+    CorruptFileError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    listing,
+)
 from trtserve.files import is_below, read_json_object
 
 INDEX = "model.safetensors.index.json"

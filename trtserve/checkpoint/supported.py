@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from trtserve.architectures import architecture_of, family, text_model
-from trtserve.architectures.base import Architecture, CheckpointConfig, HfConfig, require_numbers, require_sizes
+from trtserve.checkpoint.architectures import architecture_of, family, text_model
+from trtserve.checkpoint.architectures.base import (
+    Architecture,
+    CheckpointConfig,
+    HfConfig,
+    require_numbers,
+    require_sizes,
+)
 from trtserve.checkpoint.quantized_source import source_quantization
 from trtserve.errors import UnsupportedModelError
 

@@ -7,16 +7,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from trtserve.architectures import family
-from trtserve.architectures.base import Target, require_sizes
-from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, quant_algo, unpack_fp8, unpack_int4
-from trtserve.checkpoint.sharding import matrix, name_in_stage, shard, stage_layers, stage_of
+from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures.base import Target, require_sizes
+from trtserve.checkpoint.quantized import (
+    AWQ,
+    FP8,
+    GPTQ,
+    Int4Weight,
+    quant_algo,
+    unpack_fp8,
+    unpack_int4,
+)
+from trtserve.checkpoint.sharding import (
+    matrix,
+    name_in_stage,
+    shard,
+    stage_layers,
+    stage_of,
+)
 from trtserve.checkpoint.tensor_files import TensorFile, numpy_dtype
 from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
-from trtserve.releases import RELEASES
-from trtserve.releases.checkpoint_config import STRICT, keys_of_release, shares_head, shares_table, smoothquant_val
-from trtserve.releases.loaders import name_in_release
+from trtserve.nvidia.releases import RELEASES
+from trtserve.nvidia.releases.checkpoint_config import (
+    STRICT,
+    keys_of_release,
+    shares_head,
+    shares_table,
+    smoothquant_val,
+)
+from trtserve.nvidia.releases.loaders import name_in_release
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,9 +10,19 @@ from pathlib import Path
 
 import typer
 
-from trtserve.cli.commands import COMMANDS, COMPLETION_VARIABLE, Group, command_tree
+from trtserve.cli.commands import (
+    COMMANDS,
+    COMPLETION_VARIABLE,
+    Group,
+    command_tree,
+)
 from trtserve.cli.environment import setting_variables, unread_variables
-from trtserve.cli.output import TerminalProgress, forget_documents, print_error, print_json_error
+from trtserve.cli.output import (
+    TerminalProgress,
+    forget_documents,
+    print_error,
+    print_json_error,
+)
 from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
 from trtserve.files import file_error
 from trtserve.host.machine import address_space, format_bytes, refused_memory

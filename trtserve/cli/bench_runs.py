@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtserve.cli import output
-from trtserve.cli.bench_results import MORE_CLIENT, print_report, print_stages, require_valid, say_notes
+from trtserve.cli.bench_results import (
+    MORE_CLIENT,
+    print_report,
+    print_stages,
+    require_valid,
+    say_notes,
+)
 from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
 from trtserve.cli.options import DRY_RUN_HELP, JSON_HELP, QUIET_HELP
 from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
@@ -18,8 +24,8 @@ from trtserve.specs.options import Spec, option
 if TYPE_CHECKING:
     from trtserve.bench import Report
     from trtserve.bench.search import Found
+    from trtserve.client.base import Endpoint
     from trtserve.progress import Progress
-    from trtserve.triton.client import Endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +102,7 @@ def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], found: Found
 
 
 def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection) -> None:
-    from trtserve.triton.client import CORE_MODEL
+    from trtserve.client.base import CORE_MODEL
 
     if spec.protocol == "http" and connection.url is not None:
         raise UsageError(
@@ -130,7 +136,7 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
 
 
 def _no_endpoint(connection: Connection) -> Endpoint:
-    from trtserve.triton.client import Endpoint
+    from trtserve.client.base import Endpoint
 
     return Endpoint(connect_timeout=connection.connect_timeout)
 
@@ -140,7 +146,7 @@ def metrics_url(connection: Connection) -> str | None:
     if connection.explicit:
         return None
     from trtserve.server.metrics import find_source
-    from trtserve.triton.tritonserver import client_host
+    from trtserve.server.triton.tritonserver import client_host
 
     address = find_source(connection.server).address
     return f"http://{client_host(address.host)}:{address.metrics_port}/metrics" if address.metrics_port else None
@@ -191,7 +197,12 @@ class _Stages:
         return report
 
     def _search(self, spec: BenchSpec) -> None:
-        from trtserve.bench.search import TRIES, Answer, highest_rate, rate_answer
+        from trtserve.bench.search import (
+            TRIES,
+            Answer,
+            highest_rate,
+            rate_answer,
+        )
 
         if self._ranks.count > 1:
             raise UsageError("--find-rate cannot run under mpirun or srun; use --sweep-rate, or start one process.")
@@ -279,7 +290,7 @@ def _diagnose(
     """Measure the engine in this process and the core model with the same spec, and print the gaps."""
     from trtserve.bench import plan_benchmark, run_benchmark
     from trtserve.bench.diagnose import diagnose
-    from trtserve.triton.client import CORE_MODEL
+    from trtserve.client.base import CORE_MODEL
 
     quiet = replace(spec, calibrate=False, openai=None, chat=False)
     own = replace(quiet, in_process=str(endpoint.repository), model=None)

@@ -10,7 +10,7 @@ import typer
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import print_data, print_json
 from trtserve.errors import UsageError
-from trtserve.releases import NEWEST
+from trtserve.nvidia.releases import NEWEST
 
 
 def bindings(
@@ -33,7 +33,7 @@ def bindings(
         trtserve bindings --release 0.16 -- python3 program.py
         PYTHONPATH=$(trtserve bindings --release 0.16) python3 program.py
     """
-    from trtserve.bindings import bindings_environment
+    from trtserve.executor.interface.bindings import bindings_environment
     from trtserve.process import Command, become
     from trtserve.store import Store
 

@@ -10,14 +10,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.completion import models
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
+from trtserve.cli.options import (
+    DryRunOption,
+    JsonOption,
+    OutOption,
+    QuietOption,
+)
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_block,
+    print_data,
+    print_json,
+    say,
+)
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.build import BuildPlan
+    from trtserve.pipeline.build import BuildPlan
 
 
 def build(
@@ -46,7 +57,12 @@ def build(
         trtserve build ./checkpoint --out ./engine --dry-run
         trtserve build ./checkpoint --runtime tensorrt_llm -- --moe_plugin auto
     """
-    from trtserve.build import find_checkpoint, plan_build, require_complete, run_build
+    from trtserve.pipeline.build import (
+        find_checkpoint,
+        plan_build,
+        require_complete,
+        run_build,
+    )
 
     spec = replace(spec, builder_flags=(*spec.builder_flags, *(flags or ())))
     progress = TerminalProgress(quiet=quiet)

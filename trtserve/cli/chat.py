@@ -15,16 +15,21 @@ import typer
 from trtserve.cli.chat_answer import MarkdownAnswer, PlainAnswer
 from trtserve.cli.completion import servers
 from trtserve.cli.endpoint import Connection, find_endpoint
-from trtserve.cli.output import print_data, print_error, say, terminal
+from trtserve.cli.output import (
+    print_data,
+    print_error,
+    say,
+    terminal,
+)
 from trtserve.cli.spec_options import Fields
+from trtserve.client.options import RequestOptions
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
-from trtserve.query.options import RequestOptions
-from trtserve.query.spec import QuerySpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.query.conversation import AnswerTimes, Conversation
-    from trtserve.triton.client import Endpoint
+    from trtserve.client.base import Endpoint
+    from trtserve.client.conversation import AnswerTimes, Conversation
 
 MAX_TOKENS = 1024
 _COMMANDS = {
@@ -59,7 +64,7 @@ def chat(
         trtserve chat --system "Answer briefly." --temperature 0.7 --top-p 0.9
         trtserve chat --url gpu-box:8001
     """
-    from trtserve.query.conversation import Conversation
+    from trtserve.client.conversation import Conversation
 
     name, server = _endpoint(model, connection)
     spec = QuerySpec(model=name, system=system, options=request.given())

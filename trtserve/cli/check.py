@@ -9,7 +9,12 @@ import typer
 
 from trtserve.cli.completion import models
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_block,
+    print_json,
+    print_table,
+)
 from trtserve.errors import UsageError, counted
 from trtserve.specs import CheckSpec
 from trtserve.specs.check import CHECKPOINTS
@@ -17,8 +22,8 @@ from trtserve.specs.options import given_flags
 
 if TYPE_CHECKING:
     from trtserve.artifacts import Artifact
-    from trtserve.check import RepositoryReport
-    from trtserve.parity import CheckReport
+    from trtserve.pipeline.parity import CheckReport
+    from trtserve.repository.check import RepositoryReport
 
 _REPOSITORIES = "Model repositories"
 
@@ -68,7 +73,7 @@ def check(
         trtserve check ./repository
     """
     from trtserve.artifacts import ModelRepository
-    from trtserve.parity import find_artifact
+    from trtserve.pipeline.parity import find_artifact
 
     progress = TerminalProgress(quiet=quiet)
     found = find_artifact(artifact, progress=progress)
@@ -95,7 +100,7 @@ def _refuse_flags(given: Sequence[str], kind: str, others: str) -> None:
 
 
 def _check_loading(found: Artifact, version: str, *, json: bool) -> None:
-    from trtserve.check.checkpoints import check_loading, require_loading
+    from trtserve.repository.check.checkpoints import check_loading, require_loading
 
     report = check_loading(found.path, version)
     if json:
@@ -112,7 +117,7 @@ def _check_loading(found: Artifact, version: str, *, json: bool) -> None:
 def _check_checkpoint(
     found: Artifact, against: str | None, spec: CheckSpec, *, json: bool, progress: TerminalProgress
 ) -> None:
-    from trtserve.parity import check_checkpoint, find_original, require_passed
+    from trtserve.pipeline.parity import check_checkpoint, find_original, require_passed
 
     original = find_original(found, against, progress=progress)
     report = check_checkpoint(found.path, original.path, spec, progress=progress)
@@ -125,8 +130,8 @@ def _check_checkpoint(
 
 def _check_repository(found: Artifact, *, machine: bool | None, trtllm_version: str | None, json: bool) -> None:
     from trtserve.artifacts import ModelRepository
-    from trtserve.check import check_repository, require_clean
-    from trtserve.check.machine import has_gpu, this_machine
+    from trtserve.repository.check import check_repository, require_clean
+    from trtserve.repository.check.machine import has_gpu, this_machine
 
     wanted = trtllm_version is not None or (has_gpu() if machine is None else machine)
     here = this_machine(trtllm_version) if wanted else None

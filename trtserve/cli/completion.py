@@ -11,7 +11,13 @@ from pathlib import Path
 
 def models(incomplete: str) -> list[str]:
     """Return the names of imported models and of artefacts in the store; folders for a word that begins a path."""
-    from trtserve.artifacts import Adapter, Checkpoint, Engine, Model, ModelRepository
+    from trtserve.artifacts import (
+        Adapter,
+        Checkpoint,
+        Engine,
+        Model,
+        ModelRepository,
+    )
     from trtserve.store import Store
 
     if _is_path(incomplete):
@@ -25,7 +31,7 @@ def models(incomplete: str) -> list[str]:
 
 def sources(incomplete: str) -> list[str]:
     """Return what can be imported: demo, aliases, folders for a word that begins a path, and names of the store."""
-    from trtserve.import_.sources import ALIASES, DEMO
+    from trtserve.store.sources import ALIASES, DEMO
 
     return paths(incomplete) if _is_path(incomplete) else sorted({DEMO, *ALIASES, *models(incomplete)})
 
@@ -47,7 +53,7 @@ def servers(incomplete: str) -> list[str]:
 
 def gpus(incomplete: str) -> list[str]:
     """Return the names of GPUs that `plan --gpu` knows."""
-    from trtserve.planner.gpus import GPUS
+    from trtserve.pipeline.planner.gpus import GPUS
 
     return sorted(GPUS)
 

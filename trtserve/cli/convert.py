@@ -9,15 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.completion import models
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption
-from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
+from trtserve.cli.options import (
+    DryRunOption,
+    JsonOption,
+    OutOption,
+    QuietOption,
+    VerifyOption,
+)
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_block,
+    print_data,
+    print_json,
+    say,
+)
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.convert import ConversionPlan
+    from trtserve.pipeline.convert import ConversionPlan
 
 
 def convert(
@@ -47,7 +59,7 @@ def convert(
         trtserve convert llama-2-7b --quantize int8 --out ./checkpoint
         trtserve convert llama-2-7b --converter upstream -- --load_by_shard
     """
-    from trtserve.convert import find_model, plan_conversion, run_conversion
+    from trtserve.pipeline.convert import find_model, plan_conversion, run_conversion
 
     if flags and not spec.upstream:
         raise UsageError(
@@ -69,7 +81,7 @@ def convert(
     elif dry_run:
         runs = []
         if spec.upstream:
-            from trtserve.convert.nvidia import converter_command
+            from trtserve.pipeline.convert.nvidia import converter_command
 
             runs.append(f"command   {converter_command(plan, plan.path)}")
         print_block("\n".join([*_lines(plan), *runs, f"to        {plan.path}"]))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trtserve.releases.build_flags import BuildFlag
-    from trtserve.releases.old_options import OldOption
+    from trtserve.nvidia.releases.build_flags import BuildFlag
+    from trtserve.nvidia.releases.old_options import OldOption
 
 
 @dataclass(kw_only=True)

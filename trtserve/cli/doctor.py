@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_json, print_table, wrapped
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_json,
+    print_table,
+    wrapped,
+)
 from trtserve.specs import RuntimeName, ServerSpec
 from trtserve.specs.tools import ForRelease
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from trtserve.doctor.examination import Examination
-    from trtserve.doctor.findings import Finding
+    from trtserve.server.doctor.examination import Examination
+    from trtserve.server.doctor.findings import Finding
 
 _TITLES = {
     "machine": "Machine",
@@ -59,9 +64,9 @@ def doctor(
         trtserve doctor
         trtserve doctor --runtime tensorrt_llm --json
     """
-    from trtserve.doctor import raise_failed
-    from trtserve.doctor.examination import examine
-    from trtserve.triton.tritonserver import Address
+    from trtserve.server.doctor import raise_failed
+    from trtserve.server.doctor.examination import examine
+    from trtserve.server.triton.tritonserver import Address
 
     spec = ServerSpec()
     examination = examine(

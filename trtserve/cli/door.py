@@ -74,11 +74,11 @@ def door(
         trtserve door --url gpu-server:8001 --tokenizer ./Llama-3.1-8B-Instruct
         trtserve door --repository /models/triton --port 8080 --ui
     """
-    from trtserve.door.listener import serve
-    from trtserve.door.settings import DoorSettings, Limits
+    from trtserve.gateway.listener import serve
+    from trtserve.gateway.settings import DoorSettings, Limits
     from trtserve.host.ports import ipv4_address, listening_socket
     from trtserve.server.doors import require_protected
-    from trtserve.triton.tritonserver import client_host
+    from trtserve.server.triton.tritonserver import client_host
 
     host = ipv4_address(access.host)
     require_protected(access, host)

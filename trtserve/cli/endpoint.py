@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal
 
 from trtserve.cli.completion import servers
 from trtserve.cli.output import TerminalProgress
+from trtserve.client.call_errors import CONNECT_TIMEOUT
 from trtserve.errors import UsageError
 from trtserve.specs.options import Spec, option
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT
-from trtserve.triton.call_errors import CONNECT_TIMEOUT
 
 if TYPE_CHECKING:
+    from trtserve.client.base import Endpoint, Tls
     from trtserve.server.state import Server
-    from trtserve.triton.client import Endpoint, Tls
 
 CONNECTION = "Server and connection"
 
@@ -94,7 +94,7 @@ class Connection(Spec):
 
     def tls(self) -> Tls | None:
         """Return the certificates, or None for a plain connection."""
-        from trtserve.triton.client import Tls
+        from trtserve.client.base import Tls
 
         files = (self.root_certificates, self.private_key, self.certificate_chain)
         if not self.ssl:
@@ -134,7 +134,7 @@ def _explicit(
     host: str | None, http_port: int | None, grpc_port: int | None, protocol: Literal["grpc", "http"]
 ) -> Endpoint:
     """Return the address, with model and repository if a server that was started here has it."""
-    from trtserve.triton.client import Endpoint
+    from trtserve.client.base import Endpoint
 
     endpoint = Endpoint(host=host or "127.0.0.1", http_port=http_port or HTTP_PORT, grpc_port=grpc_port or GRPC_PORT)
     if endpoint.host not in _LOOPBACK:

@@ -8,16 +8,34 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.completion import models, sources
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption
-from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
-from trtserve.cli.repo import DraftOption, IntoOption, require_one_place, say_version_is_unused
+from trtserve.cli.options import (
+    DryRunOption,
+    JsonOption,
+    OutOption,
+    QuietOption,
+    VerifyOption,
+)
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_commands,
+    print_data,
+    print_json,
+    print_stages,
+    say,
+)
+from trtserve.cli.repo import (
+    DraftOption,
+    IntoOption,
+    require_one_place,
+    say_version_is_unused,
+)
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.repository import REPOSITORY
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.pipeline import ImportSpec
+    from trtserve.pipeline.importing import ImportSpec
 
 
 _SOURCE_HELP = "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, or a folder."
@@ -97,8 +115,8 @@ def import_(
 
 
 def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool, quiet: bool) -> None:
-    from trtserve.pipeline import import_to_repository
-    from trtserve.repo import tree
+    from trtserve.pipeline.importing import import_to_repository
+    from trtserve.repository.tree import tree
 
     repository = import_to_repository(spec, progress=progress)
     if json:
@@ -113,7 +131,7 @@ def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool, quiet: boo
 
 
 def _download(spec: ImportSpec, progress: TerminalProgress, *, json: bool, dry_run: bool) -> None:
-    from trtserve.import_ import plan_model, pull_model
+    from trtserve.pipeline.import_ import plan_model, pull_model
     from trtserve.pipeline.llmapi_import import uses_llmapi
 
     plan = plan_model(
@@ -138,7 +156,7 @@ def _download(spec: ImportSpec, progress: TerminalProgress, *, json: bool, dry_r
 
 
 def _print_plan(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
-    from trtserve.pipeline import plan_import, warn_about_resources
+    from trtserve.pipeline.importing import plan_import, warn_about_resources
 
     plan = plan_import(spec, progress=progress)
     warn_about_resources(plan, progress)

@@ -10,12 +10,17 @@ import typer
 
 from trtserve.cli.completion import models
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, count, print_block, print_json
+from trtserve.cli.output import (
+    TerminalProgress,
+    count,
+    print_block,
+    print_json,
+)
 from trtserve.errors import counted
 from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
-    from trtserve.build.inspect import Description
+    from trtserve.pipeline.build.inspect import Description
 
 
 def inspect(
@@ -38,7 +43,7 @@ def inspect(
         trtserve inspect llama-2-7b
         trtserve inspect ./engine --json
     """
-    from trtserve.build.inspect import describe
+    from trtserve.pipeline.build.inspect import describe
 
     found = describe(engine, progress=TerminalProgress(quiet=quiet))
     if json:

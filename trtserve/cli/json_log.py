@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trtserve.errors import TrtserveError
 from trtserve.progress import SILENT, Task, Unit
-from trtserve.triton import server_log
+from trtserve.server.triton import server_log
 
 _PAUSE = 0.2
 

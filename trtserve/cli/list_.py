@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtserve.cli.options import JsonOption
-from trtserve.cli.output import print_json, print_table, say, with_bytes
+from trtserve.cli.output import (
+    print_json,
+    print_table,
+    say,
+    with_bytes,
+)
 
 if TYPE_CHECKING:
     from trtserve.pipeline.inventory import Entry

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trtserve.cli.completion import paths
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
+from trtserve.cli.options import (
+    DryRunOption,
+    JsonOption,
+    OutOption,
+    QuietOption,
+)
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 
 if TYPE_CHECKING:
-    from trtserve.convert.lora import AdapterPlan
+    from trtserve.pipeline.convert.lora import AdapterPlan
 
 
 def lora(
@@ -38,7 +43,7 @@ def lora(
         trtserve lora ./poet-lora
         trtserve lora org/poet-lora --storage-type bfloat16 --name poet
     """
-    from trtserve.convert.lora import build_options, plan_adapter, run_adapter_conversion
+    from trtserve.pipeline.convert.lora import build_options, plan_adapter, run_adapter_conversion
 
     progress = TerminalProgress(quiet=quiet)
     plan = plan_adapter(adapter, name=name, out=out, storage_type=storage_type)

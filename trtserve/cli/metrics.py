@@ -10,16 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.endpoint import require_port, split_address
-from trtserve.cli.options import JsonOption, ServerArgument, ServerOption, one_name
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
+from trtserve.cli.options import (
+    JsonOption,
+    ServerArgument,
+    ServerOption,
+    one_name,
+)
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_data,
+    print_json,
+    print_table,
+    say,
+)
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from trtserve.client.metrics import CoreMetrics, GpuMetrics, ModelMetrics
     from trtserve.server.metrics import Reading, Source
-    from trtserve.triton.metrics import CoreMetrics, GpuMetrics, ModelMetrics
 
 _CORE_COLUMNS = ("model", "family", "value of", "value")
 _MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pending", "request ms", "queue ms")
@@ -142,8 +153,8 @@ def _number(value: float) -> str:
 
 
 def _watch(source: Source, interval: float, count: int | None) -> None:
+    from trtserve.client.metrics import TOKENS
     from trtserve.server.metrics import watch_metrics
-    from trtserve.triton.metrics import TOKENS
 
     readings = watch_metrics(source, interval=interval, count=count, pause=time.sleep)
     first = next(readings)
@@ -197,7 +208,7 @@ def _core_panel(core: CoreMetrics, rates: dict[str, float]) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-    from trtserve.triton.metrics import KV_BLOCKS
+    from trtserve.client.metrics import KV_BLOCKS
 
     blocks = core.families.get(KV_BLOCKS, {})
     bar = ProgressBar(total=blocks.get("max") or 1, completed=blocks.get("used", 0), width=30)
@@ -214,7 +225,7 @@ def _core_panel(core: CoreMetrics, rates: dict[str, float]) -> RenderableType:
 
 
 def _kv_words(core: CoreMetrics) -> str:
-    from trtserve.triton.metrics import KV_BLOCKS
+    from trtserve.client.metrics import KV_BLOCKS
 
     blocks = core.families.get(KV_BLOCKS, {})
     used, most = blocks.get("used", 0), blocks.get("max", 0)
@@ -223,7 +234,7 @@ def _kv_words(core: CoreMetrics) -> str:
 
 
 def _request_words(core: CoreMetrics) -> str:
-    from trtserve.triton.metrics import REQUESTS
+    from trtserve.client.metrics import REQUESTS
 
     values = core.families.get(REQUESTS, {})
     shown = [f"{_number(values[kind])} {kind}" for kind in ("active", "waiting", "scheduled") if kind in values]

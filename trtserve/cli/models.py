@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from trtserve.cli.options import JsonOption
-from trtserve.cli.output import count, print_json, print_table, say
+from trtserve.cli.output import (
+    count,
+    print_json,
+    print_table,
+    say,
+)
 from trtserve.host.machine import format_bytes
 
 

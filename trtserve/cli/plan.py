@@ -9,16 +9,29 @@ import typer
 
 from trtserve.cli.completion import gpus, sources
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, count, print_block, print_data, print_json, print_table, with_bytes
+from trtserve.cli.output import (
+    TerminalProgress,
+    count,
+    print_block,
+    print_data,
+    print_json,
+    print_table,
+    with_bytes,
+)
 from trtserve.cli.spec_options import Fields
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.estimate import GpuAnswer, MachineFit, ModelNeed, StageNeed
-    from trtserve.planner.gpu_fit import GpuFit
-    from trtserve.planner.gpus import Gpu
+    from trtserve.pipeline.estimate import (
+        GpuAnswer,
+        MachineFit,
+        ModelNeed,
+        StageNeed,
+    )
+    from trtserve.pipeline.planner.gpu_fit import GpuFit
+    from trtserve.pipeline.planner.gpus import Gpu
 
 _CONVERT = Fields(
     "tp_size",
@@ -93,7 +106,7 @@ def plan(
 
 
 def _gpu(name: str | None, memory: str | None) -> Gpu | None:
-    from trtserve.planner.gpus import Gpu, find_gpu, parse_size
+    from trtserve.pipeline.planner.gpus import Gpu, find_gpu, parse_size
 
     if name is not None and memory is not None:
         raise UsageError("--gpu and --gpu-memory were both given; give one.")
@@ -157,7 +170,7 @@ def _machine_lines(machine: MachineFit) -> list[str]:
 
 
 def _gpu_lines(answer: GpuAnswer) -> list[str]:
-    from trtserve.planner.gpu_fit import RESERVE
+    from trtserve.pipeline.planner.gpu_fit import RESERVE
 
     asked = answer.asked
     free = "usable" if asked.gpu.here is None else "free"

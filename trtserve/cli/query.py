@@ -15,15 +15,15 @@ from trtserve.cli import output, query_output
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.cli.query_prompts import as_utf8, read_prompts
+from trtserve.client.options import REQUEST_OPTIONS, RequestOptions
+from trtserve.client.spec import PROMPTS, QuerySpec
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.query.options import REQUEST_OPTIONS, RequestOptions
-from trtserve.query.spec import PROMPTS, QuerySpec
 from trtserve.specs.options import given_flags
 
 if TYPE_CHECKING:
-    from trtserve.query.expected_answer import ExpectedAnswer
-    from trtserve.query.local_engine import LocalEngine
-    from trtserve.triton.client import Endpoint
+    from trtserve.client.base import Endpoint
+    from trtserve.client.expected_answer import ExpectedAnswer
+    from trtserve.server.local_engine import LocalEngine
 
 CHECKING = "Saving and checking"
 _LOCAL = "Without a server"
@@ -147,7 +147,7 @@ def query(
         trtserve query --stream --temperature 0.7 --top-p 0.9 "Tell me a story"
         cat prompts.txt | trtserve query --input-file - --json
     """
-    from trtserve.query.expected_answer import expected_answer
+    from trtserve.client.expected_answer import expected_answer
 
     found = None
     if _asks_locally(engine, local, connection):
@@ -181,7 +181,7 @@ def query(
 
 def _complete(spec: QuerySpec, request: RequestOptions, inputs: list[str], **prompts: Any) -> QuerySpec:
     """Add prompts, request options and further inputs to `spec`, all in UTF-8 whatever the terminal's encoding is."""
-    from trtserve.query.input_values import split_input
+    from trtserve.client.input_values import split_input
 
     return replace(
         spec,
@@ -217,7 +217,7 @@ def _asks_locally(engine: str | None, local: bool, connection: Connection) -> bo
 def _local_engine(engine: str | None, tokenizer: Path | None, *, dry_run: bool) -> LocalEngine:
     """Return the engine to ask in this process; mpirun replaces the process first if the engine has several ranks."""
     from trtserve.process import become
-    from trtserve.query.local_engine import find_local_engine  # loads what runs engines
+    from trtserve.server.local_engine import find_local_engine  # loads what runs engines
 
     found = find_local_engine(str(engine), tokenizer)
     if found.needs_mpi():
@@ -255,7 +255,7 @@ def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
 
 
 def _ask(spec: QuerySpec, endpoint: Endpoint, sink: query_output.Sink, expected: ExpectedAnswer | None) -> None:
-    from trtserve.query import generate_each
+    from trtserve.client.query import generate_each
 
     generations = []
     try:

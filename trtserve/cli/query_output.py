@@ -13,10 +13,10 @@ from trtserve.cli import output
 from trtserve.errors import RepositoryError, UsageError
 
 if TYPE_CHECKING:
-    from trtserve.query import Generation, QuerySpec
-    from trtserve.query.generation import GeneratedSequence
-    from trtserve.query.request import RequestContext
-    from trtserve.triton.client import Endpoint
+    from trtserve.client.base import Endpoint
+    from trtserve.client.generation import GeneratedSequence
+    from trtserve.client.query import Generation, QuerySpec
+    from trtserve.client.request import RequestContext
 
 # Outputs with at most so many values are printed; larger ones as a shape, or a file if there is a folder.
 _SHOWN = 16
@@ -200,7 +200,7 @@ def _ended_early(generation: Generation, spec: QuerySpec) -> bool:
 def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
     """Say that --max-tokens exceeds what the engine can generate, if its limits are known."""
     from trtserve.bench.requests import limits_of_repository
-    from trtserve.triton.client import CORE_MODEL
+    from trtserve.client.base import CORE_MODEL
 
     if endpoint.repository is None:
         return
@@ -228,7 +228,7 @@ def _timing(answer: Generation) -> str:
 
 def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
     """Print the requests that would be sent; the server is only asked for its models' configuration."""
-    from trtserve.query import connect, request_contexts
+    from trtserve.client.query import connect, request_contexts
 
     with closing(connect(spec, endpoint)) as client:
         described = request_contexts(spec, endpoint, client)
@@ -244,7 +244,7 @@ def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
 
 def _body(context: RequestContext) -> dict[str, Any]:
     """Return the inputs of a request: scalars and short lists as values, longer ones as type and shape."""
-    from trtserve.query.request import request_tensors
+    from trtserve.client.request import request_tensors
 
     body: dict[str, Any] = {}
     for tensor in request_tensors(context):

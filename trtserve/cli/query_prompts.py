@@ -29,7 +29,7 @@ def read_prompts(
     if len(used) > 1:
         raise UsageError(f"Prompts come from {' and '.join(used)}; use one of them.")
     if tokens is not None:
-        from trtserve.query.file_inputs import read_token_ids
+        from trtserve.client.file_inputs import read_token_ids
 
         return (), read_token_ids(tokens, "--input-tokens-csv")
     if prompts:

@@ -9,7 +9,12 @@ import typer
 
 from trtserve.cli.completion import imports
 from trtserve.cli.options import DryRunOption, JsonOption
-from trtserve.cli.output import print_data, print_json, say, with_bytes
+from trtserve.cli.output import (
+    print_data,
+    print_json,
+    say,
+    with_bytes,
+)
 from trtserve.errors import UsageError
 
 

@@ -14,8 +14,20 @@ import typer
 
 from trtserve.artifacts import Engine, Model
 from trtserve.cli.completion import models, paths
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, TokenizerOption
-from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
+from trtserve.cli.options import (
+    DryRunOption,
+    JsonOption,
+    OutOption,
+    QuietOption,
+    TokenizerOption,
+)
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_block,
+    print_data,
+    print_json,
+    say,
+)
 from trtserve.cli.spec_options import Fields
 from trtserve.errors import UsageError
 from trtserve.executor.loaders import is_embedded_runtime
@@ -25,7 +37,7 @@ from trtserve.specs.repository import PATHS, REPOSITORY
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.repo import EngineRepositoryPlan
+    from trtserve.repository.assembling import EngineRepositoryPlan
 
 DraftOption = Annotated[
     str | None,
@@ -100,7 +112,7 @@ def repo(
         )
         return
     require_one_place(out, into)
-    from trtserve.runtimes import RUNTIMES
+    from trtserve.executor.runtimes import RUNTIMES
 
     if (runtime := RUNTIMES.get(build.runtime)) is not None and not runtime.HAS_ENGINES:
         with call.in_use():
@@ -140,8 +152,8 @@ class _Call:
 
 
 def _assemble(call: _Call) -> None:
-    from trtserve.repo import assemble_repository, default_name, plan_repository
-    from trtserve.repo.named import find_adapters, find_draft
+    from trtserve.repository.assembling import assemble_repository, default_name, plan_repository
+    from trtserve.repository.named import find_adapters, find_draft
 
     store, progress = Store(), call.progress
     if call.tokenizer is None:
@@ -160,10 +172,10 @@ def _assemble(call: _Call) -> None:
 
 
 def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
-    from trtserve.import_.sources import parse_source
-    from trtserve.repo import assemble_repository, default_name
-    from trtserve.repo.llmapi import plan_llmapi_repository
-    from trtserve.repo.named import find_adapters
+    from trtserve.repository.assembling import assemble_repository, default_name
+    from trtserve.repository.llmapi import plan_llmapi_repository
+    from trtserve.repository.named import find_adapters
+    from trtserve.store.sources import parse_source
 
     for flag, value in (("--tokenizer", call.tokenizer), ("--draft-engine", call.draft_engine)):
         if value is not None:
@@ -200,7 +212,7 @@ def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
 
 def _fill(call: _Call, folder: Path, others: list[str], *, drop_unset: bool, in_place: bool) -> None:
     """Fill NVIDIA's templates in `folder`. Raises UsageError for `others`, options of repositories."""
-    from trtserve.repo.templates import fill_templates, write_filled
+    from trtserve.repository.templates import fill_templates, write_filled
 
     mine = {"tokenizer": call.tokenizer, "draft-engine": call.draft_engine, "into": call.into}
     others = [*(f"--{name}" for name, value in mine.items() if value is not None), *others]
@@ -226,7 +238,7 @@ def _fill(call: _Call, folder: Path, others: list[str], *, drop_unset: bool, in_
 
 
 def _print_result(call: _Call, path: Path, described: Mapping[str, object], lines: Sequence[str]) -> None:
-    from trtserve.repo import tree
+    from trtserve.repository.tree import tree
 
     if call.json:
         print_json("repo", described)
@@ -242,7 +254,7 @@ def _print_result(call: _Call, path: Path, described: Mapping[str, object], line
 
 def say_version_is_unused(version: str | None, progress: TerminalProgress) -> None:
     """Warn that `--trtllm-version` has no effect on CPUs, unless the environment sets it for the whole machine."""
-    from trtserve.convert.nvidia_tools.toolkit import VERSION_VARIABLE
+    from trtserve.nvidia.converters.toolkit import VERSION_VARIABLE
 
     if version is not None and version != os.environ.get(VERSION_VARIABLE):
         progress.warn(

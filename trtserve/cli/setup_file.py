@@ -12,13 +12,20 @@ from trtserve.cli.bench_runs import metrics_url, require_complete
 from trtserve.cli.completion import imports, paths
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_commands,
+    print_data,
+    print_json,
+    print_stages,
+    say,
+)
 from trtserve.errors import MissedLimitError, UsageError
 
 if TYPE_CHECKING:
+    from trtserve.pipeline.setup_file.benchmarks import Result
+    from trtserve.pipeline.setup_file.plan import Brought, SetupPlan
     from trtserve.progress import Progress
-    from trtserve.setup_file.benchmarks import Result
-    from trtserve.setup_file.plan import Brought, SetupPlan
 
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="YAML file with models and servers.", autocompletion=paths)
@@ -41,8 +48,8 @@ def init(
         trtserve init chat.yaml --from llama-2-7b
     """
     from trtserve.files import writing
-    from trtserve.setup_file.imported import setup_of_import
-    from trtserve.setup_file.reading import template
+    from trtserve.pipeline.setup_file.imported import setup_of_import
+    from trtserve.pipeline.setup_file.reading import template
     from trtserve.store import Store
 
     if file.exists():
@@ -70,8 +77,8 @@ def up(
         trtserve up
         trtserve up chat.yaml --dry-run
     """
-    from trtserve.setup_file.plan import bring_up, plan_setup
-    from trtserve.setup_file.reading import read_setup
+    from trtserve.pipeline.setup_file.plan import bring_up, plan_setup
+    from trtserve.pipeline.setup_file.reading import read_setup
 
     progress = TerminalProgress(quiet=quiet)
     plan = plan_setup(read_setup(file), progress=progress)
@@ -120,7 +127,7 @@ def _announce(plan: SetupPlan, progress: Progress) -> None:
 
 
 def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Result]:
-    from trtserve.setup_file.benchmarks import run
+    from trtserve.pipeline.setup_file.benchmarks import run
 
     results = []
     for benchmark in plan.benchmarks:
@@ -154,8 +161,8 @@ def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOp
         trtserve diff
         trtserve diff chat.yaml --json
     """
-    from trtserve.setup_file.plan import plan_setup
-    from trtserve.setup_file.reading import read_setup
+    from trtserve.pipeline.setup_file.plan import plan_setup
+    from trtserve.pipeline.setup_file.reading import read_setup
 
     plan = plan_setup(read_setup(file), progress=TerminalProgress(quiet=quiet))
     if json:
@@ -188,9 +195,9 @@ def down(
         trtserve down
         trtserve down chat.yaml --drain 30
     """
-    from trtserve.setup_file.clusters import stop_command
-    from trtserve.setup_file.plan import bring_down
-    from trtserve.setup_file.reading import read_setup
+    from trtserve.pipeline.setup_file.clusters import stop_command
+    from trtserve.pipeline.setup_file.plan import bring_down
+    from trtserve.pipeline.setup_file.reading import read_setup
 
     progress, setup = TerminalProgress(quiet=quiet), read_setup(file)
     stopped = [server.name for server in bring_down(setup, drain=drain, progress=progress)]

@@ -13,7 +13,14 @@ import typer
 from trtserve.cli.clusters import ClusterCall, print_files, write_for_cluster
 from trtserve.cli.completion import imports, paths
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
+from trtserve.cli.output import (
+    TerminalProgress,
+    print_commands,
+    print_data,
+    print_json,
+    print_stages,
+    say,
+)
 from trtserve.cli.status import server_record
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.specs import ServerSpec
@@ -22,7 +29,7 @@ from trtserve.specs.server import GPUS, SUPERVISION
 
 if TYPE_CHECKING:
     from trtserve.artifacts import ModelRepository
-    from trtserve.pipeline import Stage
+    from trtserve.pipeline.importing import Stage
     from trtserve.server.launch_plan import ServerPlan
     from trtserve.server.state import Server
 

@@ -128,7 +128,7 @@ def _explain_before_command(
 
 def _ignored_builder_options(names: tuple[str, ...], line: CommandLine) -> Sequence[str]:
     """The options for trtllm-build where this command line builds an engine for CPUs, which takes none of them."""
-    from trtserve.runtimes import choose_runtime
+    from trtserve.executor.runtimes import choose_runtime
     from trtserve.specs import BUILDER_FIELDS, BuildSpec
     from trtserve.specs.options import options_of
 
@@ -148,10 +148,10 @@ def _explain(
 ) -> UnknownOption:
     """Find out what `option`, which the command `names` does not have, stands for."""
     from trtserve.cli.corrections import UnknownOption
-    from trtserve.releases import NEWEST
-    from trtserve.releases.build_flags import build_flags
-    from trtserve.releases.old_options import old_option_of, old_option_of_any_tool
-    from trtserve.triton.settings import settable
+    from trtserve.nvidia.releases import NEWEST
+    from trtserve.nvidia.releases.build_flags import build_flags
+    from trtserve.nvidia.releases.old_options import old_option_of, old_option_of_any_tool
+    from trtserve.repository.settings import settable
 
     command = names[0] if names else ""
     old = old_option_of(command, option)

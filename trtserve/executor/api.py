@@ -5,7 +5,7 @@ These classes accept the keywords of every release, with the newest defaults; `f
 
 from __future__ import annotations
 
-from trtserve.executor.configs import (
+from trtserve.executor.interface.configs import (
     AdditionalModelOutput,
     CacheTransceiverConfig,
     DebugConfig,
@@ -25,7 +25,7 @@ from trtserve.executor.configs import (
     SchedulerConfig,
     SpeculativeDecodingConfig,
 )
-from trtserve.executor.enums import (
+from trtserve.executor.interface.enums import (
     BatchingType,
     CapacitySchedulerPolicy,
     CommunicationMode,
@@ -38,9 +38,9 @@ from trtserve.executor.enums import (
     RequestStage,
     RequestType,
 )
-from trtserve.executor.executor import Executor
-from trtserve.executor.releases import for_release
-from trtserve.executor.requests import (
+from trtserve.executor.interface.executor import Executor
+from trtserve.executor.interface.releases import for_release
+from trtserve.executor.interface.requests import (
     ContextPhaseParams,
     ExternalDraftTokensConfig,
     GuidedDecodingParams,
@@ -53,7 +53,7 @@ from trtserve.executor.requests import (
     Request,
     SamplingConfig,
 )
-from trtserve.executor.results import (
+from trtserve.executor.interface.results import (
     KvCacheMetrics,
     RequestPerfMetrics,
     Response,
@@ -61,7 +61,7 @@ from trtserve.executor.results import (
     SpeculativeDecodingMetrics,
     TimingMetrics,
 )
-from trtserve.executor.statistics import (
+from trtserve.executor.interface.statistics import (
     DebugTensorsPerIteration,
     DisServingRequestStats,
     InflightBatchingStats,

@@ -16,8 +16,8 @@ from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
 
 if TYPE_CHECKING:
-    from trtserve.executor.configs import ExecutorConfig
-    from trtserve.executor.model import Follower, Model
+    from trtserve.executor.engine.model import Follower, Model
+    from trtserve.executor.interface.configs import ExecutorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ModelLoader:
 
 
 MODELS: Final[Mapping[str, ModelLoader]] = {
-    "openvino": ModelLoader(module="trtserve.executor.paged_model", files=("rank{}.xml", "rank{}.bin")),
+    "openvino": ModelLoader(module="trtserve.executor.openvino.paged_model", files=("rank{}.xml", "rank{}.bin")),
     "torch": ModelLoader(module="trtserve.executor.torch.loading", files=("rank{}.safetensors",), ranks=True),
 }
 

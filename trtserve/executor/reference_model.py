@@ -14,12 +14,12 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
-from trtserve.architectures.base import Decoder
+from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import UnsupportedModelError
-from trtserve.executor.graph import Weights, build_graph
-from trtserve.executor.paged_model import openvino_core
-from trtserve.executor.sizes import Sizes
-from trtserve.executor.weight_quantization import Packing
+from trtserve.executor.engine.sizes import Sizes
+from trtserve.executor.openvino.graph import Weights, build_graph
+from trtserve.executor.openvino.paged_model import openvino_core
+from trtserve.executor.openvino.weight_quantization import Packing
 
 Logits = npt.NDArray[np.float32]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import MachineError, MissingDependencyError
+from trtserve.nvidia.releases.drivers import Driver
 from trtserve.process import Command, run
-from trtserve.releases.drivers import Driver
 
 NVML = "NVML"
 NVIDIA_SMI = "nvidia-smi"

@@ -8,16 +8,21 @@ from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any
 
+from trtserve.client.aio_client import AioClient
+from trtserve.client.answer import Answer
+from trtserve.client.generation import Generation
+from trtserve.client.grpc_client import infer_request
+from trtserve.client.query import (
+    connect,
+    request_contexts,
+    request_id_of,
+    stop_in_engine,
+)
+from trtserve.client.request import RequestContext, request_tensors
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import RequestError
 from trtserve.library.client import require_complete
 from trtserve.library.requests import Asker, Prompt, Turns
-from trtserve.query import connect, request_contexts, request_id_of, stop_in_engine
-from trtserve.query.answer import Answer
-from trtserve.query.generation import Generation
-from trtserve.query.request import RequestContext, request_tensors
-from trtserve.query.spec import QuerySpec
-from trtserve.triton.aio_client import AioClient
-from trtserve.triton.grpc_client import infer_request
 
 
 class AsyncClient(Asker):
@@ -72,7 +77,7 @@ class AsyncClient(Asker):
                     if text := answer.add(reply):
                         yield text
         except (asyncio.CancelledError, GeneratorExit, RequestError):
-            # As in `trtserve.query.stream`: a cancelled call does not reach the engine on every path.
+            # As in `trtserve.client.query.stream`: a cancelled call does not reach the engine on every path.
             await asyncio.shield(asyncio.to_thread(stop_in_engine, context, self._server, request_id))
             raise
         stream.received = answer.generation(request_id)

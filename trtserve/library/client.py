@@ -7,11 +7,17 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any
 
+from trtserve.client.generation import Generation
+from trtserve.client.query import (
+    Pieces,
+    connect,
+    generate,
+    request_contexts,
+    stream,
+)
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import UsageError
 from trtserve.library.requests import Asker, Prompt, Turns
-from trtserve.query import Pieces, connect, generate, request_contexts, stream
-from trtserve.query.generation import Generation
-from trtserve.query.spec import QuerySpec
 
 
 class Client(Asker):
@@ -52,7 +58,7 @@ class TextStream(Iterator[str]):
     """The pieces of an answer's text. Use a `with` block where the loop may end early."""
 
     def __init__(self, pieces: Pieces) -> None:
-        """Wrap what `trtserve.query.stream` returns."""
+        """Wrap what `trtserve.client.query.stream` returns."""
         self._pieces = pieces
         self._answer: Generation | None = None
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trtserve.client.base import CORE_MODEL, Endpoint, Tls
+from trtserve.client.options import REQUEST_OPTIONS
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import UsageError
 from trtserve.library.importing import require_known
-from trtserve.query.options import REQUEST_OPTIONS
-from trtserve.query.spec import QuerySpec
 from trtserve.server.discovery import find_server
 from trtserve.server.endpoints import endpoint_of
 from trtserve.server.state import Server
 from trtserve.specs.options import Option, options_of
-from trtserve.triton.client import CORE_MODEL, Endpoint, Tls
 
 Prompt = str | Sequence[int]
 """A text, or the token ids of a core model."""

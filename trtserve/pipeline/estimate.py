@@ -12,16 +12,23 @@ from typing import Literal, cast
 
 from trtserve.artifacts import Model, looks_like
 from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.rank_weights import rank_weights
 from trtserve.checkpoint.source import read_hf_config
-from trtserve.convert import ConversionPlan, plan_conversion
-from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
+from trtserve.errors import (
+    DiskSpaceError,
+    MemoryLimitError,
+    TrtserveError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
 from trtserve.files import is_weights
 from trtserve.host.machine import free_disk
-from trtserve.import_ import ModelPlan, plan_model
-from trtserve.import_.known_models import plan_known_model
-from trtserve.import_.outlines import outline_model
-from trtserve.import_.sources import parse_source
-from trtserve.planner.gpu_fit import (
+from trtserve.pipeline.convert import ConversionPlan, plan_conversion
+from trtserve.pipeline.import_ import ModelPlan, plan_model
+from trtserve.pipeline.import_.known_models import plan_known_model
+from trtserve.pipeline.import_.outlines import outline_model
+from trtserve.pipeline.planner.gpu_fit import (
     FIRST_BFLOAT16,
     FIRST_FP8,
     GpuFit,
@@ -31,19 +38,28 @@ from trtserve.planner.gpu_fit import (
     smallest_fit,
     unable,
 )
-from trtserve.planner.gpu_notes import gpu_notes, release_note
-from trtserve.planner.gpus import Gpu
-from trtserve.planner.guards import available_memory, require_disk
-from trtserve.planner.local_gpus import own_gpu
-from trtserve.planner.model_needs import Deployment, MemoryNeeds, advice, memory_needs
-from trtserve.planner.rates import Runs, expected_seconds, read_rates
-from trtserve.planner.serving import fitting_tokens
-from trtserve.planner.stage_needs import build_addresses, import_memory
+from trtserve.pipeline.planner.gpu_notes import gpu_notes, release_note
+from trtserve.pipeline.planner.gpus import Gpu
+from trtserve.pipeline.planner.guards import available_memory, require_disk
+from trtserve.pipeline.planner.local_gpus import own_gpu
+from trtserve.pipeline.planner.model_needs import (
+    Deployment,
+    MemoryNeeds,
+    advice,
+    memory_needs,
+)
+from trtserve.pipeline.planner.rates import Runs, expected_seconds, read_rates
+from trtserve.pipeline.planner.serving import fitting_tokens
+from trtserve.pipeline.planner.stage_needs import build_addresses, import_memory
 from trtserve.progress import SILENT, Progress
-from trtserve.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
-from trtserve.runtimes.rank_weights import rank_weights
-from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec, RuntimeName
+from trtserve.specs import (
+    CALIBRATED,
+    BuildSpec,
+    ConvertSpec,
+    RuntimeName,
+)
 from trtserve.store import Store
+from trtserve.store.sources import parse_source
 
 StageName = Literal["import", "convert", "build", "repo", "start"]
 

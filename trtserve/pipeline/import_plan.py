@@ -7,22 +7,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from trtserve.architectures import parameter_count
-from trtserve.artifacts import Engine, Model, ModelRepository, load_artifact
-from trtserve.build import BuildPlan, plan_build
+from trtserve.artifacts import (
+    Engine,
+    Model,
+    ModelRepository,
+    load_artifact,
+)
+from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
-from trtserve.convert import ConversionPlan, plan_conversion
-from trtserve.import_ import ModelPlan, plan_model
-from trtserve.import_.model_plan import is_convertible
+from trtserve.executor.runtimes import RUNTIMES, choose_runtime
+from trtserve.nvidia.releases.converters import require_converter
+from trtserve.pipeline.build import BuildPlan, plan_build
+from trtserve.pipeline.convert import ConversionPlan, plan_conversion
+from trtserve.pipeline.import_ import ModelPlan, plan_model
+from trtserve.pipeline.import_.model_plan import is_convertible
 from trtserve.pipeline.import_spec import ImportSpec
 from trtserve.pipeline.llmapi_import import llmapi_repository_spec
-from trtserve.planner.model_needs import Deployment, MemoryNeeds, memory_needs
-from trtserve.planner.stage_needs import draft_memory
+from trtserve.pipeline.planner.model_needs import Deployment, MemoryNeeds, memory_needs
+from trtserve.pipeline.planner.stage_needs import draft_memory
 from trtserve.progress import SILENT, Progress
-from trtserve.releases.converters import require_converter
-from trtserve.repo import (
+from trtserve.repository.assembling import (
     RepositoryPlan,
     engine_models,
     own_tokenizer_files,
@@ -31,13 +37,12 @@ from trtserve.repo import (
     require_fitting,
     settings_of,
 )
-from trtserve.repo.engine import read_engine
-from trtserve.repo.llmapi import llmapi_models, plan_llmapi_repository
-from trtserve.repo.options import spelled_as
-from trtserve.runtimes import RUNTIMES, choose_runtime
+from trtserve.repository.engine import read_engine
+from trtserve.repository.llmapi import llmapi_models, plan_llmapi_repository
+from trtserve.repository.options import spelled_as
+from trtserve.repository.profiles import profile
+from trtserve.repository.settings import resolve_settings
 from trtserve.store import Store, reusable
-from trtserve.triton.profiles import profile
-from trtserve.triton.settings import resolve_settings
 
 
 class Stage(TypedDict):
@@ -108,7 +113,7 @@ class ImportPlan:
             checkpoint = conversion.path if conversion else None
             converter = builder = None
             if conversion is not None and conversion.toolkit is not None:
-                from trtserve.convert.nvidia import converter_command
+                from trtserve.pipeline.convert.nvidia import converter_command
 
                 converter = converter_command(conversion, conversion.path)
             if conversion is not None and build is not None:

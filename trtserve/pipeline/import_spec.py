@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.artifacts import Engine, Model
-from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import (
+    BuildSpec,
+    CheckSpec,
+    ConvertSpec,
+    RepositorySpec,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,15 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import Engine, Model, ModelRepository, load_artifact
+from trtserve.artifacts import (
+    Engine,
+    Model,
+    ModelRepository,
+    load_artifact,
+)
 from trtserve.errors import ArtifactError, UsageError
-from trtserve.import_ import ModelPlan
-from trtserve.import_.sources import DEMO
+from trtserve.pipeline.import_ import ModelPlan
 from trtserve.pipeline.import_spec import ImportSpec
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.command_line import spec_of
 from trtserve.store import NameRecord, Store
+from trtserve.store.sources import DEMO
 
 # Fields of the stages' specs that hold paths.
 _SPEC_PATHS = frozenset({"trtllm_examples"})

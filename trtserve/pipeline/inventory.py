@@ -22,8 +22,8 @@ from trtserve.artifacts import (
 )
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, read_json_object
-from trtserve.runtimes.base import weights_precision
 from trtserve.server.state import Server, list_servers, recorded_servers
+from trtserve.specs.runtime import weights_precision
 from trtserve.store import NameRecord, Store
 
 _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository, Adapter)

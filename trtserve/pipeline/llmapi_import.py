@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from trtserve.errors import UsageError
+from trtserve.executor.runtimes import choose_runtime
+from trtserve.nvidia.releases.installed import installed
 from trtserve.pipeline.import_spec import ImportSpec
-from trtserve.releases.installed import installed
-from trtserve.runtimes import choose_runtime
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 # Limits of a build that the LLM has keywords for, under the same names.

@@ -6,13 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtserve.artifacts import Model
-from trtserve.import_.sources import parse_source
-from trtserve.pipeline import ImportSpec, engine_destination
+from trtserve.executor.runtimes import choose_runtime
+from trtserve.pipeline.importing import ImportSpec, engine_destination
 from trtserve.progress import SILENT, Progress
-from trtserve.repo.named import find_adapters, find_draft
-from trtserve.runtimes import choose_runtime
-from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec, RepositorySpec
+from trtserve.repository.named import find_adapters, find_draft
+from trtserve.specs import (
+    BuildSpec,
+    CheckSpec,
+    ConvertSpec,
+    RepositorySpec,
+)
 from trtserve.store import Store
+from trtserve.store.sources import parse_source
 
 
 def resolve_import(

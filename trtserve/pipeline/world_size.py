@@ -8,16 +8,22 @@ from typing import cast
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import UsageError, counted
-from trtserve.pipeline import ImportSpec, Stage, import_to_repository, plan_import, warn_about_resources
 from trtserve.pipeline.imported_names import as_json, recorded_spec
+from trtserve.pipeline.importing import (
+    ImportSpec,
+    Stage,
+    import_to_repository,
+    plan_import,
+    warn_about_resources,
+)
 from trtserve.progress import SILENT, Progress
+from trtserve.repository.preflight import Served, inspect_repository
 from trtserve.server.launch_plan import plan_server
 from trtserve.server.start import require_startable
 from trtserve.server.world_size import wants_rebuild
 from trtserve.specs import RuntimeName, ServerSpec
 from trtserve.specs.command_line import import_command
 from trtserve.store import NameRecord, Store
-from trtserve.triton.preflight import Served, inspect_repository
 
 # Placeholder for the end of a folder's name, which depends on an engine that is not built yet.
 _NOT_MADE = "FINGERPRINT"

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from trtserve.errors import UsageError
 from trtserve.host.ports import ipv4_address, is_free, next_free
+from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
-from trtserve.triton.tritonserver import Address
 
 _LARGEST_PORT = 65535
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trtserve.errors import counted
-from trtserve.host.containers import known_container
 from trtserve.host.machine import differences
+from trtserve.nvidia.containers import known_container
+from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.progress import Progress
-from trtserve.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.server.doors import is_loopback
 from trtserve.server.launch_plan import ServerPlan
 from trtserve.server.proxy import ProxyPlan

@@ -18,17 +18,34 @@ from typing import Any
 from trtserve import errors
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ServerStartError, TrtserveError
-from trtserve.process import Command, ProcessId, exit_code, how_it_ended, spawn, stop
+from trtserve.process import (
+    Command,
+    ProcessId,
+    exit_code,
+    how_it_ended,
+    spawn,
+    stop,
+)
 from trtserve.process.interrupts import stop_signals
-from trtserve.progress import SILENT, Progress, Task, Unit
+from trtserve.progress import (
+    SILENT,
+    Progress,
+    Task,
+    Unit,
+)
 from trtserve.server.logs import rotate
 from trtserve.server.shutdown import end_server
-from trtserve.server.state import Server, log_file, recorded_server, server_name
+from trtserve.server.state import (
+    Server,
+    log_file,
+    recorded_server,
+    server_name,
+)
 from trtserve.server.systemd import start_arguments
+from trtserve.server.triton import server_log
+from trtserve.server.triton.shutdown import STOP_GRACE
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton import server_log
-from trtserve.triton.shutdown import STOP_GRACE
 
 _POLL = 0.1
 

@@ -6,27 +6,42 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trtserve.check.contents import require_intact
-from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
 from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
-from trtserve.host.containers import require_docker
 from trtserve.host.gpus import list_gpus
 from trtserve.host.ports import is_free, owner
-from trtserve.planner.serving import require_servable
+from trtserve.nvidia.containers import require_docker
+from trtserve.pipeline.planner.serving import require_servable
 from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
-from trtserve.server.announcements import announce, announce_oversubscription, announce_proxy, announce_risks
+from trtserve.repository.check.contents import require_intact
+from trtserve.server.announcements import (
+    announce,
+    announce_oversubscription,
+    announce_proxy,
+    announce_risks,
+)
+from trtserve.server.doctor import (
+    MINIMUM_SHARED_MEMORY,
+    check_shared_memory,
+    raise_failed,
+    require_machine,
+)
 from trtserve.server.engine_version import require_fitting_engine, require_release
-from trtserve.server.gpu_checks import require_devices, require_gpu_memory, require_mpirun, require_workers
+from trtserve.server.gpu_checks import (
+    require_devices,
+    require_gpu_memory,
+    require_mpirun,
+    require_workers,
+)
 from trtserve.server.launch.engine_nodes import EngineNodes, fit_engines
 from trtserve.server.launch_plan import ServerPlan
 from trtserve.server.referenced_paths import require_sound_files
 from trtserve.server.repositories import chosen_by
 from trtserve.server.shutdown import end_server
 from trtserve.server.state import list_servers, recorded_server
+from trtserve.server.triton.installation import require_stub_path
+from trtserve.server.triton.tritonserver import SHARED_MEMORY
 from trtserve.store import Store
-from trtserve.triton.installation import require_stub_path
-from trtserve.triton.tritonserver import SHARED_MEMORY
 
 
 def refuse_running(plan: ServerPlan) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
 from trtserve.process import tree
 from trtserve.server.logs import last_lines, recorded_log
-from trtserve.server.state import Server, failure_of, forget, list_servers, recorded_server, recorded_servers
+from trtserve.server.state import (
+    Server,
+    failure_of,
+    forget,
+    list_servers,
+    recorded_server,
+    recorded_servers,
+)
 from trtserve.store import Store
 
 

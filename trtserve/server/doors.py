@@ -10,18 +10,37 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 
-from trtserve.door.settings import MIB, DoorSettings, Limits, certificate_name, read_key, require_key, write_private
 from trtserve.errors import PortInUseError, ServerStartError, UsageError
 from trtserve.files import writing
+from trtserve.gateway.settings import (
+    MIB,
+    DoorSettings,
+    Limits,
+    certificate_name,
+    read_key,
+    require_key,
+    write_private,
+)
 from trtserve.host.ports import free_ports, taken_meanwhile
-from trtserve.process import Command, ProcessId, exit_code, spawn, was_killed
+from trtserve.process import (
+    Command,
+    ProcessId,
+    exit_code,
+    spawn,
+    was_killed,
+)
+from trtserve.repository.preflight import Served
+from trtserve.repository.profiles import CORE
 from trtserve.server.logs import last_lines
-from trtserve.server.state import DoorState, door_folder, log_file, run_folder
+from trtserve.server.state import (
+    DoorState,
+    door_folder,
+    log_file,
+    run_folder,
+)
+from trtserve.server.triton.tritonserver import LOOPBACK, Address, client_host
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.preflight import Served
-from trtserve.triton.profiles import CORE
-from trtserve.triton.tritonserver import LOOPBACK, Address, client_host
 
 _LISTEN_TIMEOUT = 20.0
 _POLL = 0.05
@@ -41,7 +60,7 @@ class DoorPlan:
     @property
     def command(self) -> Command:
         """The command that runs it, in a folder without other modules, which Python would import from there."""
-        return Command(argv=(sys.executable, "-m", "trtserve.door", str(self.file)), cwd=self.file.parent)
+        return Command(argv=(sys.executable, "-m", "trtserve.gateway", str(self.file)), cwd=self.file.parent)
 
 
 def require_protected(spec: ServerSpec, address: str) -> None:

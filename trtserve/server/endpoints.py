@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trtserve.client.base import Endpoint
 from trtserve.server.state import Server
-from trtserve.triton.client import Endpoint
 
 
 def endpoint_of(server: Server) -> Endpoint:
@@ -26,7 +26,7 @@ def protected(endpoint: Endpoint, server: Server) -> Endpoint:
     door = server.instances[0].door
     if door is None or not door.settings.is_file():
         return endpoint
-    from trtserve.door.settings import DoorSettings
+    from trtserve.gateway.settings import DoorSettings
 
     own = DoorSettings.read(door.settings).endpoint
     return replace(endpoint, tls=own.tls, api_key=own.api_key)

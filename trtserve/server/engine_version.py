@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, UsageError
-from trtserve.host.containers import installed_in
 from trtserve.host.gpus import list_gpus
+from trtserve.nvidia.containers import installed_in
+from trtserve.nvidia.releases import NEWEST, order
+from trtserve.nvidia.releases.installed import Installed, installed, require_engine_path
 from trtserve.progress import Progress
-from trtserve.releases import NEWEST, order
-from trtserve.releases.installed import Installed, installed, require_engine_path
-from trtserve.repo.remake_command import remake_command
+from trtserve.repository.engine_match import Installation, require_matching
+from trtserve.repository.preflight import Served
+from trtserve.repository.remake_command import remake_command
 from trtserve.server.repositories import import_again
+from trtserve.server.triton.installation import CONTAINER_TRITON, Triton, find_triton
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.engine_match import Installation, require_matching
-from trtserve.triton.installation import CONTAINER_TRITON, Triton, find_triton
-from trtserve.triton.preflight import Served
 
 _LLMAPI_SINCE = "0.19"
 

@@ -6,16 +6,26 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trtserve.errors import MemoryLimitError, MissingDependencyError, RepositoryError, counted
-from trtserve.host.gpus import count_gpus, list_gpus, require_gpus, visible_devices
+from trtserve.errors import (
+    MemoryLimitError,
+    MissingDependencyError,
+    RepositoryError,
+    counted,
+)
+from trtserve.host.gpus import (
+    count_gpus,
+    list_gpus,
+    require_gpus,
+    visible_devices,
+)
 from trtserve.host.machine import format_bytes
 from trtserve.host.nvidia import Device
+from trtserve.nvidia.releases.launcher import WORKER
 from trtserve.process import program
 from trtserve.progress import Progress
-from trtserve.releases.launcher import WORKER
+from trtserve.repository.core_models import CoreModel
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch_plan import ServerPlan
-from trtserve.triton.core_models import CoreModel
 
 
 def require_mpirun(plan: ServerPlan) -> None:

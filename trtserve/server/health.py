@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtserve.client.heartbeats import read_heartbeats
 from trtserve.errors import ServerDiedError
 from trtserve.process import exit_code, how_it_ended
 from trtserve.server.logs import indented, last_lines
 from trtserve.server.state import Instance, Server, run_folder
+from trtserve.server.triton import server_log
+from trtserve.server.triton.tritonserver import is_ready
 from trtserve.store import Store
-from trtserve.triton import server_log
-from trtserve.triton.heartbeats import read_heartbeats
-from trtserve.triton.tritonserver import is_ready
 
 _INTERVAL = 0.25
 # mpirun reports within this time for which rank it ended the job.

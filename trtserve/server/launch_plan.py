@@ -8,27 +8,59 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
-from trtserve.bindings import PACKAGE, BindingsEnvironment, bindings_environment, imports_bindings
-from trtserve.check import require_sound
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.host.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
+from trtserve.executor.interface.bindings import (
+    PACKAGE,
+    BindingsEnvironment,
+    bindings_environment,
+    imports_bindings,
+)
 from trtserve.host.gpus import split_gpus, visible_devices
 from trtserve.host.mpi import mpirun_program, needs_oversubscription
 from trtserve.host.ports import is_free
+from trtserve.nvidia.containers import (
+    SHM_GIB,
+    ContainerRun,
+    container_name,
+    image_of,
+    in_container,
+    with_targets,
+)
+from trtserve.repository.check import require_sound
+from trtserve.repository.preflight import Served, inspect_repository, require_loadable
 from trtserve.server.addresses import instance_addresses, with_free_ports
-from trtserve.server.doors import DoorPlan, behind_doors, plan_door, require_protected
+from trtserve.server.doors import (
+    DoorPlan,
+    behind_doors,
+    plan_door,
+    require_protected,
+)
 from trtserve.server.engine_version import gpu_triton
-from trtserve.server.launch import Launch, Setup, launch_mode, single
-from trtserve.server.launch.base import first_address, in_this_python, server_setup, triton_arguments
+from trtserve.server.launch import (
+    Launch,
+    Setup,
+    launch_mode,
+    single,
+)
+from trtserve.server.launch.base import (
+    first_address,
+    in_this_python,
+    server_setup,
+    triton_arguments,
+)
 from trtserve.server.proxy import ProxyPlan, plan_proxy
 from trtserve.server.referenced_paths import engine_paths, hub_cache
 from trtserve.server.state import log_file, server_name
+from trtserve.server.triton.installation import (
+    CONTAINER_TRITON,
+    Triton,
+    backend_folder,
+    find_triton,
+)
+from trtserve.server.triton.tritonserver import Address, unique_prefix
 from trtserve.server.world_size import require_world_size
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.installation import CONTAINER_TRITON, Triton, backend_folder, find_triton
-from trtserve.triton.preflight import Served, inspect_repository, require_loadable
-from trtserve.triton.tritonserver import Address, unique_prefix
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from trtserve.server.state import log_file, recorded_server
+from trtserve.server.triton import server_log
 from trtserve.store import Store
-from trtserve.triton import server_log
 
 _LARGEST = 64 * 2**20
 _KEPT = 3

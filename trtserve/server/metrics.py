@@ -6,14 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from trtserve.errors import ServerDiedError, ServerUnreachableError
-from trtserve.server.discovery import find_server
-from trtserve.server.logs import last_lines
-from trtserve.server.state import Server, is_stopping
-from trtserve.specs.server import METRICS_PORT
-from trtserve.store import Store
-from trtserve.triton.call_errors import spoken_at
-from trtserve.triton.metrics import (
+from trtserve.client.call_errors import spoken_at
+from trtserve.client.metrics import (
     GENERAL,
     TOKENS,
     CoreMetrics,
@@ -24,7 +18,13 @@ from trtserve.triton.metrics import (
     model_metrics,
     parse,
 )
-from trtserve.triton.tritonserver import Address, client_host, metrics_page
+from trtserve.errors import ServerDiedError, ServerUnreachableError
+from trtserve.server.discovery import find_server
+from trtserve.server.logs import last_lines
+from trtserve.server.state import Server, is_stopping
+from trtserve.server.triton.tritonserver import Address, client_host, metrics_page
+from trtserve.specs.server import METRICS_PORT
+from trtserve.store import Store
 
 # Name of each rate → the counter of the metrics page whose growth per second it is.
 _RATES = {

@@ -10,14 +10,21 @@ from pathlib import Path
 from trtserve.errors import PortInUseError, ServerStartError, UsageError
 from trtserve.files import writing
 from trtserve.host.ports import taken_meanwhile
-from trtserve.process import Command, ProcessId, find_sbin_program, run, spawn, stop
+from trtserve.process import (
+    Command,
+    ProcessId,
+    find_sbin_program,
+    run,
+    spawn,
+    stop,
+)
 from trtserve.server.logs import indented
 from trtserve.server.render import render
 from trtserve.server.state import ProxyState, log_file
+from trtserve.server.triton import server_log
+from trtserve.server.triton.tritonserver import Address, client_host
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton import server_log
-from trtserve.triton.tritonserver import Address, client_host
 
 NGINX = "nginx"
 _CHECK_TIMEOUT = 30.0

@@ -7,10 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtserve.host.machine import format_bytes
-from trtserve.process import ProcessId, arguments, children, environment_of, tree, usage
-from trtserve.releases.launcher import LLMAPI_LAUNCH
+from trtserve.nvidia.releases.launcher import LLMAPI_LAUNCH
+from trtserve.process import (
+    ProcessId,
+    arguments,
+    children,
+    environment_of,
+    tree,
+    usage,
+)
 from trtserve.server.state import Instance, Server, Stub
-from trtserve.triton import server_log
+from trtserve.server.triton import server_log
 
 # Open MPI and PMIx name the rank in the environment of each process that they start.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")

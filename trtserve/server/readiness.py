@@ -6,18 +6,30 @@ import time
 from collections.abc import Callable
 
 from trtserve.errors import PortInUseError, ServerStartError
-from trtserve.host.containers import explained
+from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, exit_code, was_killed
 from trtserve.progress import Progress
-from trtserve.repo.programs import PACKAGE
+from trtserve.repository.programs import PACKAGE
 from trtserve.server.launch import llmapi, single
 from trtserve.server.launch_plan import InstancePlan, ServerPlan
 from trtserve.server.logs import last_lines
-from trtserve.server.rank_processes import describe_ranks, describe_stubs, kept_waiting, rank_processes, stubs_of
+from trtserve.server.rank_processes import (
+    describe_ranks,
+    describe_stubs,
+    kept_waiting,
+    rank_processes,
+    stubs_of,
+)
 from trtserve.server.standstill import Standstill
 from trtserve.server.state import Server
-from trtserve.triton import server_log
-from trtserve.triton.startup import came_up, opened_all_ports, pause, start_error, timeout_error
+from trtserve.server.triton import server_log
+from trtserve.server.triton.startup import (
+    came_up,
+    opened_all_ports,
+    pause,
+    start_error,
+    timeout_error,
+)
 
 # mpirun ends a job within a moment of a rank that fails, but goes on when a rank ends with code 0.
 _RANK_INTERVAL = 1.0

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
-from trtserve.check import require_sound
-from trtserve.host.containers import known_container
+from trtserve.nvidia.containers import known_container
 from trtserve.progress import Progress
+from trtserve.repository.check import require_sound
+from trtserve.repository.preflight import Served
 from trtserve.specs import ServerSpec
-from trtserve.triton.preflight import Served
 
 _STRING = re.compile(r"""string_value:\s*["'](/[^"']+)["']""")
 _YAML = re.compile(r"""^(?:model|tokenizer):\s*["']?(/[^"'\s#]+)""", re.MULTILINE)

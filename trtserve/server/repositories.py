@@ -49,7 +49,7 @@ def find_repository(
     known = " ".join(lists) or "Import a model: trtserve import demo"
     if name is None:
         raise ModelNotFoundError("Nothing has been imported yet.", hint=known)
-    from trtserve.import_.sources import ALIASES, DEMO
+    from trtserve.store.sources import ALIASES, DEMO
 
     if name in ALIASES or name == DEMO:
         raise ModelNotFoundError(f"{name} has not been imported yet.", hint=f"Import it first: trtserve import {name}")

@@ -6,21 +6,34 @@ import os
 import time
 from collections.abc import Callable
 
+from trtserve.client import metrics
+from trtserve.client.heartbeats import read_heartbeats
 from trtserve.errors import ArtifactError, DiskSpaceError, counted
-from trtserve.host.containers import DOCKER, ask_container, remove_container
 from trtserve.host.mpi import sweep_session
-from trtserve.models.shared.run_folder import DRAINING
-from trtserve.process import ProcessId, exit_code, program, stop, terminate
+from trtserve.nvidia.containers import DOCKER, ask_container, remove_container
+from trtserve.process import (
+    ProcessId,
+    exit_code,
+    program,
+    stop,
+    terminate,
+)
+from trtserve.programs.shared.run_folder import DRAINING
 from trtserve.progress import SILENT, Progress
 from trtserve.server.discovery import find_server
 from trtserve.server.launch import single
 from trtserve.server.rank_processes import serving_process
-from trtserve.server.state import Failure, Server, change_state, forget, recorded_server, run_folder
+from trtserve.server.state import (
+    Failure,
+    Server,
+    change_state,
+    forget,
+    recorded_server,
+    run_folder,
+)
+from trtserve.server.triton.shutdown import STOP_GRACE, stop_triton
+from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, metrics_page
 from trtserve.store import Store
-from trtserve.triton import metrics
-from trtserve.triton.heartbeats import read_heartbeats
-from trtserve.triton.shutdown import STOP_GRACE, stop_triton
-from trtserve.triton.tritonserver import EXIT_TIMEOUT, metrics_page
 
 _PAUSE = 0.1
 # Executors count their open requests every second.

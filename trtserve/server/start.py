@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
 from trtserve.files import locked
-from trtserve.models.shared.run_folder import VARIABLE
-from trtserve.planner.rates import timed
+from trtserve.pipeline.planner.rates import timed
 from trtserve.process import ProcessId, exit_code, spawn
 from trtserve.process.interrupts import stop_signals
+from trtserve.programs.shared.run_folder import VARIABLE
 from trtserve.progress import SILENT, Progress
 from trtserve.server.announcements import announce_commands
 from trtserve.server.checks import check_before_launch, refuse_running, require_ports
@@ -25,9 +25,16 @@ from trtserve.server.proxy import start_proxy, write_proxy
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all
 from trtserve.server.shutdown import end_server
-from trtserve.server.state import Instance, Server, change_state, failure_of, run_folder, write_state
-from trtserve.triton.installation import prepare_backends
-from trtserve.triton.tritonserver import STACK, kv_blocks
+from trtserve.server.state import (
+    Instance,
+    Server,
+    change_state,
+    failure_of,
+    run_folder,
+    write_state,
+)
+from trtserve.server.triton.installation import prepare_backends
+from trtserve.server.triton.tritonserver import STACK, kv_blocks
 
 _ATTEMPTS = 3
 

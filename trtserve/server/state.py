@@ -16,12 +16,17 @@ from typing import Any, Literal
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.files import child, locked, parse_json, write_json
+from trtserve.files import (
+    child,
+    locked,
+    parse_json,
+    write_json,
+)
 from trtserve.process import ProcessId
+from trtserve.server.triton import tritonserver as triton_server
+from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton import tritonserver as triton_server
-from trtserve.triton.tritonserver import Address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SCHEMA = 2

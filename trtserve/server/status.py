@@ -8,16 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository, load_artifact
+from trtserve.client import metrics
 from trtserve.errors import TrtserveError
 from trtserve.host.machine import differences
+from trtserve.repository.preflight import Served, inspect_repository
+from trtserve.repository.profiles import CORE
 from trtserve.server.discovery import find_server
 from trtserve.server.health import ended, unready_models
-from trtserve.server.state import Server, State, last_record, recorded_servers
+from trtserve.server.state import (
+    Server,
+    State,
+    last_record,
+    recorded_servers,
+)
+from trtserve.server.triton.tritonserver import metrics_page, model_states
 from trtserve.store import Store
-from trtserve.triton import metrics
-from trtserve.triton.preflight import Served, inspect_repository
-from trtserve.triton.profiles import CORE
-from trtserve.triton.tritonserver import metrics_page, model_states
 
 
 @dataclass(frozen=True, kw_only=True)

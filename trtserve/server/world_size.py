@@ -9,11 +9,11 @@ from typing import Any
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import ArtifactError, UsageError, counted
+from trtserve.repository.engine_match import rebuild_command
+from trtserve.repository.preflight import Served
+from trtserve.repository.profiles import DRAFT, PREPROCESSING
 from trtserve.specs import ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.specs.command_line import given_values, option_words, spec_of
-from trtserve.triton.engine_match import rebuild_command
-from trtserve.triton.preflight import Served
-from trtserve.triton.profiles import DRAFT, PREPROCESSING
 
 
 def require_world_size(served: Served, spec: ServerSpec, repository: ModelRepository, needed: int) -> None:

@@ -1,4 +1,4 @@
-"""The model families that tests run on: every family in `trtserve.architectures.FAMILIES` has a row.
+"""The model families that tests run on: every family in `trtserve.checkpoint.architectures.FAMILIES` has a row.
 
 Tests iterate FAMILIES: config.json of checkpoints, shards, numerical check, logits and tokens against transformers,
 int4, experts. Cases that are about one family stand in the tests.

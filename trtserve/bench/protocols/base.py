@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
-from trtserve.triton.client import Endpoint, ModelDescription
+from trtserve.client.base import Endpoint, ModelDescription
 
 ProtocolName = Literal["grpc", "http", "openai", "in-process"]
 

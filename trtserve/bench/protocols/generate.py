@@ -12,9 +12,9 @@ from trtserve.bench.protocols.base import Chunk, Pressure, Target
 from trtserve.bench.protocols.http import HttpPool, post
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
+from trtserve.client.call_errors import plain
+from trtserve.client.http_client import generate_body, tls_context
 from trtserve.files import parse_json
-from trtserve.triton.call_errors import plain
-from trtserve.triton.http_client import generate_body, tls_context
 
 EVENT = b"data:"
 

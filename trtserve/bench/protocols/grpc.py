@@ -11,11 +11,16 @@ import time
 from typing import Any
 
 from trtserve.bench.messages import read_response, request_message
-from trtserve.bench.protocols.base import Chunk, Pressure, RefusedError, Target
+from trtserve.bench.protocols.base import (
+    Chunk,
+    Pressure,
+    RefusedError,
+    Target,
+)
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
-from trtserve.triton.call_errors import explain_rpc_error, plain, silent
-from trtserve.triton.grpc_client import open_channel
+from trtserve.client.call_errors import explain_rpc_error, plain, silent
+from trtserve.client.grpc_client import open_channel
 
 _SERVICE = "/inference.GRPCInferenceService"
 

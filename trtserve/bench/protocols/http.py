@@ -13,8 +13,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from trtserve.bench.protocols.base import CROWDED, Chunk, Pressure, RefusedError
-from trtserve.triton.call_errors import silent, unreachable
+from trtserve.bench.protocols.base import (
+    CROWDED,
+    Chunk,
+    Pressure,
+    RefusedError,
+)
+from trtserve.client.call_errors import silent, unreachable
 
 _OK = 200
 _EVENT_END = b"\n\n"

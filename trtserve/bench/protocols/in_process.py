@@ -9,11 +9,16 @@ from contextlib import ExitStack
 from typing import Any
 
 from trtserve.bench.messages import read_values, request_tensors
-from trtserve.bench.protocols.base import Chunk, Pressure, RefusedError, Target
+from trtserve.bench.protocols.base import (
+    Chunk,
+    Pressure,
+    RefusedError,
+    Target,
+)
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
 from trtserve.errors import RequestError, UsageError
-from trtserve.query.local_engine import find_local_engine
+from trtserve.server.local_engine import find_local_engine
 
 
 class InProcessTransport:

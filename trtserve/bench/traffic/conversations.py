@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
+from trtserve.bench.requests import (
+    Limits,
+    Traffic,
+    TrafficRequest,
+    clip,
+)
 from trtserve.bench.traffic.lengths import token_norm_dist
 from trtserve.bench.traffic.prompts import IdWriter, Writer
 from trtserve.errors import UsageError

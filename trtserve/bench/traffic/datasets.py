@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
+from trtserve.bench.requests import (
+    Limits,
+    Traffic,
+    TrafficRequest,
+    clip,
+)
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.files import is_unicode, parse_json
-from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.specs import BenchSpec
 
 FIELDS = ("input", "instruction", "output")

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
+from trtserve.bench.requests import (
+    Limits,
+    Traffic,
+    TrafficRequest,
+    clip,
+)
 from trtserve.bench.traffic.prompts import IdWriter, Writer
 from trtserve.errors import UsageError
 from trtserve.files import parse_json

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtserve.bench.traffic.prompts import Prompt
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
-from trtserve.query.tokenizer import TokenizerFiles
 
 TRIED_TOKENS = 2048
 WORDS = 512

@@ -11,7 +11,12 @@ import datetime
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
+from trtserve.bench.requests import (
+    Limits,
+    Traffic,
+    TrafficRequest,
+    clip,
+)
 from trtserve.bench.traffic.prompts import IdWriter, Prompt, Writer
 from trtserve.errors import UsageError
 from trtserve.files import parse_json

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtserve.executor.lora import AdapterBatch, AdapterStack
+from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
 from trtserve.executor.torch.weights import Weights
 
 Tensor = Any

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtserve.executor.draws import Chosen, Draws
+from trtserve.executor.engine.draws import Chosen, Draws
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter
 from trtserve.executor.torch.model import TorchModel, max_rows
 

@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 
-from trtserve.architectures.base import Decoder
-from trtserve.executor.sizes import Sizes
+from trtserve.checkpoint.architectures.base import Decoder
+from trtserve.executor.engine.sizes import Sizes
 from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.group import Group
 from trtserve.executor.torch.matrices import FloatMatrix
 from trtserve.executor.torch.mlp import Mlp, make_mlp
 from trtserve.executor.torch.modules import Embedding, Linear, Norm
-from trtserve.executor.torch.operations import HeadNorms, Operations, Rotation, Scores
+from trtserve.executor.torch.operations import (
+    HeadNorms,
+    Operations,
+    Rotation,
+    Scores,
+)
 from trtserve.executor.torch.weights import Weights
 
 Tensor = Any

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.draws import Draws
-from trtserve.executor.sampling import Row
+from trtserve.executor.engine.draws import Draws
+from trtserve.executor.engine.sampling import Row
 
 Words = npt.NDArray[np.int32]
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtserve.architectures.base import Activation
+from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
 from trtserve.executor.torch.layer_kernels import activated
 

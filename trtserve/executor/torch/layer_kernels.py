@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from trtserve.architectures.base import Activation
+from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
 from trtserve.executor.torch.operations import HeadNorms, Rotation
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from trtserve.executor.configs import ExecutorConfig
+from trtserve.executor.engine.model import Follower, Model
+from trtserve.executor.interface.configs import ExecutorConfig
 from trtserve.executor.loaders import read_engine_config
-from trtserve.executor.model import Follower, Model
 from trtserve.executor.torch import model
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
 from trtserve.executor.torch.ranked_model import FollowingModel, LeadingChooser, LeadingModel

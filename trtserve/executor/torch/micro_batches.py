@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.batch import ModelInputs
+from trtserve.executor.engine.batch import ModelInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import functional
 
-from trtserve.architectures.base import Activation, Decoder, Experts
+from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.group import Group
 from trtserve.executor.torch.matrices import load_floats

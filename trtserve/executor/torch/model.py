@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtserve.architectures import family
-from trtserve.architectures.base import Decoder
+from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import ArtifactError, MissingDependencyError
-from trtserve.executor.attention_limits import layer_windows
-from trtserve.executor.limits import DEFAULT_FREE_FRACTION, MOST_FREE_FRACTION
+from trtserve.executor.engine.attention_limits import layer_windows
+from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, MOST_FREE_FRACTION
+from trtserve.executor.engine.lora import AdapterBatch
+from trtserve.executor.engine.lora_modules import lora_shape
+from trtserve.executor.engine.model import Int32s, Int64s, Logits
+from trtserve.executor.engine.sizes import Sizes
 from trtserve.executor.loaders import read_engine_config
-from trtserve.executor.lora import AdapterBatch
-from trtserve.executor.lora_modules import lora_shape
-from trtserve.executor.model import Int32s, Int64s, Logits
-from trtserve.executor.sizes import Sizes
 from trtserve.executor.torch.adapters import AdapterWeights
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.group import ALONE, Alone, Group

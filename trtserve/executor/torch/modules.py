@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtserve.architectures.base import Activation
-from trtserve.architectures.base import Norm as NormKind
+from trtserve.checkpoint.architectures.base import Activation
+from trtserve.checkpoint.architectures.base import Norm as NormKind
 from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.group import Group
 from trtserve.executor.torch.matrices import FloatMatrix, Matrix, load_matrix

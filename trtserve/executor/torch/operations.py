@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from trtserve.architectures.base import Activation, Experts
+from trtserve.checkpoint.architectures.base import Activation, Experts
 
 Tensor = Any
 """torch.Tensor, which the type checker does not see."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trtserve.architectures.base import Activation
+from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.operations import HeadNorms, Rotation, Scores
 
 Tensor = Any

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.sampling import EXHAUSTED, UNDEFINED, uniform
+from trtserve.executor.engine.sampling import EXHAUSTED, UNDEFINED, uniform
 from trtserve.executor.torch.draw_words import (
     BANNED,
     DIVISOR,

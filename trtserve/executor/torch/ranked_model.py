@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import numpy as np
 import torch
 
-from trtserve.executor.batch import ModelInputs
-from trtserve.executor.lora import AdapterBatch, AdapterStack
+from trtserve.executor.engine.batch import ModelInputs
+from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
 from trtserve.executor.torch.micro_batches import micro_batches
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from trtserve.executor.draws import Draws, PendingStep
+    from trtserve.executor.engine.draws import Draws, PendingStep
     from trtserve.executor.torch.choosing_model import ChoosingTorchModel
     from trtserve.executor.torch.draw_words import DrawArrays
     from trtserve.executor.torch.model import TorchModel

@@ -10,15 +10,21 @@ from typing import Any, Protocol
 
 import torch
 
-from trtserve.architectures import family
-from trtserve.architectures.base import Split, Target
-from trtserve.checkpoint.sharding import Shard, name_in_stage, shard, stage_layers, stage_of
+from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures.base import Split, Target
+from trtserve.checkpoint.sharding import (
+    Shard,
+    name_in_stage,
+    shard,
+    stage_layers,
+    stage_of,
+)
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
 from trtserve.checkpoint.unified import with_defaults
 from trtserve.errors import CorruptFileError
 from trtserve.executor.torch.group import Group
-from trtserve.releases import RELEASES
-from trtserve.releases.loaders import name_in_release
+from trtserve.nvidia.releases import RELEASES
+from trtserve.nvidia.releases.loaders import name_in_release
 
 Tensor = Any
 

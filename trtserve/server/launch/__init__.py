@@ -12,7 +12,12 @@ from typing import Final
 
 from trtserve.server.launch import kubernetes, slurm
 from trtserve.server.launch.base import Launch, LaunchMode, Setup
-from trtserve.server.launch.cluster import Cluster, ClusterJob, is_written, write_job
+from trtserve.server.launch.cluster import (
+    Cluster,
+    ClusterJob,
+    is_written,
+    write_job,
+)
 from trtserve.server.launch.modes import MODES, launch_mode
 
 CLUSTERS: Final[dict[str, Cluster]] = {"slurm": slurm, "kubernetes": kubernetes}

@@ -8,20 +8,25 @@ from pathlib import Path
 from typing import Protocol
 
 from trtserve.artifacts import ModelRepository
-from trtserve.door.settings import read_key
+from trtserve.client.grpc_access import grpc_token
+from trtserve.gateway.settings import read_key
 from trtserve.host.cuda_devices import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address
+from trtserve.nvidia.releases import NEWEST
+from trtserve.nvidia.releases.launcher import CORE_MODEL, TRITONSERVER
 from trtserve.process import Command
-from trtserve.releases import NEWEST
-from trtserve.releases.launcher import CORE_MODEL, TRITONSERVER
+from trtserve.repository.preflight import Served
 from trtserve.server.engine_version import launch_release
 from trtserve.server.state import server_name
+from trtserve.server.triton.installation import Triton, backend_folder
+from trtserve.server.triton.tritonserver import (
+    EXIT_TIMEOUT,
+    Address,
+    protection_arguments,
+    stub_environment,
+)
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
-from trtserve.triton.grpc_access import grpc_token
-from trtserve.triton.installation import Triton, backend_folder
-from trtserve.triton.preflight import Served
-from trtserve.triton.tritonserver import EXIT_TIMEOUT, Address, protection_arguments, stub_environment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trtserve.artifacts import ModelRepository
-from trtserve.check import require_sound
 from trtserve.errors import ArtifactError, UsageError, listing
 from trtserve.files import writing
 from trtserve.progress import Progress
+from trtserve.repository.check import require_sound
+from trtserve.repository.preflight import Served, inspect_repository, require_loadable
 from trtserve.server.engine_version import require_release
 from trtserve.server.launch import single
 from trtserve.server.launch.devices import require_node_devices
@@ -23,7 +24,6 @@ from trtserve.server.world_size import require_world_size
 from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, ClusterSpec
 from trtserve.specs.options import given_flags
-from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 
 # The random part of `unique_prefix`.
 _TOKEN = re.compile(r"(?<=_)[0-9a-f]{8}(?![0-9A-Za-z])")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from trtserve.errors import RepositoryError, counted
-from trtserve.triton.core_models import CoreModel, Groups
+from trtserve.repository.core_models import CoreModel, Groups
 
 
 def world_of(models: Sequence[CoreModel]) -> int:

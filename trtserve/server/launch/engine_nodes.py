@@ -17,9 +17,9 @@ from typing import Any
 
 from trtserve.errors import RepositoryError
 from trtserve.files import writing
-from trtserve.integrity import accept_change
 from trtserve.progress import Progress
-from trtserve.triton.core_models import CoreModel
+from trtserve.repository.core_models import CoreModel
+from trtserve.store.integrity import accept_change
 
 _DEFAULT = 8
 

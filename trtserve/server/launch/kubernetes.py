@@ -14,21 +14,26 @@ from typing import Any
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import UsageError
-from trtserve.host.containers import END_SCRIPT, image_of
+from trtserve.nvidia.containers import END_SCRIPT, image_of
+from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
-from trtserve.releases.containers import containers_of
 from trtserve.server.launch import orchestrator
-from trtserve.server.launch.base import Launch, Setup, first_address, server_setup
+from trtserve.server.launch.base import (
+    Launch,
+    Setup,
+    first_address,
+    server_setup,
+)
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import launch_mode
 from trtserve.server.referenced_paths import named_paths, require_sound_files
 from trtserve.server.render import Verbatim, render
+from trtserve.server.triton.installation import CONTAINER_TRITON
+from trtserve.server.triton.tritonserver import unique_prefix
 from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import ClusterSpec, KubernetesOptions
 from trtserve.specs.options import option
-from trtserve.triton.installation import CONTAINER_TRITON
-from trtserve.triton.tritonserver import unique_prefix
 
 SSH_PORT = 2222
 """Not 22, so that pods on the host's network do not meet the node's own sshd."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from trtserve.errors import RepositoryError, UsageError, counted
-from trtserve.releases.launcher import launcher_facts
+from trtserve.nvidia.releases.launcher import launcher_facts
+from trtserve.repository.preflight import Served
 from trtserve.server.launch import single
-from trtserve.server.launch.base import Launch, Setup, under_mpirun, without_mpi
+from trtserve.server.launch.base import (
+    Launch,
+    Setup,
+    under_mpirun,
+    without_mpi,
+)
 from trtserve.server.launch.devices import require_engines_here, require_leader_devices
 from trtserve.server.launch.rank_arguments import rank_arguments
 from trtserve.specs import ServerSpec
-from trtserve.triton.preflight import Served
 
 NAME = "leader"
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from trtserve.errors import UsageError
-from trtserve.releases.launcher import LLMAPI_LAUNCH, launcher_facts
-from trtserve.server.launch.base import Launch, Setup, under_mpirun, without_mpi
+from trtserve.nvidia.releases.launcher import LLMAPI_LAUNCH, launcher_facts
+from trtserve.repository.preflight import Served
+from trtserve.server.launch.base import (
+    Launch,
+    Setup,
+    under_mpirun,
+    without_mpi,
+)
 from trtserve.server.launch.rank_arguments import rank_arguments
 from trtserve.specs import ServerSpec
-from trtserve.triton.preflight import Served
 
 NAME = "llmapi"
 

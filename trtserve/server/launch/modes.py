@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from trtserve.server.launch import leader, llmapi, orchestrator, single
+from trtserve.repository.preflight import Served
+from trtserve.server.launch import (
+    leader,
+    llmapi,
+    orchestrator,
+    single,
+)
 from trtserve.server.launch.base import LaunchMode
 from trtserve.specs import ServerSpec
-from trtserve.triton.preflight import Served
 
 # The first one that serves a repository is taken.
 _ALL: Final[tuple[LaunchMode, ...]] = (single, llmapi, orchestrator, leader)

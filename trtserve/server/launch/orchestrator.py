@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from trtserve.errors import UsageError
 from trtserve.host.gpus import count_gpus
-from trtserve.releases.launcher import ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
+from trtserve.nvidia.releases.launcher import ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
+from trtserve.repository.core_models import CoreModel
+from trtserve.repository.preflight import Served
 from trtserve.server.launch.base import Launch, Setup, under_mpirun
 from trtserve.server.launch.devices import (
     require_engines_here,
@@ -16,8 +18,6 @@ from trtserve.server.launch.devices import (
 )
 from trtserve.server.launch.rank_arguments import rank_arguments
 from trtserve.specs import ServerSpec
-from trtserve.triton.core_models import CoreModel
-from trtserve.triton.preflight import Served
 
 NAME = "orchestrator"
 

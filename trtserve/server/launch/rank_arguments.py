@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtserve.releases.launcher import launcher_facts
+from trtserve.nvidia.releases.launcher import launcher_facts
 from trtserve.server.launch.base import Setup
 
 

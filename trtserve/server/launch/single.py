@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from trtserve.errors import UsageError
+from trtserve.repository.preflight import Served
 from trtserve.server.launch.base import Launch, Setup
+from trtserve.server.triton.installation import Triton
+from trtserve.server.triton.tritonserver import server_command
 from trtserve.specs import ServerSpec
-from trtserve.triton.installation import Triton
-from trtserve.triton.preflight import Served
-from trtserve.triton.tritonserver import server_command
 
 NAME = "single"
 

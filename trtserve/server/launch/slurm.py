@@ -11,23 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
-from trtserve.host.containers import SQUASHFS, image_of, with_targets
+from trtserve.errors import (
+    MachineError,
+    MissingDependencyError,
+    UsageError,
+    counted,
+)
+from trtserve.nvidia.containers import SQUASHFS, image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
+from trtserve.repository.preflight import Served
 from trtserve.server.engine_version import gpu_triton
-from trtserve.server.launch.base import Setup, first_address, in_this_python, server_setup
+from trtserve.server.launch.base import (
+    Setup,
+    first_address,
+    in_this_python,
+    server_setup,
+)
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
 from trtserve.server.launch.llmapi import mpi_ranks, slurm_task
 from trtserve.server.launch.modes import launch_mode
 from trtserve.server.referenced_paths import engine_paths, require_sound_files
 from trtserve.server.render import Verbatim, render
+from trtserve.server.triton.installation import CONTAINER_TRITON, find_triton, prepare_backends
+from trtserve.server.triton.tritonserver import unique_prefix
 from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import ClusterSpec, Nodes, SlurmOptions
 from trtserve.store import Store
-from trtserve.triton.installation import CONTAINER_TRITON, find_triton, prepare_backends
-from trtserve.triton.preflight import Served
-from trtserve.triton.tritonserver import unique_prefix
 
 JOB, TASK, NODE = "server.sbatch", "task.sh", "node.sh"
 # The shared-memory prefix that commands are composed with; each task puts its own in its place.

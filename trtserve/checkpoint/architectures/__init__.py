@@ -1,0 +1,143 @@
+"""The supported model families: one module per family, one line per architecture in `FAMILIES`.
+
+`base` has the protocol that a family follows; `parts` has what several families are built from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    Architecture,
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+)
+from trtserve.errors import UnsupportedModelError
+
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "Decoder",
+    "Target",
+    "described",
+    "family",
+    "parameter_count",
+    "text_model",
+    "tied",
+]
+
+# Architecture name in config.json → module of this package, imported on demand.
+FAMILIES: dict[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma3ForCausalLM": "gemma3",
+    "PhiForCausalLM": "phi",
+    "Phi3ForCausalLM": "phi3",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTJForCausalLM": "gptj",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "OPTForCausalLM": "opt",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "BloomForCausalLM": "bloom",
+    "FalconForCausalLM": "falcon",
+    "RWForCausalLM": "falcon",
+}
+
+# TensorRT-LLM's name for checkpoints of GPT-2.
+_CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2"}
+
+# The first Llama exports use this spelling; transformers goes by their model_type.
+_RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+
+
+def family(architecture: str) -> Architecture:
+    """Return the family module of an architecture; UnsupportedModelError lists the supported ones."""
+    name = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
+    if name is None:
+        raise UnsupportedModelError(
+            f"Architecture {architecture} is not supported. Supported: {', '.join(FAMILIES)}.",
+            hint=_alternatives(architecture),
+        )
+    module: Architecture = importlib.import_module(f"{__name__}.{name}")
+    return module
+
+
+def _alternatives(architecture: str) -> str:
+    """Name the supported architecture with the closest name, and the tools that may take this one."""
+
+    def stem(name: str) -> str:
+        return re.split("For|LMHead", name, maxsplit=1)[0]  # Qwen3ForCausalLM → Qwen3
+
+    stems = {stem(name): name for name in FAMILIES}
+    near = max((each for each in stems if stem(architecture).startswith(each)), key=len, default=None)
+    choice = f"The closest is {stems[near]}." if near else "Choose a model with one of these in its config.json."
+    from trtserve.nvidia.releases.converters import converters
+
+    converter = converters().get(architecture)
+    if converter is not None:
+        return f"{choice} NVIDIA's converter supports it from TensorRT-LLM {converter.since}: --converter upstream."
+    return (
+        f"{choice} If TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter "
+        "upstream --trtllm-script FOLDER. Its PyTorch backend may run it without an engine: --runtime llmapi."
+    )
+
+
+def text_model(hf: HfConfig) -> HfConfig:
+    """Return the config to convert: the text model's config of a multimodal model, otherwise `hf`.
+
+    Its architecture has the name that transformers and TensorRT-LLM use.
+    """
+    architecture = architecture_of(hf)
+    if FAMILIES.get(architecture) == "gemma3":
+        from trtserve.checkpoint.architectures import gemma3
+
+        return gemma3.text_config(hf) if architecture == gemma3.WITH_VISION else hf
+    return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
+
+
+def described(hf: HfConfig, config: CheckpointConfig) -> dict[str, Any]:
+    """Return a checkpoint's config with the source keys that `Architecture.targets` needs."""
+    return {**config, "tie_word_embeddings": tied(hf), "word_embed_proj_dim": hf.get("word_embed_proj_dim")}
+
+
+def tied(hf: HfConfig) -> bool:
+    """Return whether the output head shares the embedding table."""
+    hf = text_model(hf)
+    return bool(hf.get("tie_word_embeddings", family(architecture_of(hf)).TIED))
+
+
+def architecture_of(hf: HfConfig) -> str:
+    """Return the first architecture in a Hugging Face config."""
+    names = hf.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedModelError(
+            f"config.json gives architectures = {names!r}; expected a list of names.",
+            hint="Take config.json from the model's own repository.",
+        )
+    if not names:
+        raise UnsupportedModelError(
+            "config.json names no architecture.", hint="Take config.json from the model's own repository."
+        )
+    first: str = names[0]
+    return first
+
+
+def parameter_count(config: CheckpointConfig) -> int:
+    """Count the weights in an unsharded checkpoint; a tied output head counts as a separate copy.
+
+    `config` is a checkpoint's config.json, or the result of `checkpoint_config` plus `architecture`.
+    """
+    return sum(math.prod(target.shape) for target in family(config["architecture"]).targets(config))

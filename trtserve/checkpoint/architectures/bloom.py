@@ -1,0 +1,89 @@
+"""BLOOM: ALiBi positions, normalised embeddings, layer norms, query, key and value fused per head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.alibi import alibi_slopes
+from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.errors import UnsupportedModelError
+
+BASE_PREFIX = "transformer."
+TIED = True
+
+_NAMES = SourceNames(
+    embedding="transformer.word_embeddings",
+    embedding_norm="transformer.word_embeddings_layernorm",
+    layer="transformer.h.{}.",
+    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+    qkv=("self_attention.query_key_value",),
+    dense="self_attention.dense",
+    fc="mlp.dense_h_to_4h",
+    proj="mlp.dense_4h_to_h",
+    head="lm_head",
+    final_norm="transformer.ln_f",
+    biases=frozenset(("qkv", "dense", "fc", "proj")),
+    grouped=True,
+)
+# Size keys in older configs.
+_SPELLINGS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader.
+
+    `gelu` means the tanh approximation here, as in every BLOOM. ALiBi has no maximum position.
+    """
+    spelled = dict(hf) | {name: hf[other] for name, other in _SPELLINGS.items() if hf.get(other) is not None}
+    sizes = required(spelled, *_SPELLINGS, "vocab_size")
+    if hf.get("apply_residual_connection_post_layernorm"):
+        raise UnsupportedModelError(
+            "This BLOOM sets apply_residual_connection_post_layernorm, which a TensorRT-LLM checkpoint cannot express."
+        )
+    head_size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return {
+        **sizes,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "intermediate_size": 4 * sizes["hidden_size"],
+        "head_size": head_size,
+        "hidden_act": "gelu",
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "position_embedding_type": "alibi",
+        "max_position_embeddings": None,
+        "rotary_embedding_dim": head_size,
+    }
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """Return the head when embeddings are tied: some exports store a copy of the embedding under its name."""
+    return ["lm_head.weight"] if config.get("tie_word_embeddings", TIED) else []
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    return Decoder(
+        norm="layer",
+        positions="alibi",
+        mlp="plain",
+        activation="gelu_tanh",
+        attention_bias=True,
+        dense_bias=True,
+        mlp_bias=True,
+        attention_scale=1 / math.sqrt(config["head_size"]),
+        alibi_slopes=alibi_slopes(config["num_attention_heads"]),
+        embedding_norm=True,
+    )

@@ -1,0 +1,135 @@
+"""Falcon: multi-query or grouped attention, parallel to the MLP or before it; rotary positions or ALiBi."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.activations import require_activation
+from trtserve.checkpoint.architectures.parts.alibi import alibi_slopes
+from trtserve.checkpoint.architectures.parts.named_tensors import Part, SourceNames, named_targets
+from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, unscaled_base
+from trtserve.errors import UnsupportedModelError
+
+BASE_PREFIX = "transformer."
+TIED = True
+
+_ONE_NORM = {"input_layernorm": "input_layernorm"}
+_MATRICES: frozenset[Part] = frozenset(("qkv", "dense", "fc", "proj"))
+# Size keys of the first models (RefinedWeb), before transformers supported them.
+_SPELLINGS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's FalconConfig."""
+    spelled = dict(hf) | {name: hf[other] for name, other in _SPELLINGS.items() if hf.get(other) is not None}
+    sizes = required(spelled, *_SPELLINGS, "vocab_size")
+    # The layers are those of 40B and later; RefinedWeb is the model type of the first 40B.
+    new = bool(hf.get("new_decoder_architecture")) or hf.get("model_type") == "RefinedWeb"
+    parallel = bool(hf.get("parallel_attn", True))
+    if new and not parallel:
+        raise UnsupportedModelError(
+            "This Falcon combines new_decoder_architecture with parallel_attn = false, which no published model does."
+        )
+    require_activation(hf.get("activation", "gelu"), "gelu")
+    return {
+        "architecture": "FalconForCausalLM",
+        **sizes,
+        "num_key_value_heads": _kv_heads(hf, sizes["num_attention_heads"], new=new),
+        "intermediate_size": hf.get("ffn_hidden_size") or 4 * sizes["hidden_size"],
+        "head_size": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "hidden_act": "gelu",
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "position_embedding_type": "alibi_with_scale" if hf.get("alibi") else "rope_gpt_neox",
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "rotary_embedding_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "bias": bool(hf.get("bias", False)),
+        "parallel_attention": parallel,
+        "num_ln_in_parallel_attn": hf.get("num_ln_in_parallel_attn"),
+        "new_decoder_architecture": new,
+        "rotary_base": unscaled_base(hf),
+    }
+
+
+def _kv_heads(hf: HfConfig, heads: int, *, new: bool) -> int:
+    """Return the number of key/value heads; 180B sets multi_query although its heads are grouped."""
+    if hf.get("multi_query", True) and not new:
+        return 1
+    return int(hf.get("num_kv_heads") or hf.get("n_head_kv") or heads)
+
+
+def _norms(config: CheckpointConfig) -> dict[str, str]:
+    """Return a layer's norms, keyed by checkpoint name; the new architecture has two parallel ones."""
+    if config["new_decoder_architecture"] and (config.get("num_ln_in_parallel_attn") or 2) == 2:
+        return {"input_layernorm": "ln_attn", "mlp_layernorm": "ln_mlp"}
+    if config["new_decoder_architecture"] or config["parallel_attention"]:
+        return _ONE_NORM
+    return _ONE_NORM | {"post_layernorm": "post_attention_layernorm"}
+
+
+def _names(config: CheckpointConfig) -> SourceNames:
+    return SourceNames(
+        embedding="transformer.word_embeddings",
+        layer="transformer.h.{}.",
+        norms=_norms(config),
+        qkv=("self_attention.query_key_value",),
+        dense="self_attention.dense",
+        fc="mlp.dense_h_to_4h",
+        proj="mlp.dense_4h_to_h",
+        head="lm_head",
+        final_norm="transformer.ln_f",
+        biases=_MATRICES if config["bias"] else frozenset(),
+        grouped=True,
+    )
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    config = _with_defaults(config)
+    return named_targets(config, _names(config), tied=bool(config.get("tie_word_embeddings", TIED)))
+
+
+def _with_defaults(config: CheckpointConfig) -> CheckpointConfig:
+    """Add TensorRT-LLM's defaults for keys that older checkpoints omit."""
+    return {"bias": True, "new_decoder_architecture": False, "parallel_attention": False, **config}
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """Return position tables of old exports, and the head when embeddings are tied."""
+    patterns = ["transformer.h.*.self_attention.rotary.inv_freq", "transformer.h.*.self_attention.rotary_emb.inv_freq"]
+    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config.
+
+    The slopes of alibi are scaled like the scores. transformers rounds slopes × positions to bfloat16; TensorRT-LLM
+    does not, and neither do engines made from this.
+    """
+    config = _with_defaults(config)
+    norms, scale = _norms(config), 1 / math.sqrt(config["head_size"])
+    alibi = str(config["position_embedding_type"]).startswith("alibi")
+    slopes = tuple(slope * scale for slope in alibi_slopes(config["num_attention_heads"]))
+    frequencies = inverse_frequencies(config["head_size"], config.get("rotary_base", 10000.0), None)
+    return Decoder(
+        norm="layer",
+        positions="alibi" if alibi else "rope",
+        mlp="plain",
+        activation=require_activation(config["hidden_act"]),
+        attention_bias=bool(config["bias"]),
+        dense_bias=bool(config["bias"]),
+        mlp_bias=bool(config["bias"]),
+        attention_scale=scale,
+        rope_inv_freq=None if alibi else frequencies,
+        alibi_slopes=slopes if alibi else None,
+        block="sequential" if "post_layernorm" in norms else "parallel",
+        mlp_norm=next((name for name in norms if name != "input_layernorm"), None),
+    )

@@ -1,0 +1,102 @@
+"""Gemma: RMS norms that multiply by 1 + weight, scaled embeddings, a gated MLP with GELU, an explicit head size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
+from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, require_whole_heads, rotary
+from trtserve.checkpoint.architectures.parts.windows import attention_windows
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+BASE_PREFIX = "model."
+TIED = True
+
+# The checkpoint stores 1 + weight, so that TensorRT-LLM's plain RMS norm applies.
+NORM_OFFSET = 1.0
+
+# Both mean the tanh form: Gemma configs say "gelu", but the models were trained with tanh (transformers' GemmaConfig).
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
+_HEAD_SIZE = 256
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GemmaConfig."""
+    base, scaling = rotary(hf)
+    return {
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=16, longest=8192),
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "inter_layernorms": False,
+    }
+
+
+def gemma_config(hf: HfConfig, *, activation: str, kv_heads: int, longest: int) -> dict[str, Any]:
+    """Return the keys of every Gemma; `kv_heads` and `longest` are transformers' defaults for absent keys.
+
+    GemmaConfig always splits the embedding over tensor-parallel ranks. Upstream refuses a vocabulary that does not
+    divide; we pad it, as TensorRT-LLM's embedding and head expect.
+    """
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    _refuse_variants(hf)
+    require_whole_heads(hf)
+    head_size = hf.get("head_dim") or _HEAD_SIZE
+    return {
+        **sizes,
+        "num_key_value_heads": hf.get("num_key_value_heads") or kv_heads,
+        "head_size": head_size,
+        "hidden_act": activation,
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": hf.get("max_position_embeddings", longest),
+        "rotary_embedding_dim": head_size,
+        "attn_bias": False,
+        "mlp_bias": False,
+        "use_parallel_embedding": True,
+    }
+
+
+def _refuse_variants(hf: HfConfig) -> None:
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        if hf.get(key):
+            raise UnsupportedModelError(f"This Gemma sets {key}, which a TensorRT-LLM checkpoint cannot express.")
+    for key in ("hidden_act", "hidden_activation"):
+        if (hf.get(key) or _ACTIVATIONS[0]) not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"Activation {hf[key]!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
+            )
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return llama_targets(config, Parts(norm_offset=NORM_OFFSET))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    return Decoder(
+        norm="rms",
+        positions="rope",
+        mlp="gated",
+        activation="gelu_tanh",
+        attention_bias=False,
+        dense_bias=False,
+        mlp_bias=False,
+        attention_scale=1 / math.sqrt(config["head_size"]),
+        rope_inv_freq=inverse_frequencies(
+            config["head_size"], config.get("rotary_base", 10000.0), config.get("rotary_scaling")
+        ),
+        windows=attention_windows(config),
+        embedding_scale=math.sqrt(config["hidden_size"]),
+    )

@@ -1,0 +1,56 @@
+"""Gemma 2: Gemma with norms on both sides of each block, soft-caps, and a window in every other layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from trtserve.checkpoint.architectures import gemma
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+)
+from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config, unused
+from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.parts.rope import rotary
+from trtserve.checkpoint.architectures.parts.windows import layer_kinds, window_keys, windows_of
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+BASE_PREFIX = "model."
+TIED = True
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig and the windows."""
+    base, scaling = rotary(hf)
+    kinds = layer_kinds(hf) or ["sliding_attention", "full_attention"]
+    return {
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=4, longest=8192),
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
+        "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
+        **window_keys(windows_of(kinds, hf.get("sliding_window", 4096))),
+    }
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return llama_targets(config, Parts(feedforward_norms=True, norm_offset=NORM_OFFSET))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    return replace(
+        gemma.decoder(config),
+        block="sandwich",
+        attention_scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
+        attention_softcap=config.get("attn_logit_softcapping"),
+        logits_softcap=config.get("final_logit_softcapping"),
+    )

@@ -1,0 +1,184 @@
+"""Gemma 3 (text model): Gemma 2 with normalised queries and keys, and a separate rotation in layers with a window.
+
+In multimodal models (4B and larger) the config is `text_config`, tensor names have a prefix, and the vision tensors
+(`vision_tower`, `multi_modal_projector`) are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trtserve.checkpoint.architectures import gemma
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    require_sizes,
+)
+from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config
+from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets, llama_unused
+from trtserve.checkpoint.architectures.parts.rope import (
+    inverse_frequencies,
+    require_whole_heads,
+    rope_parameters,
+    rotary,
+    scaling_type,
+)
+from trtserve.checkpoint.architectures.parts.windows import layer_kinds
+from trtserve.errors import UnsupportedModelError
+
+WITH_VISION = "Gemma3ForConditionalGeneration"
+# Patterns (fnmatch) of vision tensors: as published, and as transformers 4.52 and later name them.
+VISION = ("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*")
+_TEXT = "Gemma3ForCausalLM"
+BASE_PREFIX = "model."
+TIED = True
+
+FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
+"""Key of ours for the scaling of the layers without a window; TensorRT-LLM's `rotary_scaling` is one of all layers."""
+
+# Defaults of transformers' Gemma3TextConfig; the published `text_config` of 4B omits default values.
+_SIZES = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+
+_BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
+_PATTERN = 6
+# Releases before 1.1 use the second name.
+_PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GemmaConfig.
+
+    `rotary_scaling` stays null, as upstream writes it, even for 4B and larger models, which scale only the layers
+    without a window: TensorRT-LLM would scale all layers. `FULL_ATTENTION_SCALING` records the scaling.
+    """
+    hf = {**_SIZES, **hf}
+    if hf.get("attn_logit_softcapping"):
+        raise UnsupportedModelError(
+            "This Gemma 3 sets attn_logit_softcapping, which a TensorRT-LLM checkpoint of Gemma 3 cannot express."
+        )
+    base, scaling, local_base = _rotary(hf)
+    window = {"sliding_window": hf.get("sliding_window", 4096)}
+    require_sizes(window, "sliding_window")
+    return {
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=131072),
+        "rotary_base": base,
+        "rotary_scaling": None,
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
+        "final_logit_softcapping": hf.get("final_logit_softcapping"),
+        **dict.fromkeys(_PATTERN_KEYS, _pattern(hf)),
+        "rope_local_base_freq": local_base,
+        **window,
+        **({FULL_ATTENTION_SCALING: scaling} if scaling else {}),
+    }
+
+
+def text_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the text model's config of a multimodal model. Raises UnsupportedModelError when there is none.
+
+    Types, tied embeddings and quantisation of the outer config apply to the text model.
+    """
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UnsupportedModelError(
+            f"config.json of this {WITH_VISION} has text_config = {text!r}; expected an object.",
+            hint="Take config.json from the model's own repository.",
+        )
+    keys = ("torch_dtype", "dtype", "tie_word_embeddings", "quantization_config")
+    whole = {key: hf[key] for key in keys if hf.get(key) is not None}
+    return {**text, **whole, "architectures": [_TEXT], "model_type": "gemma3_text"}
+
+
+def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
+    """Return base and scaling of the layers without a window, and the base of the layers with one."""
+    nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
+    full = {**hf, "rope_parameters": nested.get("full_attention")}
+    local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": nested.get("sliding_attention")}
+    for each in (full, local):
+        require_whole_heads(each)
+    local_base, local_scaling = rotary(local, default_base=_LOCAL_BASE)
+    if local_scaling is not None:
+        raise UnsupportedModelError(
+            "This Gemma 3 scales the rotary embedding of layers with a window, which a checkpoint cannot express."
+        )
+    base, scaling = rotary(full, default_base=_BASE)
+    return base, scaling, local_base
+
+
+def _pattern(hf: HfConfig) -> int:
+    """Return n when every n-th layer has no window. Raises UnsupportedModelError when `layer_types` is irregular."""
+    pattern = int(hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or _PATTERN)
+    kinds = layer_kinds(hf)
+    if kinds is None or kinds == _kinds(pattern, len(kinds)):
+        return pattern
+    pattern = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    if kinds != _kinds(pattern, len(kinds)):
+        raise UnsupportedModelError(
+            "config.json's layer_types has layers without a window at irregular intervals, "
+            "which a TensorRT-LLM checkpoint cannot express."
+        )
+    return pattern
+
+
+def _kinds(pattern: int, layers: int) -> list[str]:
+    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return llama_targets(config, Parts(head_norms=True, feedforward_norms=True, norm_offset=NORM_OFFSET))
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """Return unneeded Llama tensors and all vision tensors."""
+    return (*llama_unused(config), *VISION)
+
+
+def full_attention_scaling(config: CheckpointConfig) -> dict[str, Any] | None:
+    """Return the rotary scaling of layers without a window, or None.
+
+    Other tools may record it as `rotary_scaling`; no Gemma 3 scales its other layers.
+    """
+    scaling: dict[str, Any] | None = config.get(FULL_ATTENTION_SCALING) or config.get("rotary_scaling")
+    return scaling
+
+
+def engine_problem(config: CheckpointConfig) -> str | None:
+    """Return why a TensorRT-LLM engine would compute a different model, or None.
+
+    TensorRT-LLM builds the rotary tables of all layers from one scaling (Attention.register_rope_params).
+    """
+    if config["architecture"] not in (WITH_VISION, _TEXT) or not (scaling := full_attention_scaling(config)):
+        return None
+    return (
+        f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) only in layers without a window, and "
+        "a TensorRT-LLM engine scales all layers or none"
+    )
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    scaling = full_attention_scaling(config)
+    local_base = config.get("rope_local_base_freq") or _LOCAL_BASE
+    pattern = next((config[key] for key in _PATTERN_KEYS if config.get(key)), _PATTERN)
+    return replace(
+        gemma.decoder(config),
+        block="sandwich",
+        qk_norm=True,
+        attention_scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
+        rope_inv_freq=inverse_frequencies(config["head_size"], config["rotary_base"], scaling),
+        local_rope_inv_freq=inverse_frequencies(config["head_size"], local_base, None),
+        windows=(*[config["sliding_window"]] * (pattern - 1), None),
+        logits_softcap=config.get("final_logit_softcapping"),
+    )

@@ -1,0 +1,95 @@
+"""GPT-NeoX and Pythia: parallel attention and MLP with a layer norm each, partially rotated heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    require_numbers,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.activations import require_activation
+from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, rotary_fraction, unscaled_base
+from trtserve.errors import UnsupportedModelError
+
+BASE_PREFIX = "gpt_neox."
+TIED = False
+
+_NAMES = SourceNames(
+    embedding="gpt_neox.embed_in",
+    layer="gpt_neox.layers.{}.",
+    norms={"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"},
+    qkv=("attention.query_key_value",),
+    dense="attention.dense",
+    fc="mlp.dense_h_to_4h",
+    proj="mlp.dense_4h_to_h",
+    head="embed_out",
+    final_norm="gpt_neox.final_layer_norm",
+    biases=frozenset(("qkv", "dense", "fc", "proj")),
+    grouped=True,
+)
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader."""
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    for key in ("use_parallel_residual", "attention_bias"):
+        if not hf.get(key, True):
+            raise UnsupportedModelError(
+                f"This GPT-NeoX disables {key}, which a TensorRT-LLM checkpoint cannot express."
+            )
+    require_activation(hf.get("hidden_act", "gelu"), "gelu", "gelu_tanh", "relu")
+    require_numbers(hf, "rotary_emb_base")
+    head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf, default=0.25)
+    base = unscaled_base(hf, default=hf.get("rotary_emb_base", 10000))
+    return {
+        **sizes,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "head_size": head_size,
+        "hidden_act": hf.get("hidden_act", "gelu"),
+        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "rotary_embedding_dim": int(head_size * part),
+        # An integer where the model's config has one, as upstream copies it.
+        "rotary_emb_base": int(base) if base == hf.get("rotary_emb_base", 10000) == int(base) else base,
+        "rotary_pct": part,
+    }
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """Return causal masks and position tables of old exports, and the head when embeddings are tied."""
+    patterns = [f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
+    return [*patterns, "embed_out.weight"] if config.get("tie_word_embeddings") else patterns
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    head_size = config["head_size"]
+    return Decoder(
+        norm="layer",
+        positions="rope",
+        mlp="plain",
+        activation=require_activation(config["hidden_act"]),
+        attention_bias=True,
+        dense_bias=True,
+        mlp_bias=True,
+        attention_scale=1 / math.sqrt(head_size),
+        rope_inv_freq=inverse_frequencies(
+            int(head_size * config.get("rotary_pct", 0.25)), config.get("rotary_emb_base", 10000.0), None
+        ),
+        block="parallel",
+        mlp_norm="post_attention_layernorm",
+    )

@@ -1,0 +1,111 @@
+"""Llama 1 – 3.x: RMS norms, rotary positions, grouped-query attention, gated MLP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    Activation,
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    dense_moe,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
+from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, require_whole_heads, rotary
+from trtserve.checkpoint.architectures.parts.windows import attention_windows
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+BASE_PREFIX = "model."
+TIED = False
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's LLaMAConfig."""
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    heads = sizes["num_attention_heads"]
+    head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
+    base, scaling = rotary(hf)
+    require_whole_heads(hf)
+    require_activation(hf.get("hidden_act", "silu"))
+    return {
+        **sizes,
+        "num_key_value_heads": hf.get("num_key_value_heads") or heads,
+        "head_size": head_size,
+        "hidden_act": hf.get("hidden_act", "silu"),
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "rotary_embedding_dim": head_size,
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "attn_bias": bool(hf.get("attention_bias", False)),
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        **_constants(),
+    }
+
+
+def _constants() -> dict[str, Any]:
+    """Return the LLaMAConfig keys that are equal for all models of this family."""
+    return {
+        "residual_mlp": False,
+        "disable_weight_only_quant_plugin": False,
+        "moe": dense_moe(normalization_mode=None),
+        "remove_duplicated_kv_heads": False,
+        "fc_after_embed": False,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "layer_idx_offset": 0,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "output_multiplier_scale": 1.0,
+        "has_partial_lora_mask": False,
+    }
+
+
+def require_activation(name: str) -> Activation:
+    """Return the activation for a Hugging Face name. Raises UnsupportedModelError for an unknown one."""
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"Activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[name]
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    bias = bool(config.get("attn_bias"))
+    return llama_targets(config, Parts(qkv_bias=bias, dense_bias=bias, mlp_bias=bool(config.get("mlp_bias"))))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    return Decoder(
+        norm="rms",
+        positions="rope",
+        mlp="gated",
+        activation=require_activation(config["hidden_act"]),
+        attention_bias=bool(config.get("attn_bias")),
+        dense_bias=bool(config.get("attn_bias")),
+        mlp_bias=bool(config.get("mlp_bias")),
+        attention_scale=1 / math.sqrt(config["head_size"]),
+        rope_inv_freq=inverse_frequencies(
+            config["head_size"], config.get("rotary_base", 10000.0), config.get("rotary_scaling")
+        ),
+        windows=attention_windows(config),
+    )

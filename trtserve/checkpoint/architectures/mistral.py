@@ -1,0 +1,23 @@
+"""Mistral: Llama with a sliding window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import HfConfig
+from trtserve.checkpoint.architectures.llama import decoder, targets, unused
+from trtserve.checkpoint.architectures.parts.windows import window_keys
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+BASE_PREFIX = llama.BASE_PREFIX
+TIED = llama.TIED
+
+# transformers' default for an absent key; null in the config disables the window.
+_DEFAULT_WINDOW = 4096
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's config and the window."""
+    return llama.checkpoint_config(hf) | window_keys([hf.get("sliding_window", _DEFAULT_WINDOW)])

@@ -1,0 +1,70 @@
+"""Mixtral: Mistral with experts instead of the MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    moe_object,
+)
+from trtserve.checkpoint.architectures.llama import unused
+from trtserve.checkpoint.architectures.parts.activations import require_activation
+from trtserve.checkpoint.architectures.parts.expert_tensors import (
+    RENORMALIZED,
+    ExpertNames,
+    expert_counts,
+    experts_of,
+)
+from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.parts.windows import window_keys
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+BASE_PREFIX = llama.BASE_PREFIX
+TIED = False
+
+_NAMES = ExpertNames(
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+)
+# transformers' defaults for absent keys that differ from Llama's.
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 131072,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's config, the experts and the window."""
+    hf = {**_DEFAULTS, **hf}
+    require_activation(hf.get("hidden_act", "silu"), "silu")
+    experts, chosen = expert_counts(hf, "num_local_experts")
+    return {
+        **llama.checkpoint_config(hf),
+        "hidden_act": "swiglu",
+        "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED),
+        **window_keys([hf.get("sliding_window")]),
+    }
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return llama_targets(config, Parts(experts=_NAMES))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    plain = llama.decoder({**config, "hidden_act": "silu", "attn_bias": False, "mlp_bias": False})
+    return replace(plain, mlp="experts", experts=experts_of(config))

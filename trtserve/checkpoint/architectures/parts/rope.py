@@ -1,0 +1,162 @@
+"""Rotary embeddings: base and scaling in Hugging Face configs, and the resulting frequencies."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import HfConfig, require_numbers
+from trtserve.errors import UnsupportedModelError
+
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+SCALINGS = tuple(_REQUIRED)
+# Keys of the rotary embedding that do not scale it.
+_UNSCALED = ("rope_theta", "partial_rotary_factor")
+
+_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor"),
+)
+
+
+def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
+    """Return base and scaling, read from `rope_theta` and `rope_scaling`, or from transformers 5's `rope_parameters`.
+
+    The scaling is TensorRT-LLM's `rotary_scaling`, or None. Raises UnsupportedModelError for any scaling other than
+    linear, dynamic and llama3.
+    """
+    parameters = rope_parameters(hf)
+    require_numbers(hf, "rope_theta")
+    base = float(parameters.pop("rope_theta", None) or hf.get("rope_theta") or default_base)
+    kind = scaling_type(parameters)
+    if kind == "default":
+        _refuse_typeless(parameters)
+        return base, None
+    if kind not in SCALINGS:
+        raise UnsupportedModelError(
+            f"The model uses rotary scaling {kind!r}; supported: {', '.join(SCALINGS)}.",
+            hint="Choose a model without this scaling, such as the base length of the same family.",
+        )
+    if missing := [key for key in _REQUIRED[kind] if parameters.get(key) is None]:
+        raise UnsupportedModelError(
+            f"config.json's rotary scaling {kind!r} lacks {', '.join(missing)}.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    # transformers 4 adds rope_type next to type before TensorRT-LLM's converters read the config.
+    return base, {**parameters, "rope_type": kind}
+
+
+def _refuse_typeless(parameters: Mapping[str, Any]) -> None:
+    if not (parameters.get("type") or parameters.get("rope_type")) and parameters.keys() - {*_UNSCALED}:
+        raise UnsupportedModelError(
+            f"config.json has rope_scaling = {dict(parameters)} without a type; supported: {', '.join(SCALINGS)}.",
+            hint="Add the type that the model was trained with, or use the config.json that was published with the "
+            "weights.",
+        )
+
+
+def rope_parameters(hf: HfConfig) -> dict[str, Any]:
+    """Return the rotary embedding's parameters. Raises UnsupportedModelError when they are not an object of numbers."""
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise UnsupportedModelError(
+            f"config.json has rope_scaling = {parameters!r}; expected an object.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    require_numbers(parameters, *_NUMBERS)
+    return dict(parameters)
+
+
+def scaling_type(scaling: Mapping[str, Any] | None) -> str:
+    """Return the scaling's `type` or `rope_type`; "default" without one."""
+    return str((scaling or {}).get("type") or (scaling or {}).get("rope_type") or "default")
+
+
+def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | None) -> tuple[float, ...]:
+    """Return the size / 2 inverse frequencies 1 / base^(2i / size), rounded to float32 at each step like transformers.
+
+    dynamic: unchanged up to max_position_embeddings, which engines do not exceed (transformers'
+    `_compute_dynamic_ntk_parameters`).
+    linear: all are divided by `factor` (position interpolation, arXiv:2306.15595).
+    llama3: frequencies with wavelengths above original_max_position_embeddings / low_freq_factor are divided by
+    `factor`, those below original_max_position_embeddings / high_freq_factor are kept, the ones between are
+    interpolated (Meta's `apply_scaling` for Llama 3.1; transformers' `_compute_llama3_parameters`).
+    """
+    values = [_inverse(_float32(base ** _float32(number / size))) for number in range(0, size, 2)]
+    kind = scaling_type(scaling)
+    if scaling is None or kind in ("default", "dynamic"):
+        return tuple(values)
+    if kind == "linear":
+        factor = float(scaling.get("factor", 1.0))
+        return tuple(value / factor for value in values)
+    if kind == "llama3":
+        return tuple(_llama3(value, scaling) for value in values)
+    raise UnsupportedModelError(f"Rotary scaling {kind!r} is not supported; supported: {', '.join(SCALINGS)}.")
+
+
+def _float32(value: float) -> float:
+    """Round to float32 without NumPy, which a conversion that only copies never loads."""
+    return ctypes.c_float(value).value
+
+
+def _inverse(power: float) -> float:
+    return _float32(1.0 / power) if power else math.inf
+
+
+def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
+    # Defaults for absent keys are TensorRT-LLM's.
+    factor = float(scaling.get("factor", 8.0))
+    low = float(scaling.get("low_freq_factor", 1.0))
+    high = float(scaling.get("high_freq_factor", 4.0))
+    original = float(scaling.get("original_max_position_embeddings", 8192))
+    wavelength = 2 * math.pi / frequency
+    if wavelength > original / low:
+        return frequency / factor
+    if wavelength < original / high:
+        return frequency
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def unscaled_base(hf: HfConfig, *, default: float = 10000.0) -> float:
+    """Return the base for a family whose checkpoints cannot record a scaling.
+
+    Raises UnsupportedModelError if there is one.
+    """
+    base, scaling = rotary(hf, default_base=default)
+    if scaling is not None:
+        raise UnsupportedModelError(
+            f"The model uses rotary scaling {scaling_type(scaling)!r}, which a TensorRT-LLM checkpoint of "
+            f"{hf.get('model_type', 'this family')} cannot express.",
+            hint="Choose a model without this scaling, such as the base length of the same family.",
+        )
+    return base
+
+
+def rotary_fraction(hf: HfConfig, *, default: float = 1.0) -> float:
+    """Return the rotated fraction of each head: `partial_rotary_factor` or `rotary_pct`."""
+    parameters = rope_parameters(hf)
+    require_numbers(hf, "partial_rotary_factor", "rotary_pct")
+    for value in (parameters.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), hf.get("rotary_pct")):
+        if value is not None:
+            return float(value)
+    return default
+
+
+def require_whole_heads(hf: HfConfig) -> None:
+    """Raise UnsupportedModelError for partial rotation in a family that rotates full heads.
+
+    transformers releases disagree on such a config of a Llama: some ignore it, others fail.
+    """
+    if (part := rotary_fraction(hf)) != 1:
+        raise UnsupportedModelError(
+            f"config.json has partial_rotary_factor = {part:g}, which a TensorRT-LLM checkpoint of "
+            f"{hf.get('model_type', 'this family')} cannot express.",
+            hint="Use the config.json that was published with the weights.",
+        )

@@ -1,0 +1,100 @@
+"""Phi 1, 1.5 and 2: parallel attention and MLP behind one layer norm, partially rotated heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.activations import require_activation
+from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, rotary_fraction, unscaled_base
+from trtserve.errors import UnsupportedModelError
+
+BASE_PREFIX = "model."
+TIED = False
+
+_NAMES = SourceNames(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}.",
+    norms={"input_layernorm": "input_layernorm"},
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    dense="self_attn.dense",
+    fc="mlp.fc1",
+    proj="mlp.fc2",
+    head="lm_head",
+    final_norm="model.final_layernorm",
+    biases=frozenset(("qkv", "dense", "fc", "proj", "head")),
+)
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's PhiConfig."""
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    _refuse_variants(hf)
+    require_activation(hf.get("hidden_act", "gelu_new"))
+    head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf, default=0.5)
+    return {
+        **sizes,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "head_size": head_size,
+        "hidden_act": hf.get("hidden_act", "gelu_new"),
+        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "rotary_embedding_dim": int(head_size * part),
+        "rotary_base": unscaled_base(hf),
+        "rotary_scaling": None,
+        "rotary_pct": part,
+        # The model class writes its default, whatever the model's fraction is, and reads rotary_pct.
+        "partial_rotary_factor": 0.4,
+    }
+
+
+def _refuse_variants(hf: HfConfig) -> None:
+    if hf.get("qk_layernorm"):
+        raise UnsupportedModelError("This Phi normalises queries and keys; TensorRT-LLM's Phi does not.")
+    if hf.get("num_key_value_heads") not in (None, hf["num_attention_heads"]):
+        raise UnsupportedModelError(
+            f"This Phi has {hf['num_key_value_heads']} key/value heads for {hf['num_attention_heads']} query heads; "
+            "TensorRT-LLM's Phi needs one per query head."
+        )
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """Return position tables of old exports, and the head when embeddings are tied."""
+    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
+    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder; older checkpoints call the rotated fraction `partial_rotary_factor`."""
+    head_size = config["head_size"]
+    part = config.get("rotary_pct") or config.get("partial_rotary_factor") or 0.4
+    return Decoder(
+        norm="layer",
+        positions="rope",
+        mlp="plain",
+        activation=require_activation(config["hidden_act"]),
+        attention_bias=True,
+        dense_bias=True,
+        mlp_bias=True,
+        attention_scale=1 / math.sqrt(head_size),
+        rope_inv_freq=inverse_frequencies(
+            int(head_size * part), config.get("rotary_base") or config.get("rope_theta") or 10000.0, None
+        ),
+        block="parallel",
+        mlp_norm=None,
+    )

@@ -1,0 +1,147 @@
+"""Phi 3, 3.5 and 4: Llama with fused query, key and value, fused gate and up, and LongRoPE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    LongRope,
+    Target,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.activations import require_activation
+from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.parts.rope import (
+    inverse_frequencies,
+    rope_parameters,
+    rotary_fraction,
+    scaling_type,
+    unscaled_base,
+)
+from trtserve.checkpoint.architectures.parts.windows import attention_windows, window_keys
+from trtserve.errors import UnsupportedModelError
+
+BASE_PREFIX = "model."
+TIED = False
+
+_NAMES = SourceNames(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}.",
+    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+    qkv=("self_attn.qkv_proj",),
+    dense="self_attn.o_proj",
+    fc="mlp.gate_up_proj",
+    proj="mlp.down_proj",
+    head="lm_head",
+    final_norm="model.norm",
+    norm_biases=False,
+    gate_up=True,
+)
+# Other names for LongRoPE in early models; transformers' Phi3Config accepts them too.
+_LONG_ROPE = ("longrope", "su", "yarn")
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's Phi3Config and the window.
+
+    Upstream writes LongRoPE's keys when max_position_embeddings is 128000 or more, which holds for every such model.
+    """
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    require_activation(hf.get("hidden_act", "silu"), "silu")
+    head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf)
+    longest = hf.get("max_position_embeddings", 4096)
+    scaled = scaling_type(rope_parameters(hf)) in _LONG_ROPE
+    return {
+        **sizes,
+        "num_key_value_heads": hf.get("num_key_value_heads") or sizes["num_attention_heads"],
+        "head_size": head_size,
+        "hidden_act": "swiglu",
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-5),
+        "position_embedding_type": "long_rope" if scaled else "rope_gpt_neox",
+        "max_position_embeddings": longest,
+        "rotary_embedding_dim": int(head_size * part),
+        "rotary_pct": part,
+        "rotary_base": float(rope_parameters(hf).get("rope_theta") or hf.get("rope_theta") or 10000.0)
+        if scaled
+        else unscaled_base(hf),
+        "rotary_scaling": None,
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        **(_long_rope_keys(hf, int(head_size * part) // 2) if scaled else {}),
+        **window_keys([hf.get("sliding_window")]),
+    }
+
+
+def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
+    scaling = rope_parameters(hf)
+    original = hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    short, long = scaling.get("short_factor") or [], scaling.get("long_factor") or []
+    if not isinstance(original, int) or original < 2 or not len(short) == len(long) == pairs:
+        raise UnsupportedModelError(
+            f"config.json has {len(short)} short and {len(long)} long rotary factors and original_max_position_"
+            f"embeddings = {original!r}; expected {pairs} of each, and a number.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    for key in ("attention_factor", "short_mscale", "long_mscale"):
+        if scaling.get(key) is not None:
+            raise UnsupportedModelError(f"This Phi 3 sets {key}, which a TensorRT-LLM checkpoint of it cannot express.")
+    return {
+        "original_max_position_embeddings": original,
+        "longrope_scaling_short_factors": short,
+        "longrope_scaling_long_factors": long,
+    }
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order.
+
+    Each half of the MLP is split over tensor-parallel ranks, as the activation requires. Upstream's converter splits
+    the joined matrix instead, so its multi-rank checkpoints compute something else.
+    """
+    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """Return position tables of old exports, and the head when embeddings are tied."""
+    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
+    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    head_size = config["head_size"]
+    plain = inverse_frequencies(
+        int(head_size * config.get("rotary_pct", 1.0)), config.get("rotary_base", 10000.0), None
+    )
+    short, long = (config.get(f"longrope_scaling_{kind}_factors") for kind in ("short", "long"))
+    return Decoder(
+        norm="rms",
+        positions="rope",
+        mlp="fused",
+        activation="silu",
+        attention_bias=False,
+        dense_bias=False,
+        mlp_bias=False,
+        attention_scale=1 / math.sqrt(head_size),
+        rope_inv_freq=_stretched(plain, short) if short else plain,
+        long_rope=LongRope(inv_freq=_stretched(plain, long), beyond=config["original_max_position_embeddings"])
+        if long
+        else None,
+        rope_scale=_rope_scale(config) if long else 1.0,
+        windows=attention_windows(config),
+    )
+
+
+def _stretched(frequencies: Sequence[float], factors: Sequence[float]) -> tuple[float, ...]:
+    return tuple(frequency / factor for frequency, factor in zip(frequencies, factors, strict=True))
+
+
+def _rope_scale(config: CheckpointConfig) -> float:
+    """Return LongRoPE's √(1 + ln(factor) / ln(original positions)), factor = all / original positions."""
+    original = config["original_max_position_embeddings"]
+    factor = config["max_position_embeddings"] / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

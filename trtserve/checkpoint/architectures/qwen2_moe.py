@@ -1,0 +1,111 @@
+"""Qwen2-MoE (also Qwen1.5-MoE): Qwen2 with experts instead of the MLP, plus a shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    moe_object,
+    required,
+)
+from trtserve.checkpoint.architectures.llama import unused
+from trtserve.checkpoint.architectures.parts.activations import require_activation
+from trtserve.checkpoint.architectures.parts.expert_tensors import (
+    NOT_NORMALIZED,
+    RENORMALIZED,
+    ExpertNames,
+    expert_counts,
+    experts_of,
+)
+from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.parts.windows import layer_kinds, windows_of
+from trtserve.checkpoint.architectures.qwen2 import qwen_config
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+BASE_PREFIX = "model."
+TIED = False
+
+NAMES = ExpertNames(
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
+)
+_WITH_SHARED = replace(NAMES, shared="mlp.shared_expert")
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig and the windows."""
+    shared = required(hf, "shared_expert_intermediate_size")["shared_expert_intermediate_size"]
+    return qwen_moe_config(
+        hf,
+        qwen_type="qwen2_moe",
+        attn_bias=bool(hf.get("qkv_bias", True)),
+        shared_size=shared,
+        windows=_windows(hf),
+    )
+
+
+def qwen_moe_config(
+    hf: HfConfig, *, qwen_type: str, attn_bias: bool, shared_size: int, windows: Sequence[int | None]
+) -> dict[str, Any]:
+    """Return the config of a Qwen with experts; `shared_size` is the shared expert's width, 0 without one.
+
+    `normalization_mode` follows the model's `norm_topk_prob`. Upstream always writes 0, which makes the experts of a
+    normalising Qwen3-MoE too weak (decision 0009).
+    """
+    _require_experts_everywhere(hf)
+    require_activation(hf.get("hidden_act", "silu"), "silu")
+    experts, chosen = expert_counts(hf, "num_experts")
+    mode = RENORMALIZED if hf.get("norm_topk_prob") else NOT_NORMALIZED
+    return {
+        **qwen_config(hf, qwen_type=qwen_type, attn_bias=attn_bias, windows=windows),
+        "hidden_act": "swiglu",
+        "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=mode, shared_size=shared_size),
+        "moe_intermediate_size": required(hf, "moe_intermediate_size")["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": shared_size,
+    }
+
+
+def _require_experts_everywhere(hf: HfConfig) -> None:
+    """Raise UnsupportedModelError when only some layers have experts: TensorRT-LLM needs them in all or none."""
+    dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    if dense or step != 1:
+        raise UnsupportedModelError(
+            f"config.json has mlp_only_layers = {dense} and decoder_sparse_step = {step}: some layers have no "
+            "experts, which a TensorRT-LLM checkpoint cannot express.",
+        )
+
+
+def _windows(hf: HfConfig) -> list[int | None]:
+    """Return the windows: every other layer before `max_window_layers`, unless `layer_types` overrides it."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    last = hf.get("max_window_layers", 28)
+    kinds = layer_kinds(hf) or [
+        "sliding_attention" if layer % 2 == 0 and layer < last else "full_attention"
+        for layer in range(hf["num_hidden_layers"])
+    ]
+    return windows_of(kinds, window)
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return llama_targets(config, Parts(qkv_bias=bool(config.get("attn_bias", True)), experts=_WITH_SHARED))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    bias = bool(config.get("attn_bias", True))
+    plain = llama.decoder({**config, "hidden_act": "silu"})
+    return replace(
+        plain, mlp="experts", experts=experts_of(config), attention_bias=bias, dense_bias=False, mlp_bias=False
+    )

@@ -1,0 +1,47 @@
+"""Qwen3: Llama with queries and keys normalised per head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import (
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+)
+from trtserve.checkpoint.architectures.llama import unused
+from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.qwen2 import qwen_config
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+BASE_PREFIX = "model."
+TIED = False
+
+# transformers' default, independent of the hidden size.
+_HEAD_SIZE = 128
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's QWenConfig and the windows.
+
+    `qk_layernorm` stays false, as upstream writes it: `qwen_type` enables the norms.
+    """
+    if hf.get("attention_bias"):
+        raise UnsupportedModelError("This Qwen3 sets attention_bias, which a TensorRT-LLM checkpoint cannot express.")
+    head_size = hf.get("head_dim") or _HEAD_SIZE
+    return qwen_config({**hf, "head_dim": head_size}, qwen_type="qwen3", attn_bias=False)
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of the unsharded checkpoint, in file order."""
+    return llama_targets(config, Parts(head_norms=True))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder from the checkpoint's config."""
+    return replace(llama.decoder(config), attention_bias=False, dense_bias=False, mlp_bias=False, qk_norm=True)

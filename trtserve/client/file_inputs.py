@@ -1,0 +1,184 @@
+"""Inputs read from files or from the repository: LoRA adapters, prompt embedding tables, draft tokens."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.client.input_values import as_declared, file_array, read_text
+from trtserve.client.tensors import Tensor
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.files import read_json_object
+
+if TYPE_CHECKING:
+    from trtserve.client.request import RequestContext
+
+LORA_WEIGHTS = "model.lora_weights.npy"
+LORA_CONFIG = "model.lora_config.npy"
+_NO_ADAPTERS = "It has none: add one with `trtserve repo --lora NAME=FOLDER`, or send one with --lora-path."
+_INLINE_IDS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*,?\s*")
+
+
+def read_token_ids(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
+    """Return rows of token ids from a CSV file (one sequence per line), or from the text itself, such as `1,15,27`."""
+    content = text if _INLINE_IDS.fullmatch(text) else read_text(Path(text), flag)
+    try:
+        rows = [tuple(int(cell) for cell in row if cell.strip()) for row in csv.reader(content.splitlines())]
+    except (ValueError, csv.Error):
+        raise UsageError(f"{flag} is {text}; expected token ids separated by commas.") from None
+    if not any(rows):
+        raise UsageError(f"{flag} is {text}, which contains no token ids.")
+    if any(not 0 <= token < 2**31 for row in rows for token in row):
+        raise UsageError(f"{flag} is {text}; token ids must be 0 … {2**31 - 1}.")
+    return tuple(row for row in rows if row)
+
+
+def adapter_inputs(context: RequestContext) -> dict[str, Tensor]:
+    """Return the LoRA inputs: weights and configuration from a folder, or an adapter of the repository by name."""
+    options = context.spec.options
+    if "lora" in options and ("lora_path" in options or "lora_task_id" in options):
+        raise UsageError("--lora names an adapter of the repository; omit --lora-path and --lora-task-id.")
+    if "lora_path" in options:
+        if "lora_task_id" not in options:
+            raise UsageError("--lora-path needs --lora-task-id, the number under which the server caches the adapter.")
+        return _adapter_files(context, Path(options["lora_path"]))
+    return _named_adapter(context, options["lora"]) if "lora" in options else {}
+
+
+def _adapter_files(context: RequestContext, folder: Path) -> dict[str, Tensor]:
+    files = {"lora_weights": LORA_WEIGHTS, "lora_config": LORA_CONFIG}
+    arrays = {}
+    for name, file in files.items():
+        array = file_array(folder / file, "--lora-path")
+        rows = array[0] if array.ndim == 3 and len(array) == 1 else array  # hf_lora_convert writes [1, rows, columns]
+        if rows.ndim != 2:
+            raise UsageError(
+                f"--lora-path: {folder / file} has shape {list(array.shape)}; expected [1, rows, columns]."
+            )
+        arrays[name] = rows
+    if len(arrays["lora_weights"]) != len(arrays["lora_config"]):
+        weights, config = (len(array) for array in arrays.values())
+        raise UsageError(f"--lora-path: {folder} has {weights} rows of weights and {config} rows of configuration.")
+    return {
+        name: _tensor(context, name, array, f"--lora-path {folder / files[name]}") for name, array in arrays.items()
+    }
+
+
+def _named_adapter(context: RequestContext, name: str) -> dict[str, Tensor]:
+    """Send the name where the model has the input `lora_name`; else the adapter that lora.json lists under it."""
+    known = _adapters(context.repository)
+    if known is not None and name not in known:
+        others = f"Its adapters: {', '.join(sorted(known))}." if known else _NO_ADAPTERS
+        raise UsageError(f"The repository has no adapter {name!r}.", hint=others)
+    if context.model.has("lora_name"):
+        return context.scalar(name, "lora_name")
+    if known is None or context.repository is None:
+        raise UsageError(
+            f"The model {context.model.name!r} accepts no adapter names, and its repository is not on this machine.",
+            hint="Use --lora-path with --lora-task-id.",
+        )
+    entry = known[name]
+    return {
+        **context.scalar(int(entry["task_id"]), "lora_task_id"),
+        **_adapter_files(context, context.repository / entry["folder"]),
+    }
+
+
+def _adapters(repository: Path | None) -> Mapping[str, Any] | None:
+    """Return the repository's adapters by name, or None when its files are not on this machine."""
+    if repository is None or not repository.is_dir():
+        return None
+    path = repository / "lora.json"
+    content = read_json_object(path, RepositoryError) if path.exists() else {}
+    adapters: Mapping[str, Any] = content.get("adapters", {})
+    return adapters
+
+
+def prompt_table_inputs(context: RequestContext) -> dict[str, Tensor]:
+    """Return the rows of one task of a p-tuning table, their number, and the ids that identify the table."""
+    options = context.spec.options
+    values: dict[str, Tensor] = {}
+    if "prompt_embedding_table_path" in options:
+        table = _task_of_table(Path(options["prompt_embedding_table_path"]), options.get("prompt_task_id", 0))
+        values["prompt_embedding_table"] = _tensor(
+            context, "prompt_embedding_table", table, "--prompt-embedding-table-path"
+        )
+        values |= context.scalar(len(table), "prompt_vocab_size")
+    elif "prompt_task_id" in options:
+        raise UsageError("--prompt-task-id selects a task of a table; add --prompt-embedding-table-path.")
+    if "prompt_table_extra_id" in options:
+        values |= _extra_id_inputs(context, options["prompt_table_extra_id"])
+    return values
+
+
+def _task_of_table(path: Path, task: int) -> Any:
+    table = file_array(path, "--prompt-embedding-table-path")
+    tasks = table[None] if table.ndim == 2 else table
+    if tasks.ndim != 3:
+        raise UsageError(
+            f"--prompt-embedding-table-path: {path} has shape {list(table.shape)}; expected [tasks, rows, hidden]."
+        )
+    if task >= len(tasks):
+        raise UsageError(f"--prompt-task-id is {task}; {path} has {len(tasks)} tasks, numbered from 0.")
+    return tasks[task]
+
+
+def _extra_id_inputs(context: RequestContext, number: int) -> dict[str, Tensor]:
+    if context.model.has("prompt_table_extra_id") or not context.model.has("prompt_table_extra_ids"):
+        return context.scalar(number, "prompt_table_extra_id")
+    # The core model expects one id per prompt token: `number` where the token refers to a row of the table, else 0.
+    first = vocab_size(context)
+    if first is None:
+        raise UsageError("--prompt-table-extra-id needs --vocab-size: the engine's vocabulary size is unknown here.")
+    rows = context.prompts.token_ids
+    longest = max(map(len, rows))
+    ids = [[number if token >= first else 0 for token in row] + [0] * (longest - len(row)) for row in rows]
+    return {"prompt_table_extra_ids": context.model.row_tensor("prompt_table_extra_ids", ids)}
+
+
+def vocab_size(context: RequestContext) -> int | None:
+    """Return the vocabulary size given by --vocab-size, else the one in the engine's config.json, else None."""
+    given = context.spec.options.get("vocab_size")
+    if given is not None or context.repository is None:
+        return None if given is None else int(given)
+    config = context.repository / context.model.name / "1" / "config.json"
+    engine = read_json_object(config, RepositoryError) if config.exists() else {}
+    size = engine.get("pretrained_config", {}).get("vocab_size")
+    return None if size is None else int(size)
+
+
+def draft_inputs(context: RequestContext) -> dict[str, Tensor]:
+    """Return the draft tokens of one step and the three numbers of lookahead decoding."""
+    options = context.spec.options
+    values: dict[str, Tensor] = {}
+    if "draft_tokens_csv" in options:
+        rows = read_token_ids(str(options["draft_tokens_csv"]), "--draft-tokens-csv")
+        if len(rows) > 1:
+            raise UsageError(f"--draft-tokens-csv has {len(rows)} lines; draft tokens belong to one sequence.")
+        values |= context.list_input(rows[0], "draft_input_ids")
+    if "lookahead_config" in options:
+        values |= _lookahead(context, options["lookahead_config"])
+    return values
+
+
+def _lookahead(context: RequestContext, text: str) -> dict[str, Tensor]:
+    numbers = re.fullmatch(r"\[?\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]?", text)
+    if numbers is None:
+        raise UsageError(f"--lookahead-config is {text!r}; expected [window,ngram,verification-set], such as [7,7,7].")
+    names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    values: dict[str, Tensor] = {}
+    for name, number in zip(names, numbers.groups(), strict=True):
+        values |= context.scalar(int(number), name)
+    return values
+
+
+def _tensor(context: RequestContext, name: str, array: Any, what: str) -> Tensor:
+    declared = context.model.input(name)
+    if len(declared.dims) != array.ndim or any(
+        dim not in (-1, size) for dim, size in zip(declared.dims, array.shape, strict=True)
+    ):
+        raise UsageError(f"{what} has shape {list(array.shape)}; the model expects {declared}.")
+    return context.model.tensor(name, as_declared(declared, array, what), rows=context.prompts.rows)

@@ -1,0 +1,209 @@
+"""Query a served model: choose the model, send the request, stop it when asked to."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from trtserve.client.base import (
+    CORE_MODEL,
+    STOP_TIMEOUT,
+    Client,
+    Endpoint,
+    ModelDescription,
+    stop_request,
+)
+from trtserve.client.call_errors import RequestCancelledError
+from trtserve.client.generation import Generation
+from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.spec import QuerySpec
+from trtserve.errors import RequestError, TrtserveError, UsageError
+
+# Everything else is imported inside functions: the command line loads this module for the help of every command.
+if TYPE_CHECKING:
+    from trtserve.client.request import RequestContext
+
+__all__ = ["Generation", "QuerySpec", "connect", "generate", "generate_each", "request_contexts"]
+
+# The models of TensorRT-LLM's repository; any other model in it is the alias.
+STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
+
+STOP_INTERVAL = 0.25
+
+OnText = Callable[[str], None]
+Pieces = Generator[str, None, Generation]
+"""The pieces of a text as they arrive, and then the answer."""
+
+
+def generate(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Generation:
+    """Send one request: a single prompt, or with `spec.batch` several as its rows. See `generate_each`."""
+    if spec.rows > 1 and not spec.batch:
+        raise UsageError("Several prompts need several requests: use generate_each, or set batch.")
+    return next(iter(generate_each(spec, server, on_text=on_text)))
+
+
+def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Iterator[Generation]:
+    """Send every prompt of `spec` as a request of its own, or all in one request with `spec.batch`.
+
+    `on_text` receives the pieces of an answer as they arrive, if the answer has only one sequence. The answer is
+    streamed if the model's transaction policy is decoupled. An interrupt (KeyboardInterrupt), a timeout or an error of
+    `on_text` cancels the call and stops the request in the engine before it is raised again.
+    Errors: ServerUnreachableError, RequestError (unknown model, refused request), UsageError (no such input).
+    """
+    with closing(connect(spec, server)) as client:
+        for number, context in enumerate(request_contexts(spec, server, client)):
+            generation = _read(stream(context, server, client, number=number), on_text)
+            for sequence in generation.sequences:
+                sequence.prompt += number  # until here the number within this request
+            yield generation
+
+
+def request_contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[RequestContext]:
+    """Return what each request of `spec` is built from; asks the server for the model's inputs and outputs."""
+    from trtserve.client.prompts import prepare_prompts
+    from trtserve.client.request import RequestContext
+
+    model = describe_model(client, spec.model or server.model)
+    prompts, tokenizer = prepare_prompts(spec, model, server, client)
+    return [
+        RequestContext(spec=spec, model=model, prompts=part, tokenizer=tokenizer, repository=server.repository)
+        for part in ([prompts] if spec.batch else prompts.split())
+    ]
+
+
+def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) -> Client:
+    """Return a client for the protocol of `spec`, or the one of the executor in this process."""
+    if server.in_process is not None:
+        return server.in_process
+    seconds = spec.timeout if timeout is None else timeout
+    if spec.protocol == "http":
+        from trtserve.client.http_client import HttpClient
+
+        return HttpClient(server, timeout=seconds)
+    compression = None if spec.compression == "none" else spec.compression
+    return GrpcClient(server, timeout=seconds, compression=compression)
+
+
+def describe_model(client: Client, name: str | None) -> ModelDescription:
+    """Return the description of the model `name`; without a name that of the alias, the BLS model or the ensemble."""
+    from trtserve.client.request import IDS_INPUT, TEXT_INPUT
+
+    if name is None:
+        names = client.model_names()
+        aliases = [each for each in names if each not in STANDARD_MODELS]
+        standard = [each for each in ("tensorrt_llm_bls", "ensemble") if each in names]
+        if len(aliases) != 1 and not standard:
+            served = ", ".join(sorted(names)) or "no models"
+            raise UsageError(f"Choose the model to query with --model; this server has {served}.")
+        name = aliases[0] if len(aliases) == 1 else standard[0]
+    model = client.describe(name)
+    if not model.has(TEXT_INPUT, IDS_INPUT):
+        raise RequestError(
+            f"The model {model.name!r} takes neither text nor token ids: it has no input {TEXT_INPUT!r}.",
+            hint="Query the alias, `tensorrt_llm_bls`, `ensemble`, or the core model `tensorrt_llm`.",
+        )
+    return model
+
+
+def stream(context: RequestContext, server: Endpoint, client: Client, *, number: int = 0) -> Pieces:
+    """Send a request, yield the new pieces of its text as they arrive, and return the answer.
+
+    Several sequences are not mixed: they come with the answer alone. Closing the generator, an interrupt or a timeout
+    cancels the call and stops the request in the engine. `number` keeps the ids of several requests apart.
+    """
+    from trtserve.client.answer import Answer
+    from trtserve.client.request import request_tensors
+
+    tensors = request_tensors(context)
+    request_id = request_id_of(context.spec, number)
+    answer = Answer(context)
+    with _stop_later(context, server, client, request_id) as stopped:
+        try:
+            for reply in client.infer(
+                context.model, tensors, request_id=request_id, stream=context.streams, outputs=context.spec.outputs
+            ):
+                if text := answer.add(reply):
+                    yield text
+        except RequestCancelledError:
+            if not stopped.is_set():
+                raise
+        except (KeyboardInterrupt, GeneratorExit, RequestError):
+            # A RequestError may be a timeout, whose cancellation does not reach the engine on every path; stopping a
+            # refused request has no effect.
+            stop_in_engine(context, server, request_id)
+            raise
+    return answer.generation(request_id, stopped=stopped.is_set())
+
+
+def request_id_of(spec: QuerySpec, number: int = 0) -> str:
+    """Return the id of a request. Every request needs one of its own, so that a stop reaches only one."""
+    if spec.request_id is None:
+        return uuid.uuid4().hex
+    return spec.request_id if number == 0 else f"{spec.request_id}-{number}"
+
+
+def _read(pieces: Pieces, on_text: OnText | None) -> Generation:
+    """Hand the pieces to `on_text` and return the answer."""
+    with closing(pieces):
+        while True:
+            try:
+                text = next(pieces)
+            except StopIteration as end:
+                generation: Generation = end.value
+                return generation
+            if on_text is not None:
+                on_text(text)
+
+
+@contextmanager
+def _stop_later(
+    context: RequestContext, server: Endpoint, client: Client, request_id: str
+) -> Iterator[threading.Event]:
+    """Stop the request after `stop_after_ms` if it is still running; sets the event when it does."""
+    spec, stopped, ended = context.spec, threading.Event(), threading.Event()
+    if spec.stop_after_ms is None:
+        yield stopped
+        return
+    # Described in advance, so that stopping takes only one message.
+    core = None if spec.stop_via_cancel else client.describe(_core_name(context))
+    seconds = spec.stop_after_ms / 1000
+
+    def stop() -> None:
+        if ended.wait(seconds):
+            return
+        stopped.set()
+        if spec.stop_via_cancel:
+            client.cancel()
+            return
+        # A stop that arrives before its request has no effect, so it is repeated until the call ends or times out.
+        while not ended.is_set():
+            stop_in_engine(context, server, request_id, core)
+            ended.wait(STOP_INTERVAL)
+
+    thread = threading.Thread(target=stop, daemon=True, name="stop")
+    thread.start()
+    try:
+        yield stopped
+    finally:
+        ended.set()
+        thread.join(STOP_TIMEOUT)
+
+
+def _core_name(context: RequestContext) -> str:
+    """Return the name of the core model that runs the engine for the queried model."""
+    from trtserve.client.request import IDS_INPUT
+
+    if context.model.has(IDS_INPUT):
+        return context.model.name
+    return context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
+
+
+def stop_in_engine(
+    context: RequestContext, server: Endpoint, request_id: str, core: ModelDescription | None = None
+) -> None:
+    """Stop the request by its id, within a time limit; errors are ignored, since the server may be gone."""
+    with suppress(TrtserveError), closing(connect(context.spec, server, timeout=STOP_TIMEOUT)) as client:
+        stop_request(client, core or client.describe(_core_name(context)), request_id)

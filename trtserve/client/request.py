@@ -1,0 +1,242 @@
+"""Build the tensors of one request: only what was requested, under the names that the model declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtserve.client import file_inputs
+from trtserve.client.base import ModelDescription
+from trtserve.client.input_values import input_tensor, read_text
+from trtserve.client.options import REQUEST_OPTIONS, is_direct, tensors_of
+from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import Tensor
+from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.errors import UsageError
+
+TEXT_INPUT = "text_input"
+IDS_INPUT = "input_ids"
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPrompts:
+    """The rows of one request, as texts, or as token ids for a core model."""
+
+    texts: tuple[str, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    end_words: tuple[str, ...] = ()
+    """Words that end an answer in addition to `end_id`."""
+    end_id: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Batch size."""
+        return len(self.texts) or len(self.token_ids)
+
+    def split(self) -> list[PreparedPrompts]:
+        """Return one request per row."""
+        texts = [replace(self, texts=(text,)) for text in self.texts]
+        return texts or [replace(self, token_ids=(ids,)) for ids in self.token_ids]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestContext:
+    """Everything a request is built from."""
+
+    spec: QuerySpec
+    model: ModelDescription
+    prompts: PreparedPrompts
+    tokenizer: TokenizerFiles | None = None
+    """The server's tokenizer, if its files are available on this machine."""
+    repository: Path | None = None
+    """The server's repository, if it is on this machine."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is streamed."""
+        return self.spec.stream and self.model.decoupled
+
+    def scalar(self, value: Any, *names: str) -> Values:
+        """Return `value` for every row, under the first of `names` that the model declares."""
+        name = self.model.first_input(*names)
+        return {name: self.model.tensor(name, [value], rows=self.prompts.rows)}
+
+    def list_input(self, values: Sequence[Any], name: str) -> Values:
+        """Return the list `values` for every row."""
+        return {name: self.model.tensor(name, list(values), rows=self.prompts.rows)}
+
+
+def require_tokenizer(files: TokenizerFiles | None, model: ModelDescription, what: str) -> TokenizerFiles:
+    """Return the tokenizer. Raises UsageError if there is none, because a core model needs it for `what`."""
+    if files is None:
+        raise UsageError(
+            f"{what} needs a tokenizer: the model {model.name!r} takes token ids, and no tokenizer is available here.",
+            hint="Give the tokenizer's folder with --tokenizer, or the prompt as ids with --input-tokens-csv.",
+        )
+    return files
+
+
+def request_tensors(context: RequestContext) -> list[Tensor]:
+    """Return the inputs of one request.
+
+    Raises UsageError for an option, --input or output that the model does not have.
+    """
+    model = context.model
+    for name in context.spec.outputs:
+        if name not in model.outputs:
+            known = ", ".join(sorted(model.outputs))
+            raise UsageError(f"The model {model.name!r} has no output {name!r}.", hint=f"Its outputs: {known}.")
+    chosen = {**_prompt_inputs(context), **_option_inputs(context)}
+    values = {**_default_inputs(context, chosen), **chosen}
+    given: Values = {}
+    for name, text in context.spec.inputs:
+        if name in chosen or name in given:
+            raise UsageError(f"The input {name!r} is given twice.", hint="Remove one of the two options.")
+        given[name] = input_tensor(model, name, text, rows=context.prompts.rows)
+    return list({**values, **given}.values())
+
+
+def _prompt_inputs(context: RequestContext) -> Values:
+    model, prompts = context.model, context.prompts
+    if prompts.texts:
+        return {TEXT_INPUT: model.row_tensor(TEXT_INPUT, [[text] for text in prompts.texts])}
+    longest = max(map(len, prompts.token_ids))
+    rows = [[*ids, *[0] * (longest - len(ids))] for ids in prompts.token_ids]
+    lengths = [[len(ids)] for ids in prompts.token_ids]
+    return {
+        IDS_INPUT: model.row_tensor(IDS_INPUT, rows),
+        "input_lengths": model.row_tensor("input_lengths", lengths),
+    }
+
+
+def _option_inputs(context: RequestContext) -> Values:
+    given = context.spec.options
+    values: Values = {}
+    for name, value in given.items():
+        if is_direct(name):
+            values |= context.scalar(value, *tensors_of(name))
+    return {
+        **values,
+        **_word_list_inputs(context),
+        **_bias_inputs(context),
+        **_guide_inputs(context),
+        **file_inputs.adapter_inputs(context),
+        **file_inputs.prompt_table_inputs(context),
+        **file_inputs.draft_inputs(context),
+    }
+
+
+def _word_list_inputs(context: RequestContext) -> Values:
+    options = context.spec.options
+    # The engine compares tokens, and " data" differs from "data": also send each word as it appears in a sentence.
+    stop_words = [
+        spelling
+        for word in options.get("stop_words", ())
+        if word
+        for spelling in dict.fromkeys((word, f" {word.lstrip(' ')}"))
+    ]
+    if "end_id" not in options:
+        stop_words += context.prompts.end_words
+    words = {"stop_words": stop_words, "bad_words": [word for word in options.get("bad_words", ()) if word]}
+    values: Values = {}
+    for name, texts in words.items():
+        if not texts:
+            continue
+        if name in context.model.inputs or not context.model.has(f"{name}_list"):
+            values |= context.list_input(texts, name)
+        else:
+            values |= _word_ids(context, name, texts)
+    return values
+
+
+def _word_ids(context: RequestContext, name: str, texts: Sequence[str]) -> Values:
+    """Return TensorRT-LLM's word list [2, n]: all ids in one row; in the other the end of each word, padded with -1."""
+    import numpy as np
+
+    files = require_tokenizer(context.tokenizer, context.model, REQUEST_OPTIONS[name].flag)
+    words = [ids for text in texts if (ids := files.encode(text, special=False))]
+    ids = [token for word in words for token in word]
+    table = np.full((2, max(1, len(ids))), -1, dtype=np.int32)
+    table[0] = ids or 0
+    table[1, : len(words)] = np.cumsum([len(word) for word in words])
+    tensor = f"{name}_list"
+    return {tensor: context.model.tensor(tensor, table, rows=context.prompts.rows)}
+
+
+def _bias_inputs(context: RequestContext) -> Values:
+    pairs = _bias_pairs(context.spec)
+    if not pairs:
+        return {}
+    if "embedding_bias_words" in context.model.inputs or not context.model.has("embedding_bias"):
+        words, weights = zip(*pairs, strict=True)
+        return {
+            **context.list_input(words, "embedding_bias_words"),
+            **context.list_input(weights, "embedding_bias_weights"),
+        }
+    import numpy as np
+
+    files = require_tokenizer(context.tokenizer, context.model, "--embedding-bias")
+    # The engine expects a vector of its vocabulary's size, built as preprocessing builds it.
+    size = file_inputs.vocab_size(context) or len(files.tokenizer)
+    vector = np.zeros(size, dtype=np.float32)
+    for word, weight in pairs:
+        np.add.at(vector, files.encode(word, special=False), weight)
+    return {"embedding_bias": context.model.tensor("embedding_bias", vector, rows=context.prompts.rows)}
+
+
+def _bias_pairs(spec: QuerySpec) -> list[tuple[str, float]]:
+    pairs = [_bias_pair(text) for text in spec.options.get("embedding_bias", ())]
+    words = spec.options.get("embedding_bias_words", ())
+    weights = spec.options.get("embedding_bias_weights", ())
+    if len(words) != len(weights):
+        raise UsageError(
+            f"--embedding-bias-words was given {len(words)} times and --embedding-bias-weights {len(weights)} times;"
+            " give one weight per word."
+        )
+    return [*pairs, *zip(words, weights, strict=True)]
+
+
+def _bias_pair(text: str) -> tuple[str, float]:
+    word, _, weight = text.rpartition("=")
+    try:
+        value = float(weight)
+    except ValueError:
+        value = float("nan")
+    if not word or value != value or value in (float("inf"), float("-inf")):
+        raise UsageError(f"--embedding-bias is {text!r}; expected WORD=WEIGHT, such as cat=2.5.")
+    REQUEST_OPTIONS["embedding_bias_weights"].check([value])
+    return word, value
+
+
+def _guide_inputs(context: RequestContext) -> Values:
+    options = context.spec.options
+    if "guide" in options and "guide_type" not in options:
+        raise UsageError("--guide needs --guide-type: json_schema, regex or ebnf_grammar.")
+    if "guide" not in options:
+        return {}
+    text = options["guide"]
+    if text.startswith("@"):
+        text = read_text(Path(text[1:]), "--guide")
+    return context.scalar(text, *tensors_of("guide"))
+
+
+def _default_inputs(context: RequestContext, chosen: Values) -> Values:
+    """Return what is always sent: the length limit, the response mode, and counts that cost nothing."""
+    model, spec = context.model, context.spec
+    values = context.scalar(spec.max_tokens, *tensors_of("max_tokens"))
+    switches = {
+        model.first_input("stream", "streaming"): context.streams,
+        "exclude_input_in_output": spec.exclude_input,
+        "return_num_output_tokens": True,
+        "return_finish_reason": True,
+    }
+    for name, value in switches.items():
+        if name in model.inputs:
+            values |= context.scalar(value, name)
+    if context.prompts.end_id is not None and not chosen.keys() & {"end_id"}:
+        values |= context.scalar(context.prompts.end_id, "end_id")
+    return values

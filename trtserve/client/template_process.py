@@ -1,0 +1,103 @@
+"""The process that renders chat templates: Jinja's sandbox, with bounds on time and memory that the kernel keeps.
+
+A template is a program by an unknown author. The sandbox keeps it from Python's internals, but not from loops without
+an end and texts of gigabytes, and one call of a filter can take hours. So it runs in a process that a timer ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import resource
+import signal
+import sys
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trtserve.client.chat import TEMPLATE_MEMORY
+
+_LONGEST = 32 << 20  # characters of a prompt
+
+
+class Generation(Extension):
+    """`{% generation %}` marks the model's turns for training; only its body is rendered here."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> Any:
+        return caller()
+
+
+def main() -> None:
+    """Answer requests from stdin until it ends."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it does
+    resource.setrlimit(resource.RLIMIT_AS, (TEMPLATE_MEMORY, TEMPLATE_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin.buffer:
+        full = False
+        try:
+            answer = _answer(**json.loads(line))
+        except MemoryError:
+            answer, full = {"error": f"it needs more than {TEMPLATE_MEMORY >> 20} MiB of memory"}, True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+        if full:
+            return  # the next process begins with all its memory
+
+
+def _answer(template: str, variables: dict[str, Any], seconds: float) -> dict[str, str]:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        text = _compiled(template).render(variables)
+        if len(text) <= _LONGEST:
+            return {"text": text}
+        reason = f"it makes a text of {len(text)} characters"
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a template is third-party code
+        reason = str(error)[:1000] or type(error).__name__
+    return {"error": reason}
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes HTML; models are trained without that
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+if __name__ == "__main__":
+    main()

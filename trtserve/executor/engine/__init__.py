@@ -1,0 +1,1 @@
+"""The engine: scheduler, KV cache, steps, sampling, guides and adapters."""

@@ -1,0 +1,200 @@
+"""The limits of one executor: those of the engine, narrowed by the executor's configuration and its KV cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtserve.executor.interface.configs import ExecutorConfig, KvCacheConfig
+from trtserve.executor.interface.enums import CapacitySchedulerPolicy
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FREE_FRACTION = 0.3
+"""Largest part of the free memory for the KV cache by default, where other programs share this memory."""
+
+MOST_FREE_FRACTION = 0.9
+"""Largest part of the free memory for an explicit number of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of an executor. Fields without a description have the names and meaning of TensorRT-LLM's build config."""
+
+    max_batch_size: int
+    """Requests per step."""
+    max_seq_len: int
+    """Tokens per sequence."""
+    max_num_tokens: int
+    """Tokens per step."""
+    vocab_size: int
+    max_beam_width: int = 1
+    chunked: bool = False
+    """Whether contexts may be split over several steps."""
+    built_input_len: int | None = None
+    """Longest prompt that the engine was built for, if its config has one."""
+    windows: tuple[int, ...] = ()
+    """Attention windows in tokens, cycled over the layers, or empty if all layers see whole sequences."""
+    pauses: bool = False
+    """Whether sequences may be paused."""
+    long_rope_beyond: int | None = None
+    """Number of tokens beyond which LongRoPE uses its long factors, or None if no sequence can be that long."""
+    paged_context: bool = True
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    max_prompt_embedding_table_size: int = 0
+    max_draft_len: int = 0
+    speculative_decoding_mode: int = 1
+    lora_plugin: str | None = None
+    max_lora_rank: int = 64
+    lora_target_modules: tuple[str, ...] = ()
+
+    @property
+    def max_input_len(self) -> int:
+        """The longest prompt.
+
+        TensorRT-LLM ignores the engine's `max_input_len` with packed input and paged attention; here it counts.
+        """
+        longest = self.max_seq_len - 1
+        if self.built_input_len is not None:
+            longest = min(longest, self.built_input_len)
+        return longest if self.chunked else min(longest, self.max_num_tokens)
+
+    @property
+    def max_rows(self) -> int:
+        """Number of rows in the block table: one per beam of each request."""
+        return self.max_batch_size * self.max_beam_width
+
+    def check_streaming(self, prompt_length: int, max_tokens: int) -> None:
+        """Raise RuntimeError for a streamed request that could not continue after a pause."""
+        longest = prompt_length + max_tokens - 1
+        if self.pauses and not self.chunked and longest > self.max_input_len:
+            raise RuntimeError(
+                f"Prompt length + number of output tokens - 1 ({longest}) exceeds maximum input length "
+                f"({self.max_input_len}); streaming with the MAX_UTILIZATION policy then needs chunked context"
+            )
+
+
+def resolve_limits(engine: Mapping[str, Any], config: ExecutorConfig) -> Limits:
+    """Return the limits of `config` on an engine with config.json `engine`.
+
+    Raises RuntimeError if `config` exceeds them.
+    """
+    build = engine["build_config"]
+    batch = _within_engine("max_batch_size", config.max_batch_size, int(build["max_batch_size"]))
+    beams = _within_engine("max_beam_width", config.max_beam_width, int(build.get("max_beam_width", 1)))
+    tokens = int(build["max_num_tokens"])
+    if config.max_num_tokens is not None and config.max_num_tokens > tokens:
+        logger.warning("max_num_tokens (%d) is above the engine's; using %d", config.max_num_tokens, tokens)
+    elif config.max_num_tokens is not None:
+        tokens = config.max_num_tokens
+    paged = bool((build.get("plugin_config") or {}).get("use_paged_context_fmha", True))
+    if config.enable_chunked_context and not paged:
+        logger.warning("The engine was built without use_paged_context_fmha: chunked context is turned off")
+    max_seq_len, windows = int(build["max_seq_len"]), config.kv_cache_config.max_attention_window or ()
+    if windows and min(windows) < 1:
+        raise RuntimeError(f"max_attention_window ({min(windows)}) must be 1 or more")
+    # Windows are cycled over the layers; without one that is shorter than the longest sequence there are none.
+    if min(windows, default=max_seq_len) >= max_seq_len:
+        windows = ()
+    return Limits(
+        max_batch_size=batch,
+        max_seq_len=max_seq_len,
+        max_num_tokens=tokens,
+        vocab_size=int(engine["pretrained_config"]["vocab_size"]),
+        max_beam_width=beams,
+        built_input_len=int(build["max_input_len"]) if "max_input_len" in build else None,
+        windows=tuple(min(window, max_seq_len) for window in windows),
+        pauses=config.scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION,
+        long_rope_beyond=_long_rope_beyond(engine["pretrained_config"], max_seq_len),
+        chunked=config.enable_chunked_context and paged,
+        paged_context=paged,
+        **_features(build),
+    )
+
+
+def _features(build: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what the engine was built with; the defaults are TensorRT-LLM's."""
+    lora = build.get("lora_config") or {}
+    return {
+        "gather_context_logits": bool(build.get("gather_context_logits", False)),
+        "gather_generation_logits": bool(build.get("gather_generation_logits", False)),
+        "max_prompt_embedding_table_size": int(build.get("max_prompt_embedding_table_size") or 0),
+        "max_draft_len": int(build.get("max_draft_len") or 0),
+        "speculative_decoding_mode": int(build.get("speculative_decoding_mode") or 1),
+        "lora_plugin": (build.get("plugin_config") or {}).get("lora_plugin"),
+        "max_lora_rank": int(lora.get("max_lora_rank", 64)),
+        "lora_target_modules": tuple(lora.get("lora_target_modules") or ()),
+    }
+
+
+def _long_rope_beyond(model: Mapping[str, Any], max_seq_len: int) -> int | None:
+    """Return the original positions of a model with LongRoPE if sequences may exceed them."""
+    if model.get("position_embedding_type") != "long_rope":
+        return None
+    original = int(model["original_max_position_embeddings"])
+    return original if max_seq_len > original else None
+
+
+def _within_engine(name: str, wanted: int | None, built: int) -> int:
+    if wanted is not None and wanted > built:
+        raise RuntimeError(
+            f"{name} ({wanted}) is larger than the engine's {name} ({built}); build the engine with a larger value"
+        )
+    return built if wanted is None else wanted
+
+
+def kv_cache_blocks(
+    config: KvCacheConfig,
+    limits: Limits,
+    *,
+    tokens_per_block: int,
+    bytes_per_block: int,
+    free_memory: int,
+    default_fraction: float = DEFAULT_FREE_FRACTION,
+) -> int:
+    """Return the number of KV blocks to allocate; `free_memory` in bytes.
+
+    The default is enough for the largest batch of the longest sequences (with all beams), but at most
+    `default_fraction` of the free memory. `max_tokens` and `free_gpu_memory_fraction` override that; the smaller one
+    counts. Raises RuntimeError when not even one block fits.
+    """
+    default = limits.max_rows * -(-limits.max_seq_len // tokens_per_block)
+    wanted = default if config.max_tokens is None else -(-config.max_tokens // tokens_per_block)
+    fraction = config.free_gpu_memory_fraction
+    if fraction is None:
+        fraction = default_fraction if config.max_tokens is None else MOST_FREE_FRACTION
+    elif config.max_tokens is None:
+        wanted = free_memory // bytes_per_block
+    fitting = int(fraction * free_memory) // bytes_per_block
+    if config.max_gpu_total_bytes:
+        fitting = min(fitting, config.max_gpu_total_bytes // bytes_per_block)
+    if min(wanted, fitting) < 1:
+        raise RuntimeError(
+            f"The KV cache has room for {fitting * tokens_per_block} tokens of {wanted * tokens_per_block} wanted, "
+            f"less than one block of {tokens_per_block}: {free_memory} bytes of memory are free, fraction {fraction}. "
+            "Free memory, or raise kv_cache_free_gpu_mem_fraction or max_tokens_in_paged_kv_cache"
+        )
+    return min(wanted, fitting)
+
+
+def fit_to_cache(limits: Limits, *, cache_tokens: int, tokens_per_block: int, fail: bool) -> Limits:
+    """Reduce max_seq_len to what the cache holds with all beams; RuntimeError instead if `fail`.
+
+    Attention windows make no difference: the cache keeps whole sequences.
+    """
+    beams = limits.max_beam_width
+    blocks = cache_tokens // tokens_per_block // beams
+    if blocks * tokens_per_block >= limits.max_seq_len:
+        return limits
+    each = f" of {beams} beams" if beams > 1 else ""
+    text = f"The KV cache holds {cache_tokens} tokens, less than one sequence{each} of max_seq_len {limits.max_seq_len}"
+    if fail or blocks == 0:
+        least = beams * tokens_per_block * (-(-limits.max_seq_len // tokens_per_block) if fail else 1)
+        raise RuntimeError(
+            f"{text}. Raise kv_cache_free_gpu_mem_fraction, or max_tokens_in_paged_kv_cache to {least} or more"
+        )
+    logger.warning("%s; max_seq_len is reduced to %d", text, blocks * tokens_per_block)
+    return replace(limits, max_seq_len=blocks * tokens_per_block)

@@ -1,0 +1,246 @@
+"""LoRA adapters in memory: which are cached or evicted, and how those of a step become inputs of the graph.
+
+The rules are those of TensorRT-LLM's PeftCacheManager and LoraCache. `resolve` and `release` need a lock against each
+other; `batch` is for the thread that runs the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.engine.lora_weights import Adapter, read_adapter
+from trtserve.executor.interface.configs import PeftCacheConfig
+from trtserve.executor.interface.requests import LoraConfig
+from trtserve.programs.shared.arrays import read_array
+
+Array = npt.NDArray[Any]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HOST_BYTES = 2**30
+DEFAULT_DEVICE_FRACTION = 0.05
+
+# A stack is kept when adapters leave the batch, until it has this many times the adapters needed.
+_SLACK = 4
+
+
+class NotCachedError(RuntimeError):
+    """A task id came without weights and is not in the cache; the client must send the weights."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterStack:
+    """The weights of several adapters side by side, as inputs of the graph. The same stack means the same arrays."""
+
+    adapters: tuple[Adapter, ...]
+    owners: Mapping[str, npt.NDArray[np.int64]]
+    """For every matrix the adapter (its index in `adapters`) of each column, i64[w]."""
+    weights: Mapping[tuple[int, str], tuple[Array, Array]]
+    """(layer, matrix) → in-weights [w, inputs] and out-weights [w, outputs of the whole matrix]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterBatch:
+    """The adapters of one step."""
+
+    stack: AdapterStack
+    masks: Mapping[str, npt.NDArray[np.bool_]]
+    """For every matrix the columns of `stack` that each token uses, bool[tokens, w]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pages:
+    """Sizes of the cache in pages, as upstream counts them.
+
+    A slot is one row and column of the smallest module.
+    """
+
+    slot_numbers: int
+    slots_per_page: int
+    """A page holds an adapter of the optimal rank in all modules."""
+    host: int
+    device: int
+    max_rank: int
+
+    @classmethod
+    def of(cls, shape: LoraShape, config: PeftCacheConfig, free_memory: int) -> _Pages:
+        """Return the pages of `config` for adapters of `shape`.
+
+        Raises RuntimeError if a given size is too small for one.
+        """
+        best, most = min(config.optimal_adapter_size, shape.max_rank), min(config.max_adapter_size, shape.max_rank)
+        numbers = [module.numbers(1) for module in shape.modules]
+        slot, widest = min(numbers), -(-max(numbers) // min(numbers))
+        per_page = max(shape.layers * best * sum(-(-count // slot) for count in numbers), most * widest)
+        least = -(-most * sum(numbers) * shape.layers // slot)
+        item = 2 if shape.bfloat16 else 4
+
+        def pages(place: str, units: int, size: int | None, default: int) -> int:
+            given = units * widest if units > 0 else None if size is None else size // (slot * item)
+            if given is not None and given < least:
+                raise RuntimeError(
+                    f"Not enough space allocated to {place} LoRA cache to hold 1 max sized LoRA {given} < {least}"
+                )
+            return -(-max(given if given is not None else default // (slot * item), least) // per_page)
+
+        fraction = config.device_cache_percent
+        share = None if fraction is None else int(fraction * free_memory)
+        return cls(
+            slot_numbers=slot,
+            slots_per_page=per_page,
+            host=pages("host", config.num_host_module_layer, config.host_cache_size, DEFAULT_HOST_BYTES),
+            device=pages("device", config.num_device_module_layer, share, int(DEFAULT_DEVICE_FRACTION * free_memory)),
+            max_rank=most,
+        )
+
+    def pages_for(self, sizes: Iterable[int]) -> int:
+        """Return the pages of an adapter whose rows have `sizes` numbers; a row does not span pages."""
+        pages, filled = 0, self.slots_per_page
+        for size in sizes:
+            slots = -(-size // self.slot_numbers)
+            if filled + slots > self.slots_per_page:
+                pages, filled = pages + 1, 0
+            filled += slots
+        return pages
+
+
+class AdapterCache:
+    """The adapters that an executor knows.
+
+    shape: that of the engine, or None if it was built without adapters.
+    free_memory: the bytes to which a fraction in `config` applies.
+    """
+
+    def __init__(self, shape: LoraShape | None, config: PeftCacheConfig, *, free_memory: int) -> None:
+        self._shape = shape
+        self._pages = None if shape is None else _Pages.of(shape, config, free_memory)
+        # Least recently used first.
+        self._adapters: OrderedDict[int, Adapter] = OrderedDict()
+        self._stack: AdapterStack | None = None
+        if shape is not None and config.lora_prefetch_dir:
+            self._prefetch(Path(config.lora_prefetch_dir))
+
+    def resolve(self, config: LoraConfig) -> Adapter:
+        """Return the adapter of a request; it stays cached until `release`.
+
+        Weights sent with a known task id are ignored, as upstream does. Raises RuntimeError if the engine has no
+        adapters, the tensors do not fit it, or the cache is full. Raises NotCachedError for an unknown id without
+        weights.
+        """
+        if self._shape is None:
+            raise RuntimeError(
+                "lora_task_id was given, but the engine was built without adapters; build it with --lora-plugin and "
+                "--lora-target-modules"
+            )
+        task = int(config.task_id)
+        adapter = self._adapters.get(task)
+        if adapter is None:
+            if config.weights is None or config.config is None:
+                raise NotCachedError(f"LoRA task {task} not found in cache. Please send LoRA weights with request")
+            adapter = self._put(task, config.weights, config.config)
+        adapter.holders += 1
+        self._adapters.move_to_end(task)
+        return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        """Note that a request that resolved `adapter` has ended."""
+        adapter.holders -= 1
+        if adapter.holders == 0 and self._adapters.get(adapter.task_id) is adapter:
+            self._adapters.move_to_end(adapter.task_id)
+
+    def fits(self, adapters: Iterable[Adapter | None]) -> bool:
+        """Return whether these adapters can be used in one step: upstream's device cache must hold all of them."""
+        if self._pages is None:
+            return True
+        return sum(adapter.pages for adapter in {*adapters} if adapter is not None) <= self._pages.device
+
+    def batch(self, spans: Sequence[tuple[Adapter | None, int]]) -> AdapterBatch | None:
+        """Return the graph's inputs for tokens in `spans` = (adapter, tokens), in order, or None without adapters."""
+        active = list(dict.fromkeys(adapter for adapter, _ in spans if adapter is not None))
+        if not active:
+            return None
+        stack = self._stack  # kept while it has all active adapters and is not much wider than needed
+        if stack is None or not set(active) <= set(stack.adapters) or len(stack.adapters) > _SLACK * len(active):
+            assert self._shape is not None
+            self._stack = stack = _build_stack(tuple(active), self._shape)
+        places: dict[Adapter | None, int] = {adapter: place for place, adapter in enumerate(stack.adapters)}
+        owner = np.repeat([places.get(adapter, -1) for adapter, _ in spans], [tokens for _, tokens in spans])
+        masks = {linear: owner[:, None] == columns for linear, columns in stack.owners.items()}
+        return AdapterBatch(stack=stack, masks=masks)
+
+    def _put(self, task: int, weights: Array, config: Array) -> Adapter:
+        assert self._shape is not None
+        assert self._pages is not None
+        adapter = read_adapter(task, weights, config, self._shape, max_rank=self._pages.max_rank)
+        adapter.pages = self._pages.pages_for(a.size + b.size for a, b in adapter.matrices.values())
+        self._evict_for(adapter)
+        self._adapters[task] = adapter
+        return adapter
+
+    def _evict_for(self, adapter: Adapter) -> None:
+        assert self._pages is not None
+        missing = sum(other.pages for other in self._adapters.values()) + adapter.pages - self._pages.host
+        leaving = []
+        for other in self._adapters.values():
+            if missing <= 0:
+                break
+            if other.holders == 0:
+                leaving.append(other.task_id)
+                missing -= other.pages
+        if missing > 0:
+            raise RuntimeError(
+                f"PEFT Cache is full. Could not store taskId={adapter.task_id}. "
+                "Cache is full. There are no done tasks to evict"
+            )
+        for task in leaving:
+            del self._adapters[task]
+
+    def _prefetch(self, folder: Path) -> None:
+        """Read the adapters in `folder`: one folder of `hf_lora_convert` per task id, named by its number."""
+        if not folder.is_dir():
+            logger.warning("lora_prefetch_dir %s is not a folder; no adapter was read", folder)
+            return
+        for path in sorted(folder.iterdir()):
+            if not path.name.isdecimal():
+                logger.warning("lora_prefetch_dir: %s is not named by a task id and was not read", path.name)
+                continue
+            arrays = [read_array(path / f"model.lora_{kind}.npy") for kind in ("weights", "config")]
+            self._put(int(path.name), arrays[0], arrays[1])
+
+
+def _build_stack(adapters: tuple[Adapter, ...], shape: LoraShape) -> AdapterStack:
+    """Put adapters side by side: adapter by adapter, and within an adapter module by module."""
+    places: dict[tuple[int, int], int] = {}  # (adapter, module id) → its first column
+    owners: dict[str, list[int]] = {linear: [] for linear in shape.linears}
+    for place, adapter in enumerate(adapters):
+        for module in shape.modules:
+            places[place, module.id] = len(owners[module.linear])
+            owners[module.linear].extend([place] * adapter.ranks.get(module.id, 0))
+    weights: dict[tuple[int, str], tuple[Array, Array]] = {}
+    target = ml_dtypes.bfloat16 if shape.bfloat16 else np.float32
+    for linear, (inputs, outputs) in shape.linears.items():
+        for layer in range(shape.layers):
+            columns = len(owners[linear])
+            weights[layer, linear] = np.zeros((columns, inputs), target), np.zeros((columns, outputs), target)
+    modules = {module.id: module for module in shape.modules}
+    for place, adapter in enumerate(adapters):
+        for (layer, number), (a, b) in adapter.matrices.items():
+            module, column = modules[number], places[place, number]
+            into, out = weights[layer, module.linear]
+            into[column : column + len(a)] = a
+            out[column : column + len(b), module.first : module.first + module.outputs] = b
+    return AdapterStack(
+        adapters=adapters,
+        owners={linear: np.array(places, dtype=np.int64) for linear, places in owners.items()},
+        weights=weights,
+    )

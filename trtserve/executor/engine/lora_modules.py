@@ -1,0 +1,126 @@
+"""TensorRT-LLM's LoRA modules: their ids, and the matrices of a decoder that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtserve.executor.engine.sizes import Sizes
+
+MODULE_IDS: Mapping[str, int] = {
+    "attn_qkv": 0,
+    "attn_q": 1,
+    "attn_k": 2,
+    "attn_v": 3,
+    "attn_dense": 4,
+    "mlp_h_to_4h": 5,
+    "mlp_4h_to_h": 6,
+    "mlp_gate": 7,
+}
+"""Ids in `lora_config` of the modules that a decoder without experts and without an encoder has."""
+
+OTHER_MODULES = (
+    "cross_attn_qkv",
+    "cross_attn_q",
+    "cross_attn_k",
+    "cross_attn_v",
+    "cross_attn_dense",
+    "moe_h_to_4h",
+    "moe_4h_to_h",
+    "moe_gate",
+    "moe_router",
+    "mlp_router",
+    "mlp_gate_up",
+)
+"""Names of `--lora-target-modules` for other kinds of models."""
+
+HF_MODULES: Mapping[str, str] = {
+    "attn_qkv": "qkv_proj",
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_dense": "o_proj",
+    "mlp_h_to_4h": "gate_proj",
+    "mlp_4h_to_h": "down_proj",
+    "mlp_gate": "up_proj",
+}
+"""Hugging Face's names of the same modules in Llama."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraModule:
+    """One module: it changes outputs `first` … `first + outputs` of the matrix `linear`."""
+
+    id: int
+    name: str
+    linear: str
+    """Name of the matrix inside a layer of the checkpoint."""
+    inputs: int
+    """Width of the adapter's in-weights."""
+    outputs: int
+    """Width of the adapter's out-weights."""
+    width: int
+    """Outputs of the whole matrix."""
+    first: int = 0
+
+    def numbers(self, rank: int) -> int:
+        """Return how many numbers the weights of an adapter of `rank` have, in- and out-weights together."""
+        return rank * (self.inputs + self.outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraShape:
+    """The shape of the adapters that an engine accepts."""
+
+    modules: tuple[LoraModule, ...]
+    layers: int
+    max_rank: int
+    bfloat16: bool = False
+    """Whether the engine computes with adapters in bfloat16 instead of float32."""
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of every matrix with a module, by its name inside a layer."""
+        return {module.linear: (module.inputs, module.width) for module in self.modules}
+
+
+def lora_modules(config: Mapping[str, Any], names: Iterable[str], *, fused_mlp: bool = False) -> tuple[LoraModule, ...]:
+    """Return the modules `names` of a decoder, sorted by id; `config` is the checkpoint's, KeyError for unknown names.
+
+    `fused_mlp`: the first matrix of the MLP holds the activated part and the gate (Phi-3), and so does its module.
+    """
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    head = int(config.get("head_size") or hidden // heads)
+    queries, keys = heads * head, int(config.get("num_key_value_heads") or heads) * head
+    inner, fused = int(config.get("intermediate_size") or 4 * hidden), queries + 2 * keys
+    first = 2 * inner if fused_mlp else inner
+    parts = {  # linear, inputs, outputs, width, first
+        "attn_qkv": ("attention.qkv", hidden, fused, fused, 0),
+        "attn_q": ("attention.qkv", hidden, queries, fused, 0),
+        "attn_k": ("attention.qkv", hidden, keys, fused, queries),
+        "attn_v": ("attention.qkv", hidden, keys, fused, queries + keys),
+        "attn_dense": ("attention.dense", queries, hidden, hidden, 0),
+        "mlp_h_to_4h": ("mlp.fc", hidden, first, first, 0),
+        "mlp_4h_to_h": ("mlp.proj", inner, hidden, hidden, 0),
+        "mlp_gate": ("mlp.gate", hidden, inner, inner, 0),
+    }
+    return tuple(
+        LoraModule(id=MODULE_IDS[name], name=name, linear=linear, inputs=inputs, outputs=outputs, width=width, first=at)
+        for name in sorted(names, key=MODULE_IDS.__getitem__)
+        for linear, inputs, outputs, width, at in [parts[name]]
+    )
+
+
+def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
+    """Return the shape of the adapters of an engine with this `config.json`, or None if it takes none."""
+    build, model = config["build_config"], config["pretrained_config"]
+    if not build.get("plugin_config", {}).get("lora_plugin"):
+        return None
+    lora = build["lora_config"]
+    return LoraShape(
+        modules=lora_modules(model, lora["lora_target_modules"], fused_mlp=config["trtserve"].get("mlp") == "fused"),
+        layers=Sizes.of(model).layers,
+        max_rank=int(lora["max_lora_rank"]),
+        bfloat16=config["trtserve"]["compute_precision"] == "bf16",
+    )

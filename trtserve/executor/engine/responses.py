@@ -1,0 +1,157 @@
+"""Build the responses of a sequence: which tokens to send, and with which further outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.executor.engine.sequence import Sequence
+from trtserve.executor.interface.enums import FinishReason
+from trtserve.executor.interface.results import RequestPerfMetrics, Response, Result
+
+Floats = npt.NDArray[np.float32]
+
+_SENT: Floats = np.zeros((0, 0), dtype=np.float32)
+"""Replaces logits that were already sent in a stream and are not needed again."""
+
+
+def next_responses(sequence: Sequence, reason: FinishReason) -> list[Response]:
+    """Return what is new after a step of a streaming sequence, or at the end of any.
+
+    A stream has one response per token, also after a step with several. Only a client that sent draft tokens itself
+    gets them in one.
+    """
+    final = reason is not FinishReason.NOT_FINISHED
+    if sequence.search is not None:
+        response = _respond_with_beams(sequence, final=final)
+        return [] if response is None else [response]
+    count = len(sequence.generated)
+    if not sequence.streaming or sequence.single_step:
+        return [_respond(sequence, count, reason)]
+    with_last = final and reason is not FinishReason.END_ID  # the end token is not in the answer
+    ends = range(sequence.sent + 1, count + (0 if with_last else 1))
+    responses = [_respond(sequence, end, FinishReason.NOT_FINISHED) for end in ends]
+    return [*responses, _respond(sequence, count, reason)] if final else responses
+
+
+def _respond(sequence: Sequence, end: int, reason: FinishReason) -> Response:
+    """Return the response with the generated tokens up to `end`."""
+    generated = sequence.generated[:end]
+    if sequence.streaming:
+        tokens = generated if sequence.return_all else generated[sequence.sent :]
+    else:
+        tokens = generated if sequence.exclude_input else [*sequence.prompt.tolist(), *generated]
+    result = _result(sequence, [tokens], [reason], final=reason is not FinishReason.NOT_FINISHED)
+    if sequence.log_probs is not None:
+        known = sequence.log_probs[:end]
+        result.log_probs, result.cum_log_probs = [[each for each, _ in known]], [known[-1][1] if known else 0.0]
+    if sequence.logits is not None:
+        result.context_logits = sequence.logits.context
+        result.generation_logits = _generation_logits(sequence, end)
+    sequence.sent = end
+    return Response(sequence.id, result, sequence.client_id)
+
+
+def ended_response(sequence: Sequence, reason: FinishReason) -> Response:
+    """Return the last response of a sequence that was cancelled or timed out.
+
+    As in TensorRT-LLM, generated tokens that were not sent are dropped; the prompt stays where it belongs to the
+    answer.
+    """
+    count = len(sequence.search.ranked()) if sequence.search is not None else 1
+    prompt = [] if sequence.streaming or sequence.exclude_input else sequence.prompt.tolist()
+    result = _result(sequence, [prompt[:] for _ in range(count)], [reason] * count, final=True)
+    return Response(sequence.id, result, sequence.client_id)
+
+
+def error_response(sequence: Sequence, message: str) -> Response:
+    """Return the response that ends a request with an error."""
+    sequence.group.failed = True
+    return Response(sequence.id, message, sequence.client_id)
+
+
+def _result(sequence: Sequence, tokens: list[list[int]], reasons: list[FinishReason], *, final: bool) -> Result:
+    if final:
+        sequence.group.open -= 1
+    result = Result(
+        is_final=final and sequence.group.open == 0,
+        output_token_ids=tokens,
+        finish_reasons=reasons,
+        sequence_index=sequence.index,
+        is_sequence_final=final,
+        decoding_iter=sequence.iterations,
+    )
+    if sequence.metrics is not None:
+        result.request_perf_metrics = _metrics(sequence, sequence.metrics)
+    return result
+
+
+def _metrics(sequence: Sequence, metrics: RequestPerfMetrics) -> RequestPerfMetrics:
+    """Return a copy of the metrics as they are now."""
+    use = sequence.use
+    looked_up = use.reused + use.missed
+    return replace(
+        metrics,
+        timing_metrics=replace(metrics.timing_metrics),
+        kv_cache_metrics=replace(
+            metrics.kv_cache_metrics,
+            num_total_allocated_blocks=use.total,
+            num_new_allocated_blocks=use.new,
+            num_reused_blocks=use.reused,
+            num_missed_blocks=use.missed,
+            kv_cache_hit_rate=use.reused / looked_up if looked_up else 0.0,
+        ),
+        speculative_decoding=replace(metrics.speculative_decoding),
+    )
+
+
+def _respond_with_beams(sequence: Sequence, *, final: bool) -> Response | None:
+    """Return all beams, best first; a streamed response repeats all tokens so far."""
+    search = sequence.search
+    assert search is not None
+    if not final and search.longest <= sequence.sent:
+        return None
+    beams = search.ranked()
+    prompt = [] if sequence.streaming or sequence.exclude_input else sequence.prompt.tolist()
+    tokens = [[*prompt, *beam.tokens] for beam in beams]
+    result = _result(sequence, tokens, [beam.reason for beam in beams], final=final)
+    if sequence.log_probs is not None:
+        result.cum_log_probs = [beam.cum_log_prob for beam in beams]
+        result.log_probs = [beam.log_probs for beam in beams]
+    if sequence.logits is not None:
+        result.context_logits = sequence.logits.context
+        if sequence.logits.generation is not None:
+            logits = np.zeros(
+                (len(beams), sequence.max_tokens, sequence.logits.generation[0].shape[1]), dtype=np.float32
+            )
+            for number, beam in enumerate(beams):
+                for step, origin in enumerate(beam.origins):
+                    logits[number, step] = sequence.logits.generation[step][origin]
+            result.generation_logits = logits
+    sequence.sent = search.longest
+    return Response(sequence.id, result, sequence.client_id)
+
+
+def _generation_logits(sequence: Sequence, end: int) -> Floats | None:
+    """Return f32[1, max_tokens, V], zeros after the last token; for a stream f32[n, 1, V] of the response's tokens.
+
+    A streamed response without a token has the logits of the end token.
+    """
+    assert sequence.logits is not None
+    rows = sequence.logits.generation
+    if not rows:
+        return None
+    if sequence.streaming:
+        first = 0 if sequence.return_all else min(sequence.sent, len(rows) - 1)
+        last = max(end, first + 1)
+        new = np.stack(rows[first:last])
+        if not sequence.return_all:
+            rows[first:last] = [_SENT] * (last - first)
+        return new
+    logits = np.zeros((1, sequence.max_tokens, rows[0].shape[1]), dtype=np.float32)
+    count = len(sequence.generated)
+    if count:
+        logits[0, :count] = np.concatenate(rows[:count])
+    return logits

@@ -1,0 +1,301 @@
+"""Choose which sequences run in the next step, by capacity first and token budget second.
+
+The policies are those of TensorRT-LLM's capacity scheduler and micro-batch scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtserve.executor.engine.chunks import ContextChunker
+from trtserve.executor.engine.kv_cache import KvCache
+from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.ngram_drafts import best_draft_lengths
+from trtserve.executor.engine.sequence import Sequence
+from trtserve.executor.interface.enums import CapacitySchedulerPolicy, ContextChunkingPolicy
+
+Fits = Callable[[set[Any]], bool]
+
+# Seconds that a request of another beam width is overtaken; then the active ones end, and it is next.
+_PATIENCE = 2.0
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The work of one step."""
+
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    """(sequence, context tokens); draft tokens follow the last chunk and are not counted."""
+    generations: list[Sequence] = field(default_factory=list)
+    """Sequences that generate one token per beam."""
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Draft tokens of some of the generations, which are the last ones then."""
+    paused: list[Sequence] = field(default_factory=list)
+    """Sequences that were put on hold."""
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks or self.generations)
+
+    @property
+    def context_tokens(self) -> int:
+        """Number of context tokens in this step."""
+        return sum(size for _, size in self.chunks)
+
+
+class Scheduler:
+    """The active sequences by descending priority: those that run hold blocks (`slots`), the others wait for blocks.
+
+    guaranteed_no_evict: a sequence starts when all blocks it may ever need can be reserved; it is never paused, and no
+    sequence overtakes another. static_batch: new sequences start only when nothing runs. max_utilization: reserves the
+    blocks of one step and pauses the sequence started last when blocks run out. `fits` tells whether a set of adapters
+    can be used at the same time. Sequences with a drafter get up to `max_draft_len` draft tokens in a step, as far as
+    `step_costs` (`Model.step_costs`) promise more speed.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cache: KvCache,
+        *,
+        policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+        chunking: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        fits: Fits | None = None,
+        max_draft_len: int = 0,
+        step_costs: SequenceOf[float] = (),
+    ) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.active: list[Sequence] = []
+        self._turn_began = 0.0
+        self._waiting = 0  # active sequences that hold no blocks
+        self._adapters = 0  # active sequences with an adapter
+        self._static = policy is CapacitySchedulerPolicy.STATIC_BATCH
+        self._may_pause = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        self._fits = fits
+        self._max_draft_len = max_draft_len
+        self._step_costs = step_costs
+        one_window = len(set(limits.windows)) <= 1
+        self._waits_for_blocks = cache.reuse and one_window and not self._static
+        self._chunks = ContextChunker(limits, cache.tokens_per_block, chunking)
+
+    def take(self, queue: deque[Sequence]) -> Sequence | None:
+        """Remove and return the first sequence of `queue` (ordered by priority) that may become active.
+
+        It must have the beam width of the active ones; if the batch is full, also a priority above the lowest. None
+        overtakes a sequence of another width that has waited for _PATIENCE since the active width's turn began.
+        """
+        active = self.active
+        for index, sequence in enumerate(queue):
+            if len(active) >= self.limits.max_batch_size and sequence.priority <= active[-1].priority:
+                return None
+            if not active or sequence.width == active[0].width:
+                del queue[index]
+                return sequence
+            if time.monotonic() - max(sequence.arrival, self._turn_began) > _PATIENCE:
+                return None
+        return None
+
+    def add(self, sequence: Sequence) -> None:
+        """Make `sequence` active, after those of the same priority."""
+        if not self.active:
+            self._turn_began = time.monotonic()
+        insert_by_priority(self.active, sequence)
+        self._waiting += 1
+        self._adapters += sequence.adapter is not None
+
+    def remove(self, sequences: list[Sequence], *, trusted: bool = True) -> None:
+        """Remove active sequences and free their blocks; the contents are kept for reuse if `trusted`."""
+        leaving = set(sequences)
+        for sequence in sequences:
+            self._adapters -= sequence.adapter is not None
+            if sequence.slots:
+                self._release(sequence, trusted=trusted)
+            else:
+                self._waiting -= 1
+        self.active = [sequence for sequence in self.active if sequence not in leaving]
+
+    def _release(self, sequence: Sequence, *, trusted: bool) -> None:
+        stored = trusted and self.cache.reuse and sequence.key.stored
+        self.cache.finish(sequence.slots, sequence.cached_tokens()[: sequence.computed] if stored else [])
+        sequence.slots = ()
+
+    def can_plan_ahead(self) -> bool:
+        """Return whether the next step can be planned before the tokens of the last one are known.
+
+        Not when a sequence may have to be paused, or computed again: that needs all of its tokens.
+        """
+        beyond = self.limits.long_rope_beyond
+        if beyond is not None and any(sequence.outgrows(beyond) for sequence in self.active):
+            return False
+        return not self._may_pause or (not self._waiting and self.cache.available >= len(self.active))
+
+    def plan_step(self) -> StepPlan:
+        """Plan the next step. Sequences that wait for a token of the last step do not take part."""
+        plan = StepPlan()
+        beyond = self.limits.long_rope_beyond
+        if beyond is not None:
+            for sequence in self.active:
+                if sequence.outgrows(beyond):
+                    sequence.recompute()
+        if self._may_pause:
+            chosen = self._choose_for_step(plan.paused)
+        else:
+            if self._waiting:
+                self._start_sequences()
+            chosen = [sequence for sequence in self.active if sequence.slots] if self._waiting else self.active
+        contexts, left = self._plan_generations(plan, chosen)
+        if contexts:
+            plan.chunks = self._chunks.divide(contexts, left)
+        elif self._step_costs:
+            self._plan_drafts(plan, left)
+        if self._adapters:
+            plan.generations.sort(key=lambda sequence: (sequence in plan.drafts, sequence.key.adapter or 0))
+        return plan
+
+    def _plan_drafts(self, plan: StepPlan, left: int) -> None:
+        """Give sequences draft tokens while the step has `left` tokens of room and their blocks fit."""
+        drafting = [sequence for sequence in plan.generations if sequence.drafter is not None]
+        gains = [sequence.drafter.gains(self._draft_room(sequence)) for sequence in drafting if sequence.drafter]
+        if not any(gains):
+            return
+        tokens = len(plan.generations)
+        lengths = best_draft_lengths(gains, tokens, self._step_costs[: tokens + left])
+        for sequence, length in zip(drafting, lengths, strict=True):
+            assert sequence.drafter is not None
+            draft = sequence.drafter.draft(length)
+            if draft and self.cache.reserve(sequence.slots, sequence.computed + 1 + len(draft)):
+                plan.drafts[sequence] = draft
+        if plan.drafts:
+            plan.generations.sort(key=lambda sequence: sequence in plan.drafts)
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        """Return how many draft tokens can be of use: one token more is chosen, and the rotation must not change."""
+        room = min(self._max_draft_len, sequence.max_tokens - len(sequence.generated) - 1)
+        beyond = self.limits.long_rope_beyond
+        if beyond is not None and not sequence.is_long(beyond):
+            room = min(room, beyond - sequence.prompt_length - len(sequence.generated))
+        return max(room, 0)
+
+    def _start_sequences(self) -> None:
+        """Start sequences while all blocks they may need can be reserved; stop at the first that lacks blocks."""
+        started = len(self.active) - self._waiting
+        if self._static and started:
+            return
+        computing = self._being_computed()
+        for sequence in self.active:
+            if started >= self.limits.max_batch_size:
+                return
+            if sequence.slots or self._must_wait(sequence, computing):
+                continue
+            if not self._start(sequence, sequence.total_tokens, computing):
+                return
+            started += 1
+
+    def _choose_for_step(self, paused: list[Sequence]) -> list[Sequence]:
+        """Return the sequences whose blocks for the next step fit; the one started last may be paused for others."""
+        chosen: list[Sequence] = []
+        computing = self._being_computed() if self._waiting else set()
+        candidates = deque(self.active)
+        while candidates and len(chosen) < self.limits.max_batch_size:
+            sequence = candidates[0]
+            if not sequence.slots and self._must_wait(sequence, computing):
+                candidates.popleft()
+            elif self._reserve_step(sequence, computing):
+                chosen.append(candidates.popleft())
+            elif not self._pause_last(candidates, paused):
+                break
+        return chosen
+
+    def _reserve_step(self, sequence: Sequence, computing: set[bytes]) -> bool:
+        """Reserve the blocks of the next step; a context reserves all its blocks with its first chunk."""
+        if sequence.slots:
+            return not sequence.generating or self.cache.reserve(sequence.slots, sequence.computed + 1)
+        return self._start(sequence, sequence.context_left + len(sequence.draft), computing)
+
+    def _pause_last(self, candidates: deque[Sequence], paused: list[Sequence]) -> bool:
+        """Pause the last running candidate and drop all candidates after it. Returns False if none is running."""
+        if not any(sequence.slots for sequence in candidates):
+            return False
+        while not candidates[-1].slots:
+            candidates.pop()
+        sequence = candidates.pop()
+        self._release(sequence, trusted=True)
+        sequence.pause()
+        self._waiting += 1
+        paused.append(sequence)
+        return True
+
+    def _must_wait(self, sequence: Sequence, computing: set[bytes]) -> bool:
+        """True while another sequence computes blocks that this one can reuse, or its adapter does not fit."""
+        if computing and self.cache.next_missing(sequence.key) in computing:
+            return True
+        if sequence.adapter is None or self._fits is None:
+            return False
+        running = {other.adapter for other in self.active if other.slots and other.adapter is not None}
+        return not self._fits(running | {sequence.adapter})
+
+    def _being_computed(self) -> set[bytes]:
+        """Return the blocks, as named by `KvCache.next_missing`, that running contexts compute for reuse.
+
+        Not with several attention windows and not in static batches, as in TensorRT-LLM.
+        """
+        if not self._waits_for_blocks:
+            return set()
+        running = (each for each in self.active if each.slots and not each.generating and each.key.stored)
+        return {block for each in running if (block := self.cache.next_missing(each.key)) is not None}
+
+    def _start(self, sequence: Sequence, tokens: int, computing: set[bytes]) -> bool:
+        """Give `sequence` its slots, with blocks for `tokens` tokens. Return False if they do not fit."""
+        allocation = self.cache.start(sequence.key, reserve=tokens, width=sequence.width, use=sequence.use)
+        if allocation is None:
+            return False
+        sequence.slots, sequence.computed = allocation.slots, allocation.reused_tokens
+        self._waiting -= 1
+        if (
+            self._waits_for_blocks
+            and sequence.key.stored
+            and (missing := self.cache.next_missing(sequence.key)) is not None
+        ):
+            computing.add(missing)
+        return True
+
+    def _plan_generations(self, plan: StepPlan, chosen: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Add generations of one beam width to the step; return the contexts that may join, and the tokens left.
+
+        The first sequence that exceeds the budget ends the pass.
+        """
+        left = self.limits.max_num_tokens
+        contexts, held, width = [], 0, 0
+        for sequence in chosen:
+            if sequence.ahead and sequence.awaits_token:
+                continue
+            if sequence.generating:
+                beams = sequence.width
+                if width and beams != width:
+                    continue
+                if beams > left - held:
+                    break
+                plan.generations.append(sequence)
+                left -= beams
+                width = beams
+            else:
+                cost = self._chunks.cost(sequence, left - held)
+                if cost > left - held:
+                    break
+                contexts.append(sequence)
+                held += cost
+        return contexts, left
+
+
+def insert_by_priority(sequences: list[Sequence] | deque[Sequence], sequence: Sequence) -> None:
+    """Insert `sequence` after all of the same or a higher priority."""
+    if not sequences or sequences[-1].priority >= sequence.priority:
+        sequences.append(sequence)
+    else:
+        sequences.insert(bisect_right(sequences, -sequence.priority, key=lambda each: -each.priority), sequence)

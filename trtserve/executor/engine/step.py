@@ -1,0 +1,323 @@
+"""Run one step: compute the logits, choose tokens, and find out which sequences have ended and why."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.executor.engine.batch import Batch, Step
+from trtserve.executor.engine.drafts import verify_draft
+from trtserve.executor.engine.draws import ChoosingModel, Draws, PendingStep
+from trtserve.executor.engine.kv_cache import KvCache
+from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.sampling import (
+    EXHAUSTED,
+    UNDEFINED,
+    Choice,
+    choose_tokens,
+)
+from trtserve.executor.engine.scheduler import StepPlan
+from trtserve.executor.engine.sequence import Sequence
+from trtserve.executor.interface.enums import FinishReason
+
+Logits = npt.NDArray[np.float32]
+
+_NO_LOGITS = np.zeros((0, 0), dtype=np.float32)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of a step."""
+
+    advanced: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
+    """Sequences with new tokens and why they ended (NOT_FINISHED: they go on)."""
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    """Sequences that failed and the error message."""
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    """(draft tokens, accepted tokens) of each sequence that had draft tokens."""
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A step that the model computes or has computed."""
+
+    plan: StepPlan
+    step: Step
+    begin: float
+    """From time.perf_counter."""
+    logits: Logits
+    """Of all rows, from a model that does not choose tokens."""
+    pending: PendingStep | None = None
+    drawn: list[Sequence] = field(default_factory=list)
+    """Sequences whose tokens the model chooses."""
+
+
+class Stepper:
+    """Runs steps on `model`; `post_process` changes logits in place and returns the sequences that it failed for.
+
+    overlaps: the next step can be started before the last one is finished.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batch: Batch,
+        cache: KvCache,
+        *,
+        normalize_log_probs: bool = True,
+        post_process: Callable[[list[tuple[Sequence, Logits]]], dict[Sequence, str]],
+    ) -> None:
+        self._model = model
+        self._choosing: ChoosingModel | None = model if isinstance(model, ChoosingModel) else None
+        self.overlaps = self._choosing is not None
+        self._batch = batch
+        self._cache = cache
+        self._normalize = normalize_log_probs
+        self._post_process = post_process
+        self._failures: dict[Sequence, str] = {}
+
+    def start(self, plan: StepPlan, iteration: int) -> RunningStep:
+        """Start the step; exceptions of the model are not caught. A model that does not choose tokens computes it."""
+        begin = time.perf_counter()
+        step = self._batch.fill(plan)
+        for sequence, _ in plan.chunks:
+            if sequence.metrics is not None and sequence.metrics.first_iter is None:
+                sequence.metrics.first_iter = iteration
+                sequence.metrics.timing_metrics.first_scheduled_time = _now()
+        if self._choosing is None:
+            running = RunningStep(plan, step, begin, self._model.forward(**step.inputs))
+        else:
+            running = self._send(self._choosing, plan, step, begin)
+        for sequence, size in plan.chunks:
+            sequence.computed += size
+        for sequence in plan.generations:
+            sequence.computed += 1
+        if self._cache.reuse:  # blocks that prompts fill now are available to other sequences
+            for sequence, _ in plan.chunks:
+                self._cache.register_full_blocks(sequence.slots[0], sequence.context[: sequence.computed])
+        return running
+
+    def _send(self, model: ChoosingModel, plan: StepPlan, step: Step, begin: float) -> RunningStep:
+        """Send the step to a model that chooses the tokens of most sequences."""
+        draws, drawn = Draws(normalize_log_probs=self._normalize), []
+        for number, sequence in enumerate(step.sampled):
+            if sequence.drawn:
+                draws.numbers.append(number)
+                draws.rows.append(sequence.row)
+                draws.slots.append(sequence.slots[0])
+                draws.counts.append(len(sequence.generated) + sequence.ahead)
+                draws.begins.append(number < step.begins)
+                drawn.append(sequence)
+        pending = model.start(draws, **step.inputs)
+        for number, sequence in enumerate(step.sampled):
+            sequence.ahead += 1
+            sequence.place = number
+        for span in step.spans:
+            span.sequence.ahead += 1
+        return RunningStep(plan, step, begin, _NO_LOGITS, pending, drawn)
+
+    def finish(self, running: RunningStep, iteration: int) -> Outcome:
+        """Wait for a step and choose its tokens. Sequences that have ended since its start are left out."""
+        step, logits, outcome = running.step, running.logits, Outcome()
+        sampled, drawn = step.sampled, running.drawn
+        chosen = None
+        if running.pending is not None:
+            chosen = running.pending.result()
+            logits = chosen.logits
+            for sequence in [*step.sampled, *(span.sequence for span in step.spans)]:
+                sequence.ahead -= 1
+            sampled = [sequence for sequence in step.sampled if not sequence.drawn]
+        self._copy_and_process_logits(step, sampled, logits, drawn=len(drawn))
+        if self._cache.reuse:
+            self._register_blocks(running.plan.generations)
+        if chosen is not None:
+            log_probs = chosen.log_probs.tolist()
+            choices = [Choice(token, *log_probs[number]) for number, token in enumerate(chosen.tokens)]
+            self._accept(drawn, choices, outcome)
+        self._sample(sampled, logits, outcome)
+        for span in step.spans:
+            if span.sequence.slots:
+                first = span.first - len(drawn)
+                rows = logits[first : first + span.count]
+                draft = running.plan.drafts.get(span.sequence)
+                if draft is not None:
+                    self._verify_ngrams(span.sequence, rows, draft, outcome)
+                else:
+                    (self._verify if span.sequence.search is None else self._search)(span.sequence, rows, outcome)
+        _note_metrics(outcome, iteration)
+        return outcome
+
+    def abandon(self, running: RunningStep) -> None:
+        """Wait for a step whose sequences have ended."""
+        if running.pending is not None:
+            with contextlib.suppress(Exception):  # nobody needs its results
+                running.pending.result()
+
+    def _register_blocks(self, generations: list[Sequence]) -> None:
+        """Make blocks that generated tokens have filled available to other sequences."""
+        size = self._cache.tokens_per_block
+        for sequence in generations:
+            known = sequence.prompt_length + len(sequence.generated)
+            if known % size == 0 and sequence.search is None and sequence.slots:
+                self._cache.register_full_blocks(sequence.slots[0], sequence.cached_tokens())
+
+    def _copy_and_process_logits(self, step: Step, sampled: list[Sequence], logits: Logits, *, drawn: int) -> None:
+        """Copy the logits that requests asked for, then let post-processors change them.
+
+        `logits` has the rows of `sampled` and of the spans, without those of the `drawn` sequences before the spans.
+        """
+        for span in step.contexts:
+            assert span.sequence.logits is not None
+            kept = span.sequence.logits.context
+            assert kept is not None
+            first = span.first - drawn
+            kept[span.past : span.past + span.count] = logits[first : first + span.count]
+        special = [(sequence, logits[row : row + 1]) for row, sequence in enumerate(sampled) if sequence.uses_logits]
+        special += [
+            (span.sequence, logits[span.first - drawn : span.first - drawn + span.count])
+            for span in step.spans
+            if span.sequence.uses_logits and (span.sequence.single_step or span.sequence.search is not None)
+        ]
+        self._failures = {}
+        self._process_logits([(sequence, rows) for sequence, rows in special if sequence.slots])
+
+    def _process_logits(self, special: list[tuple[Sequence, Logits]]) -> None:
+        for sequence, rows in special:
+            if sequence.logits is None or sequence.logits.generation is None:
+                continue
+            generation = sequence.logits.generation
+            if sequence.search is not None:  # one entry per step of a beam search, else one per token
+                generation.append(rows.copy())
+            else:
+                generation.extend(rows[number : number + 1].copy() for number in range(len(rows)))
+        if special:
+            self._failures |= self._post_process(special)
+
+    def _sample(self, sequences: list[Sequence], logits: Logits, outcome: Outcome) -> None:
+        """Choose one token for each sequence of width 1."""
+        if not sequences:
+            return
+        rows = [sequence.row for sequence in sequences]
+        choices = choose_tokens(logits[: len(rows)], rows, normalize_log_probs=self._normalize)
+        self._accept(sequences, choices, outcome)
+
+    def _accept(self, sequences: list[Sequence], choices: list[Choice], outcome: Outcome) -> None:
+        advanced = outcome.advanced
+        for sequence, choice in zip(sequences, choices, strict=True):
+            if not sequence.slots:
+                continue
+            sequence.iterations += 1
+            if choice.token < 0:
+                outcome.failed.append((sequence, self._failure_reason(choice.token, sequence)))
+            else:
+                advanced.append((sequence, sequence.accept(choice)))
+
+    def _verify(self, sequence: Sequence, logits: Logits, outcome: Outcome) -> None:
+        """Verify draft tokens; the sequence always ends after this step."""
+        sequence.iterations += 1
+        verification = verify_draft(
+            logits,
+            sequence.row,
+            sequence.draft,
+            sequence.draft_logits,
+            sequence.accept,
+            normalize_log_probs=self._normalize,
+        )
+        sequence.computed += verification.accepted
+        self._note_draft(sequence, len(sequence.draft), verification.accepted, outcome)
+        if verification.token < 0:
+            outcome.failed.append((sequence, self._failure_reason(verification.token, sequence)))
+            return
+        ended = verification.reason is not FinishReason.NOT_FINISHED
+        outcome.advanced.append((sequence, verification.reason if ended else FinishReason.LENGTH))
+
+    def _verify_ngrams(self, sequence: Sequence, logits: Logits, draft: list[int], outcome: Outcome) -> None:
+        """Verify guessed tokens. Every row is treated as a step of its own would, up to the first wrong guess."""
+        sequence.iterations += 1
+        verification = verify_draft(
+            logits,
+            sequence.row,
+            draft,
+            None,
+            sequence.accept,
+            normalize_log_probs=self._normalize,
+            before=(lambda row: self._process_logits([(sequence, row)])) if sequence.uses_logits else None,
+        )
+        size, computed = self._cache.tokens_per_block, sequence.computed
+        sequence.computed += verification.accepted
+        if self._cache.reuse and sequence.computed // size > computed // size:
+            self._cache.register_full_blocks(sequence.slots[0], sequence.cached_tokens()[: sequence.computed])
+        self._note_draft(sequence, len(draft), verification.accepted, outcome)
+        if verification.token >= 0 or verification.accepted:
+            outcome.advanced.append((sequence, verification.reason))
+        if verification.token < 0:
+            outcome.failed.append((sequence, self._failure_reason(verification.token, sequence)))
+
+    def _note_draft(self, sequence: Sequence, drafted: int, accepted: int, outcome: Outcome) -> None:
+        outcome.drafts.append((drafted, accepted))
+        if sequence.metrics is not None:
+            figures = sequence.metrics.speculative_decoding
+            figures.total_draft_tokens += drafted
+            figures.total_accepted_draft_tokens += accepted
+            if figures.total_draft_tokens:
+                figures.acceptance_rate = figures.total_accepted_draft_tokens / figures.total_draft_tokens
+
+    def _search(self, sequence: Sequence, logits: Logits, outcome: Outcome) -> None:
+        """Run one step of a beam search and rearrange the blocks of the beams."""
+        search = sequence.search
+        assert search is not None
+        sequence.iterations += 1
+        first = not search.beams[0].tokens
+        log_probs = search.log_probs(logits)
+        if np.isnan(log_probs).any():
+            outcome.failed.append((sequence, self._failure_reason(UNDEFINED, sequence)))
+            return
+        parents, _ = search.step(log_probs)
+        if search.done:
+            ranked = search.ranked()
+            if ranked:
+                outcome.advanced.append((sequence, ranked[0].reason))
+            else:
+                outcome.failed.append((sequence, self._failure_reason(EXHAUSTED, sequence)))
+            return
+        if first:
+            self._cache.fork(sequence.slots, sequence.computed)
+        else:
+            # Slots of ended beams follow the last beam, so that all slots hold the same number of tokens.
+            self._cache.reorder(
+                sequence.slots, [*parents, *parents[-1:] * (sequence.width - len(parents))], sequence.computed
+            )
+        sequence.capacity = 0
+        outcome.advanced.append((sequence, FinishReason.NOT_FINISHED))
+
+    def _failure_reason(self, token: int, sequence: Sequence) -> str:
+        """Return why no token could be chosen for this sequence; the rest of the batch is not affected."""
+        if sequence in self._failures:
+            return self._failures[sequence]
+        search = sequence.search
+        place = f"token {1 + (len(sequence.generated) if search is None else search.longest)} of the answer"
+        if token != EXHAUSTED:
+            return f"the logits for {place} are not finite"
+        reason = sequence.row.processor.failure or "bad words, bans, bias or guide exclude all of them"
+        return f"no token is allowed as {place}: {reason}"
+
+
+def _note_metrics(outcome: Outcome, iteration: int) -> None:
+    """Record times and iterations of the sequences that asked for metrics."""
+    for sequence, _ in outcome.advanced:
+        if sequence.metrics is not None:
+            timing, now = sequence.metrics.timing_metrics, _now()
+            if timing.first_token_time == timedelta():
+                timing.first_token_time = now
+            timing.last_token_time = now
+            sequence.metrics.iter = sequence.metrics.last_iter = iteration
+
+
+def _now() -> timedelta:
+    return timedelta(seconds=time.monotonic())

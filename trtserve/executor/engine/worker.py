@@ -1,0 +1,282 @@
+"""The executor's loop: take new requests, plan a step, run it, deliver the responses; sleep when there is no work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+
+from trtserve.executor.engine.admission import Admission
+from trtserve.executor.engine.batch import Batch
+from trtserve.executor.engine.checks import sequence_count
+from trtserve.executor.engine.kv_cache import KvCache
+from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.lora import AdapterCache, NotCachedError
+from trtserve.executor.engine.mailbox import Mailbox
+from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.post_processing import PostProcessors
+from trtserve.executor.engine.recorder import Recorder
+from trtserve.executor.engine.responses import ended_response, error_response, next_responses
+from trtserve.executor.engine.scheduler import Scheduler, StepPlan, insert_by_priority
+from trtserve.executor.engine.sequence import Sequence
+from trtserve.executor.engine.step import Outcome, RunningStep, Stepper
+from trtserve.executor.interface.configs import ExecutorConfig, PeftCacheConfig
+from trtserve.executor.interface.enums import (
+    BatchingType,
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    FinishReason,
+)
+from trtserve.executor.interface.requests import Request
+from trtserve.executor.interface.results import Response
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Queue, scheduler and model of one executor. `run` is the worker thread; other methods are for other threads."""
+
+    def __init__(self, model: Model, limits: Limits, config: ExecutorConfig, *, blocks: int, free_memory: int) -> None:
+        self.mailbox = Mailbox()
+        caching = config.kv_cache_config
+        self.cache = KvCache(
+            blocks=blocks,
+            tokens_per_block=model.tokens_per_block,
+            max_rows=limits.max_rows,
+            max_tokens=limits.max_seq_len,
+            copy_block=model.copy_block,
+            reuse=caching.enable_block_reuse and limits.paged_context,
+            partial_reuse=caching.enable_partial_reuse,
+            copy_on_partial_reuse=caching.copy_on_partial_reuse,
+        )
+        adapters = AdapterCache(model.lora, config.peft_cache_config or PeftCacheConfig(), free_memory=free_memory)
+        post_processors = PostProcessors(config)
+        costs = model.step_costs if config.ngram_max_draft_len else ()
+        self.scheduler = _scheduler(limits, self.cache, config, adapters, costs)
+        self.recorder = Recorder(self.scheduler, config, drafts=bool(limits.max_draft_len or costs))
+        self._admission = Admission(model, limits, config, adapters=adapters, post_processors=post_processors)
+        self._stepper = Stepper(
+            model,
+            Batch(limits, self.cache, None if model.lora is None else adapters),
+            self.cache,
+            normalize_log_probs=config.normalize_log_probs,
+            post_process=post_processors.apply,
+        )
+        self._running: deque[RunningStep] = deque()  # the oldest first
+        self._finished = 0.0
+        self._max_queue_size = config.max_queue_size or None
+        # Requests are checked under this lock only, so that a long prompt does not block the loop.
+        self._enqueue_lock = threading.Lock()
+        self._wake = threading.Condition()
+        self._queue: deque[Sequence] = deque()
+        self._cancelled: set[int] = set()
+        self._timed: list[Sequence] = []
+        self._next_id = 1
+        self._terminating = False
+        self._failure: str | None = None
+
+    def enqueue(self, requests: list[Request]) -> list[int]:
+        """Queue `requests`.
+
+        Raises RuntimeError when the queue cannot take all. Invalid requests get an error response.
+        """
+        with self._enqueue_lock:
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+            if self._terminating:
+                raise RuntimeError("Shutdown called")
+            limit = self._max_queue_size
+            if limit is not None and len(self._queue) + sum(map(sequence_count, requests)) > limit:
+                raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
+            self._admission.require_post_processors(requests)
+            ids = list(range(self._next_id, self._next_id + len(requests)))
+            self._next_id += len(requests)
+            self.mailbox.expect({id_: request.client_id for request, id_ in zip(requests, ids, strict=True)})
+            checked = [self._admit(request, id_) for request, id_ in zip(requests, ids, strict=True)]
+            with self._wake:
+                for each in checked:
+                    for sequence in each if isinstance(each, list) else ():
+                        insert_by_priority(self._queue, sequence)
+                self._wake.notify()
+            refused = [each for each in checked if isinstance(each, Response)]
+            if refused:
+                self.mailbox.deliver(refused)
+        return ids
+
+    def _admit(self, request: Request, id_: int) -> list[Sequence] | Response:
+        try:
+            return self._admission.admit(request, id_)
+        except NotCachedError as error:  # clients recognise exactly this text and send the weights
+            return Response(id_, str(error), request.client_id)
+        except RuntimeError as error:
+            return Response(id_, f"Encountered an error when fetching new request: {error}", request.client_id)
+
+    def cancel(self, id_: int) -> None:
+        """Cancel a request; a queued one ends when it becomes active, unknown ids are ignored."""
+        with self._wake:
+            self._cancelled.add(id_)
+            self._wake.notify()
+
+    def terminate(self) -> None:
+        """Let `run` return when all queued requests have ended."""
+        with self._enqueue_lock, self._wake:
+            self._terminating = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        """Work until terminated. If the loop fails, every open request gets an error response."""
+        try:
+            while self._collect():
+                self._step()
+        except BaseException as error:
+            logger.critical("The executor has stopped: %r", error, exc_info=error)
+            message = f"The executor has stopped working: {type(error).__name__}: {error}"
+            with self._enqueue_lock:  # no request is half enqueued
+                self._failure = message
+                self._queue.clear()
+                self.mailbox.fail(message)
+        else:
+            self.mailbox.close()
+
+    def _collect(self) -> bool:
+        """Take new requests and cancellations, or sleep while there is no work.
+
+        Returns False when the thread should end.
+        """
+        with self._wake:
+            while not (self._queue or self.scheduler.active):
+                self._cancelled.clear()  # these requests have ended
+                if self._terminating:
+                    return False
+                self._wake.wait()
+            while self._queue and (sequence := self.scheduler.take(self._queue)) is not None:
+                self.scheduler.add(sequence)
+                self.recorder.became_active(sequence)
+                if sequence.deadline is not None:
+                    self._timed.append(sequence)
+            cancelled = self._take_cancelled() if self._cancelled else []
+        if cancelled:
+            self._end_early(cancelled, FinishReason.CANCELLED)
+        if self._timed:
+            now, active = time.monotonic(), set(map(id, self.scheduler.active))
+            self._timed = [sequence for sequence in self._timed if id(sequence) in active]
+            late = [sequence for sequence in self._timed if sequence.deadline is not None and sequence.deadline <= now]
+            self._timed = [sequence for sequence in self._timed if sequence not in late]
+            self._end_early(late, FinishReason.TIMED_OUT)
+        return True
+
+    def _take_cancelled(self) -> list[Sequence]:
+        """Return the active sequences that were cancelled; cancellations of queued ones are kept."""
+        active = [sequence for sequence in self.scheduler.active if sequence.id in self._cancelled]
+        self._cancelled &= {sequence.id for sequence in self._queue}
+        return active
+
+    def _end_early(self, sequences: list[Sequence], reason: FinishReason) -> None:
+        if sequences:
+            self._end(sequences, [ended_response(sequence, reason) for sequence in sequences])
+
+    def _step(self) -> None:
+        """Run one step of the active sequences. An exception ends them with an error; the executor goes on."""
+        if not self.scheduler.active:
+            self._record_if_idle()
+            return
+        try:
+            self._run_step()
+        except Exception as error:
+            logger.exception("A step failed")
+            while self._running:
+                self._stepper.abandon(self._running.popleft())
+            finished: list[Sequence] = []
+            responses: list[Response] = []
+            self._fail([(sequence, str(error)) for sequence in self.scheduler.active], finished, responses)
+            self._end(finished, responses, trusted=False)
+            self._record_if_idle()
+
+    def _run_step(self) -> None:
+        """Run a step, or, where steps overlap, start one and then finish the one before it."""
+        running = self._running
+        if running and not self.scheduler.can_plan_ahead():
+            self._finish(running.popleft())
+            if not self.scheduler.active:
+                return
+        plan = self.scheduler.plan_step()
+        if plan:
+            running.append(self._stepper.start(plan, self.recorder.iteration + len(running)))
+        elif not running:
+            raise RuntimeError("no active request can be scheduled")
+        if len(running) > self._stepper.overlaps or not plan:
+            self._finish(running.popleft())
+        if running and not self.scheduler.active:  # all of its sequences have ended meanwhile
+            self._stepper.abandon(running.popleft())
+
+    def _finish(self, running: RunningStep) -> None:
+        """Finish a step and deliver its responses."""
+        outcome = self._stepper.finish(running, self.recorder.iteration)
+        for drafted, accepted in outcome.drafts:
+            self.recorder.verified(drafted, accepted)
+        now = time.perf_counter()
+        seconds, self._finished = now - max(running.begin, self._finished), now
+        self.recorder.record(running.plan, seconds=seconds, queue=self._queue)
+        self._deliver(outcome)
+
+    def _deliver(self, outcome: Outcome) -> None:
+        """Deliver the responses of a step with a single notification."""
+        responses: list[Response] = []
+        finished: list[Sequence] = []
+        for sequence, reason in outcome.advanced:
+            if reason is FinishReason.NOT_FINISHED and not sequence.streaming:
+                continue
+            responses += next_responses(sequence, reason)
+            if reason is not FinishReason.NOT_FINISHED:
+                finished.append(sequence)
+        if outcome.failed:
+            self._fail(outcome.failed, finished, responses)
+        if finished:
+            self._end(finished, responses, trusted=not outcome.failed)
+            self._record_if_idle()
+        elif responses:
+            self.mailbox.deliver(responses)
+
+    def _fail(self, failed: list[tuple[Sequence, str]], finished: list[Sequence], responses: list[Response]) -> None:
+        """Add an error response per request of `failed`, and all sequences of these requests to `finished`."""
+        for sequence, text in failed:
+            if not sequence.group.failed:
+                logger.error("Request %d: %s", sequence.id, text)
+                responses.append(error_response(sequence, f"Encountered an error in forwardAsync function: {text}"))
+        groups = {id(sequence.group) for sequence, _ in failed}
+        with self._wake:
+            if any(sequence.group.size > 1 for sequence, _ in failed):
+                self._queue = deque(each for each in self._queue if id(each.group) not in groups)
+        ending = set(finished)
+        finished += [each for each in self.scheduler.active if id(each.group) in groups and each not in ending]
+
+    def _end(self, sequences: list[Sequence], responses: list[Response], *, trusted: bool = True) -> None:
+        """End sequences. Their blocks are freed first, so that a reader of the last response finds them free."""
+        self.scheduler.remove(sequences, trusted=trusted)
+        self.recorder.completed(sequences)
+        self._admission.release(sequences)
+        self.mailbox.deliver(responses)
+
+    def _record_if_idle(self) -> None:
+        """Write the closing record when the last request has ended."""
+        if not self.scheduler.active:
+            self.recorder.record(StepPlan(), seconds=0.0, queue=self._queue)
+
+
+def _scheduler(
+    limits: Limits, cache: KvCache, config: ExecutorConfig, adapters: AdapterCache, step_costs: SequenceOf[float]
+) -> Scheduler:
+    """Return the scheduler of `config`; static batching takes requests batch by batch."""
+    scheduling = config.scheduler_config
+    static = config.batching_type is BatchingType.STATIC
+    return Scheduler(
+        limits,
+        cache,
+        policy=CapacitySchedulerPolicy.STATIC_BATCH if static else scheduling.capacity_scheduler_policy,
+        chunking=scheduling.context_chunking_policy or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        fits=adapters.fits,
+        max_draft_len=config.ngram_max_draft_len,
+        step_costs=step_costs,
+    )

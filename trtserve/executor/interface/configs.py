@@ -1,0 +1,248 @@
+"""The configuration classes of TensorRT-LLM's executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trtserve.executor.interface import enums
+from trtserve.executor.interface.enums import (
+    BatchingType,
+    CapacitySchedulerPolicy,
+    CommunicationMode,
+    CommunicationType,
+    ContextChunkingPolicy,
+    DecodingMode,
+)
+from trtserve.executor.interface.records import Field, Record
+from trtserve.executor.interface.type_conversion import (
+    ANY,
+    BOOL,
+    CALLABLE,
+    FLOAT,
+    INT,
+    LONG,
+    PATH,
+    TEXT,
+    UNSIGNED,
+    dict_of,
+    instance_of,
+    list_of,
+    not_negative,
+    optional,
+    positive,
+)
+
+OPT_INT = optional(INT)
+OPT_FLOAT = optional(FLOAT)
+OPT_INTS = optional(list_of(INT))
+
+
+class DynamicBatchConfig(Record):
+    enable_batch_size_tuning = Field[bool](BOOL)
+    enable_max_num_tokens_tuning = Field[bool](BOOL, False, "0.16-")
+    dynamic_batch_moving_average_window = Field[int](INT, 128)
+
+
+class SchedulerConfig(Record):
+    capacity_scheduler_policy = Field[CapacitySchedulerPolicy](
+        instance_of(CapacitySchedulerPolicy), CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    )
+    context_chunking_policy = Field[ContextChunkingPolicy | None](optional(instance_of(ContextChunkingPolicy)), None)
+    dynamic_batch_config = Field[DynamicBatchConfig | None](optional(instance_of(DynamicBatchConfig)), None, "0.15-")
+
+
+class RuntimeDefaults(Record):
+    max_attention_window = Field[list[int] | None](OPT_INTS, None)
+    sink_token_length = Field[int | None](OPT_INT, None)
+
+
+def _window_list(value: Any, strict: bool) -> Any:
+    """Convert max_attention_window: 0.12 has a number, later releases a list; both are accepted."""
+    single = not isinstance(value, (list, tuple)) and value is not None
+    return OPT_INTS.convert([value] if single else value, strict)
+
+
+class KvCacheConfig(Record, writable="0.13-"):
+    enable_block_reuse = Field[bool](BOOL, False, newer=("0.17", True))
+    max_tokens = Field[int | None](OPT_INT, None)
+    max_attention_window = Field[list[int] | None](OPT_INTS.with_convert(_window_list), None)
+    sink_token_length = Field[int | None](OPT_INT, None)
+    free_gpu_memory_fraction = Field[float | None](OPT_FLOAT, None)
+    host_cache_size = Field[int | None](optional(UNSIGNED), None)
+    onboard_blocks = Field[bool](BOOL, True)
+    cross_kv_cache_fraction = Field[float | None](OPT_FLOAT, None, "0.15-")
+    secondary_offload_min_priority = Field[int | None](OPT_INT, None, "0.15-")
+    event_buffer_max_size = Field[int](LONG, 0, "0.15-")
+    runtime_defaults = Field[RuntimeDefaults | None](
+        optional(instance_of(RuntimeDefaults)), None, "0.16-", keyword="0.12-"
+    )
+    enable_partial_reuse = Field[bool](BOOL, True, "0.19-")
+    copy_on_partial_reuse = Field[bool](BOOL, True, "0.19-")
+    use_uvm = Field[bool](BOOL, False, "1.0-")
+    attention_dp_events_gather_period_ms = Field[int](INT, 5, "1.0-")
+    max_gpu_total_bytes = Field[int](UNSIGNED, 0, "1.1-")
+
+    def validate(self) -> None:
+        if self.runtime_defaults is not None:
+            self.fill_empty_fields_from_runtime_defaults(self.runtime_defaults)
+
+    def fill_empty_fields_from_runtime_defaults(self, defaults: RuntimeDefaults) -> None:
+        """Copy the windows and the sink length from `defaults` if they are unset (0.16 and later)."""
+        for name in ("max_attention_window", "sink_token_length"):
+            if self.__dict__[name] is None:
+                self.__dict__[name] = getattr(defaults, name)
+
+
+class PeftCacheConfig(Record):
+    num_host_module_layer = Field[int](INT, 0)
+    num_device_module_layer = Field[int](INT, 0)
+    optimal_adapter_size = Field[int](INT, 8)
+    max_adapter_size = Field[int](INT, 64)
+    num_put_workers = Field[int](INT, 1)
+    num_ensure_workers = Field[int](INT, 1)
+    num_copy_streams = Field[int](INT, 1)
+    max_pages_per_block_host = Field[int](INT, 24)
+    max_pages_per_block_device = Field[int](INT, 8)
+    device_cache_percent = Field[float | None](OPT_FLOAT, None)
+    host_cache_size = Field[int | None](optional(UNSIGNED), None)
+    lora_prefetch_dir = Field[str | None](optional(TEXT), None, "0.19-")
+
+
+class OrchestratorConfig(Record, writable="0.12-"):
+    is_orchestrator = Field[bool](BOOL, True)
+    worker_executable_path = Field[str](PATH, "")
+    orch_leader_comm = Field[Any](ANY, None, "0.15-")
+    spawn_processes = Field[bool](BOOL, True, "0.15-")
+
+
+class ParallelConfig(Record, writable="0.12-"):
+    communication_type = Field[CommunicationType](instance_of(CommunicationType), CommunicationType.MPI)
+    communication_mode = Field[CommunicationMode](instance_of(CommunicationMode), CommunicationMode.LEADER)
+    device_ids = Field[list[int] | None](OPT_INTS, None)
+    participant_ids = Field[list[int] | None](OPT_INTS, None)
+    orchestrator_config = Field[OrchestratorConfig | None](optional(instance_of(OrchestratorConfig)), None)
+    num_nodes = Field[int | None](OPT_INT, None, "0.19-")
+
+
+class LookaheadDecodingConfig(Record):
+    max_window_size = Field[int](INT, check=positive)
+    max_ngram_size = Field[int](INT, check=positive)
+    max_verification_set_size = Field[int](INT, check=not_negative)
+
+
+class EagleConfig(Record):
+    eagle_choices = Field[list[list[int]] | None](optional(list_of(list_of(INT))), None)
+    greedy_sampling = Field[bool](BOOL, True, "0.16-")
+    posterior_threshold = Field[float | None](OPT_FLOAT, None, "0.16-")
+    use_dynamic_tree = Field[bool](BOOL, False, "1.0-")
+    dynamic_tree_max_topK = Field[int | None](OPT_INT, None, "1.0-")  # noqa: N815 - the interface's name
+
+
+class DecodingConfig(Record, writable="0.12-"):
+    decoding_mode = Field[DecodingMode | None](optional(instance_of(DecodingMode)), None)
+    lookahead_decoding_config = Field[LookaheadDecodingConfig | None](
+        optional(instance_of(LookaheadDecodingConfig)), None
+    )
+    medusa_choices = Field[list[list[int]] | None](optional(list_of(list_of(INT))), None)
+    eagle_config = Field[EagleConfig | None](optional(instance_of(EagleConfig)), None, "0.15-")
+
+
+class ExtendedRuntimePerfKnobConfig(Record, writable="0.12-"):
+    """Upstream's constructor lacks the last two although its own Triton model passes them; accepted here."""
+
+    multi_block_mode = Field[bool](BOOL, False, newer=("0.14", True))
+    enable_context_fmha_fp32_acc = Field[bool](BOOL, False)
+    cuda_graph_mode = Field[bool](BOOL, False, "0.14-")
+    cuda_graph_cache_size = Field[int](INT, 0, "0.14-")
+
+
+class LogitsPostProcessorConfig(Record, writable="0.12-"):
+    processor_map = Field[dict[str, Callable[..., Any]] | None](optional(dict_of(CALLABLE)), None)
+    processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None)
+    replicate = Field[bool](BOOL, True)
+
+
+class DebugConfig(Record, writable="0.12-"):
+    dump_input_tensors = Field[bool](BOOL, False, "0.13-0.13", alias="debug_input_tensors")
+    dump_output_tensors = Field[bool](BOOL, False, "0.13-0.13", alias="debug_output_tensors")
+    dump_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None, "0.13-0.13", alias="debug_tensor_names")
+    debug_input_tensors = Field[bool](BOOL, False, "0.14-")
+    debug_output_tensors = Field[bool](BOOL, False, "0.14-")
+    debug_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None, "0.14-")
+    debug_tensors_max_iterations = Field[int](INT, 0, "0.14-")
+
+
+class SpeculativeDecodingConfig(Record, writable="0.12-"):
+    fast_logits = Field[bool](BOOL, False)
+
+
+class GuidedDecodingConfig(Record, writable="0.12-"):
+    GuidedDecodingBackend = enums.GuidedDecodingBackend
+
+    backend = Field[enums.GuidedDecodingBackend](instance_of(enums.GuidedDecodingBackend))
+    encoded_vocab = Field[list[str] | None](optional(list_of(TEXT)), None)
+    tokenizer_str = Field[str | None](optional(TEXT), None)
+    stop_token_ids = Field[list[int] | None](OPT_INTS, None)
+
+
+class CacheTransceiverConfig(Record, writable="0.12-"):
+    backend = Field[Any](ANY, None)
+    max_tokens_in_buffer = Field[int | None](OPT_INT, None)
+    kv_transfer_timeout_ms = Field[int | None](OPT_INT, None, "1.0-")
+
+
+class AdditionalModelOutput(Record, writable="0.12-"):
+    name = Field[str](TEXT)
+    gather_context = Field[bool](BOOL, False)
+
+
+class ExecutorConfig(Record, writable="0.12-", dynamic=True):
+    ngram_max_draft_len = 0
+    """Most draft tokens that a step guesses from the text of a request. No release has this attribute."""
+
+    max_beam_width = Field[int](INT, 1, check=positive)
+    scheduler_config = Field[SchedulerConfig](instance_of(SchedulerConfig), SchedulerConfig)
+    kv_cache_config = Field[KvCacheConfig](instance_of(KvCacheConfig), KvCacheConfig)
+    enable_chunked_context = Field[bool](BOOL, False)
+    normalize_log_probs = Field[bool](BOOL, True)
+    iter_stats_max_iterations = Field[int](INT, 1000, check=not_negative)
+    request_stats_max_iterations = Field[int](INT, 0, check=not_negative)
+    batching_type = Field[BatchingType](instance_of(BatchingType), BatchingType.INFLIGHT)
+    max_batch_size = Field[int | None](OPT_INT, None, check=positive)
+    max_num_tokens = Field[int | None](OPT_INT, None, check=positive)
+    parallel_config = Field[ParallelConfig | None](optional(instance_of(ParallelConfig)), None)
+    peft_cache_config = Field[PeftCacheConfig | None](optional(instance_of(PeftCacheConfig)), PeftCacheConfig)
+    logits_post_processor_map = Field[dict[str, Callable[..., Any]] | None](
+        optional(dict_of(CALLABLE)), None, "0.12-0.12"
+    )
+    logits_post_processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None, "0.12-0.12")
+    logits_post_processor_config = Field[LogitsPostProcessorConfig | None](
+        optional(instance_of(LogitsPostProcessorConfig)), None, "0.13-"
+    )
+    decoding_config = Field[DecodingConfig | None](optional(instance_of(DecodingConfig)), None)
+    use_gpu_direct_storage = Field[bool](BOOL, False, "0.19-")
+    gpu_weights_percent = Field[float](FLOAT, 1.0)
+    max_queue_size = Field[int | None](OPT_INT, None, check=not_negative)
+    extended_runtime_perf_knob_config = Field[ExtendedRuntimePerfKnobConfig](
+        instance_of(ExtendedRuntimePerfKnobConfig), ExtendedRuntimePerfKnobConfig
+    )
+    debug_config = Field[DebugConfig | None](optional(instance_of(DebugConfig)), None, "0.13-")
+    recv_poll_period_ms = Field[int](INT, 0, "0.13-")
+    max_seq_idle_microseconds = Field[int](LONG, 180_000_000, "0.13-", check=positive)
+    spec_dec_config = Field[SpeculativeDecodingConfig | None](
+        optional(instance_of(SpeculativeDecodingConfig)), None, "0.15-"
+    )
+    guided_decoding_config = Field[GuidedDecodingConfig | None](
+        optional(instance_of(GuidedDecodingConfig)), None, "0.16-"
+    )
+    additional_model_outputs = Field[list[Any] | None](optional(list_of(ANY)), None, "0.17-")
+    cache_transceiver_config = Field[CacheTransceiverConfig | None](
+        optional(instance_of(CacheTransceiverConfig)), None, "0.19-"
+    )
+    gather_generation_logits = Field[bool](BOOL, False, "0.19-")
+    use_variable_beam_width_search = Field[bool](BOOL, False, "0.19-0.19")
+    prompt_table_offloading = Field[bool](BOOL, False, "0.19-0.21", alias="mm_embedding_offloading")
+    mm_embedding_offloading = Field[bool](BOOL, False, "1.0-")
+    enable_trt_overlap = Field[bool](BOOL, False, "0.20-")
+    fail_fast_on_attention_window_too_large = Field[bool](BOOL, False, "1.0-")

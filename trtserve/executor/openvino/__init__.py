@@ -1,0 +1,1 @@
+"""Models of the engine on OpenVINO, for CPUs."""

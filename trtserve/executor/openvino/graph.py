@@ -1,0 +1,365 @@
+"""Build the OpenVINO graph of a decoder: a stateful model with packed weights, from a `Decoder` and its sizes.
+
+The graph has the inputs and the key/value state of an exported Hugging Face model (input_ids, attention_mask,
+position_ids, beam_idx → logits), which OpenVINO's paged-attention transformation expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+from openvino import opset13 as ops
+
+from trtserve.checkpoint.architectures.base import Decoder, Experts
+from trtserve.checkpoint.quantized import Int4Weight
+from trtserve.errors import BuildError
+from trtserve.executor.engine.attention_limits import require_paged_attention
+from trtserve.executor.engine.sizes import Sizes
+from trtserve.executor.openvino.graph_experts import (
+    columns_of_experts,
+    rows_of_experts,
+    stacked_int4,
+    token_weights,
+)
+from trtserve.executor.openvino.graph_operations import (
+    add,
+    constant,
+    dimension,
+    gather,
+    integers,
+    parameter,
+)
+from trtserve.executor.openvino.graph_rotation import Rotation
+from trtserve.executor.openvino.graph_weights import float_tensor, int4_matrix, packed
+from trtserve.executor.openvino.weight_quantization import Packing
+from trtserve.files import writing
+
+Array = npt.NDArray[Any]
+
+# The sum after the last layer's attention. After it tokens are independent of each other, so PagedModel drops the rows
+# without requested logits there: this saves the last MLP, the final norm and lm_head for them.
+LAST_ATTENTION = "last_attention"
+# The product in the last layer that bypasses that sum, if the MLP is parallel to the attention.
+LAST_PARALLEL_MLP = "last_parallel_mlp"
+# The constant f32[heads] with the ALiBi slopes.
+ALIBI_SLOPES = "alibi_slopes"
+# The constant i64[] with the length beyond which sequences are long for LongRoPE; input of a comparison.
+LONG_ROPE_BEYOND = "long_rope_beyond"
+# Half of the most negative float16: far below any score, and finite in every precision of the CPU plugin.
+_MASKED = -32752.0
+_PROBE = 1 << 20
+
+
+class Weights(Protocol):
+    """Tensors of the whole model by their checkpoint names."""
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+
+    def merged(self, name: str) -> Array:
+        """Return one tensor as floats, with tensor-parallel shards joined."""
+
+    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
+        """Return how the tensor is stored."""
+
+    def int4(self, name: str) -> Int4Weight:
+        """Return an int4 matrix, with tensor-parallel shards joined."""
+
+
+def build_graph(decoder: Decoder, sizes: Sizes, weights: Weights, *, packing: Packing = None) -> ov.Model:
+    """Return the stateful graph of a whole decoder.
+
+    Inputs: input_ids i64[b, l], attention_mask i64[b, past + l], position_ids i64[b, l], beam_idx i32[b]. Output:
+    logits f32[b, l, vocab]. Weights keep the dtype they have in `weights` (fp8 becomes float16). With `packing` the
+    matrices of the layers are quantised: int8 per output channel, as TensorRT-LLM's W8A16, or int4 in groups of inputs.
+    The embeddings are not quantised; lm_head becomes int8, because every step reads all of it. Raises
+    UnsupportedModelError for a decoder that paged attention cannot compute.
+    """
+    require_paged_attention(decoder)
+    return _GraphBuilder(decoder, sizes, weights, packing).build()
+
+
+def save_graph(graph: ov.Model, path: Path) -> None:
+    """Write `graph` to `path` (.xml) and its weights next to it (.bin), in their own precision.
+
+    Raises DiskSpaceError or ArtifactError when the file system refuses.
+    """
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        # OpenVINO does not say why: what it could not write, Python cannot write either.
+        with writing(path.parent), path.with_suffix(".bin").open("ab") as handle:
+            handle.write(bytes(_PROBE))
+        raise BuildError(f"{path} could not be written: {error}") from error
+
+
+class _GraphBuilder:
+    """Builds the graph operation by operation; the methods follow the order of the decoder."""
+
+    def __init__(self, decoder: Decoder, sizes: Sizes, weights: Weights, packing: Packing) -> None:
+        self._decoder = decoder
+        self._sizes = sizes
+        self._weights = weights
+        self._names = frozenset(weights.names())
+        self._packing = packing
+        self._sinks: list[Any] = []
+        self._input_ids = parameter("input_ids", ov.Type.i64, [-1, -1])
+        self._attention_mask = parameter("attention_mask", ov.Type.i64, [-1, -1])
+        self._position_ids = parameter("position_ids", ov.Type.i64, [-1, -1])
+        self._beam_idx = parameter("beam_idx", ov.Type.i32, [-1])
+        self._rotation = self._make_rotation(decoder.rope_inv_freq)
+        self._local_rotation = self._make_rotation(decoder.local_rope_inv_freq) or self._rotation
+        self._masks = {window: self._causal_mask(window) for window in {*decoder.windows, None}}
+
+    def build(self) -> ov.Model:
+        hidden = self._embed()
+        blocks = {"parallel": self._parallel, "post": self._post_normed, "sandwich": self._sandwich}
+        add_block = blocks.get(self._decoder.block, self._sequential)
+        for layer in range(self._sizes.layers):
+            hidden = add_block(hidden, f"transformer.layers.{layer}", layer)
+        if self._decoder.block != "post":
+            hidden = self._norm(hidden, "transformer.ln_f")
+        logits = self._linear(hidden, "lm_head", packing="int8" if self._packing else None)
+        if self._decoder.logits_softcap is not None:  # limits logits to (−c, c): c·tanh(logits / c)
+            cap = ops.constant(np.float32(self._decoder.logits_softcap))
+            logits = ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
+        result = ops.result(logits)
+        result.get_output_tensor(0).set_names({"logits"})
+        inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx]
+        return ov.Model([result], self._sinks, inputs, "decoder")
+
+    def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
+        normed = self._norm(hidden, f"{name}.input_layernorm")
+        hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
+        return add(hidden, self._mlp(self._norm(hidden, f"{name}.{self._decoder.mlp_norm}"), f"{name}.mlp"))
+
+    def _sandwich(self, hidden: Any, name: str, layer: int) -> Any:
+        attended = self._attention(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.attention", layer)
+        hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
+        inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp")
+        return add(hidden, self._norm(inner, f"{name}.post_feedforward_layernorm"))
+
+    def _parallel(self, hidden: Any, name: str, layer: int) -> Any:
+        normed = self._norm(hidden, f"{name}.input_layernorm")
+        mlp_norm = self._decoder.mlp_norm
+        other = normed if mlp_norm is None else self._norm(hidden, f"{name}.{mlp_norm}")
+        hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
+        mark = LAST_PARALLEL_MLP if layer == self._sizes.layers - 1 else None
+        return add(hidden, self._mlp(other, f"{name}.mlp", mark=mark))
+
+    def _post_normed(self, hidden: Any, name: str, layer: int) -> Any:
+        hidden = self._add_attention(hidden, self._attention(hidden, f"{name}.attention", layer), layer)
+        hidden = self._norm(hidden, f"{name}.input_layernorm")
+        return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp")), f"{name}.post_layernorm")
+
+    def _add_attention(self, hidden: Any, attended: Any, layer: int) -> Any:
+        total = add(hidden, attended)
+        if layer == self._sizes.layers - 1:
+            total.get_node().set_friendly_name(LAST_ATTENTION)
+        return total
+
+    # Inputs of the first layer
+
+    def _embed(self) -> Any:
+        embedded = gather(self._weight("transformer.vocab_embedding.weight"), self._input_ids)
+        if self._decoder.positions == "learned":
+            positions = gather(self._weight("transformer.position_embedding.weight"), self._position_ids)
+            embedded = add(embedded, positions)
+        if self._decoder.embedding_scale != 1.0:
+            embedded = ops.multiply(embedded, ops.constant(np.float32(self._decoder.embedding_scale))).output(0)
+        if self._decoder.embedding_norm:
+            embedded = self._norm(embedded, "transformer.ln_embed")
+        return embedded
+
+    def _make_rotation(self, frequencies: Sequence[float] | None) -> Rotation | None:
+        if frequencies is None:
+            return None
+        decoder, longer = self._decoder, None
+        if decoder.long_rope is not None:
+            # True when the sequence now has more tokens; keys that were rotated before are not rotated again.
+            beyond = constant(np.array(decoder.long_rope.beyond, dtype=np.int64), LONG_ROPE_BEYOND)
+            longer = decoder.long_rope.inv_freq, ops.greater(dimension(self._attention_mask, 1), beyond)
+        return Rotation(
+            self._position_ids,
+            frequencies,
+            head=self._sizes.head,
+            interleaved=decoder.rope_interleaved,
+            scale=decoder.rope_scale,
+            longer=longer,
+        )
+
+    def _causal_mask(self, window: int | None) -> Any:
+        """Return an additive mask f32[b, 1, l, past + l] of padding, the future and tokens outside the window."""
+        total = dimension(self._attention_mask, 1)
+        length = dimension(self._input_ids, 1)
+        zero, one = ops.constant(np.int64(0)), ops.constant(np.int64(1))
+        keys = ops.range(zero, total, one, "i64")
+        queries = ops.unsqueeze(ops.range(ops.subtract(total, length), total, one, "i64"), integers(1))
+        visible = ops.less_equal(keys, queries)
+        if window is not None:
+            oldest = ops.subtract(queries, ops.constant(np.int64(window)))
+            visible = ops.logical_and(visible, ops.greater(keys, oldest))
+        present = ops.unsqueeze(ops.convert(self._attention_mask, "boolean"), integers(1, 2))
+        mask = ops.select(
+            ops.logical_and(present, visible), ops.constant(np.float32(0)), ops.constant(np.float32(_MASKED))
+        )
+        if self._decoder.alibi_slopes is None:
+            return mask
+        slopes = constant(np.asarray(self._decoder.alibi_slopes, dtype=np.float32), ALIBI_SLOPES)
+        return ops.add(mask, ops.multiply(ops.unsqueeze(slopes, integers(0, 2, 3)), ops.convert(keys, "f32")))
+
+    # Attention
+
+    def _attention(self, hidden: Any, name: str, layer: int) -> Any:
+        sizes = self._sizes
+        fused = self._linear(hidden, f"{name}.qkv", packing=self._packing)
+        lengths = [sizes.heads * sizes.head, sizes.kv_heads * sizes.head, sizes.kv_heads * sizes.head]
+        parts = ops.variadic_split(fused, ops.constant(np.int64(-1)), ops.constant(np.array(lengths)))
+        window = self._decoder.window(layer)
+        rotation = self._rotation if window is None else self._local_rotation
+        query = self._rotate(self._heads(parts.output(0), sizes.heads, f"{name}.q_layernorm"), rotation)
+        key = self._rotate(self._heads(parts.output(1), sizes.kv_heads, f"{name}.k_layernorm"), rotation)
+        value = self._heads(parts.output(2), sizes.kv_heads, None)
+        key = self._repeat_heads(self._append_to_state(key, f"past_key_values.{layer}.key"))
+        value = self._repeat_heads(self._append_to_state(value, f"past_key_values.{layer}.value"))
+        scale = ops.constant(np.float32(self._decoder.attention_scale))
+        attended = ops.scaled_dot_product_attention(query, key, value, self._masks[window], scale, causal=False)
+        joined = ops.reshape(
+            ops.transpose(attended, integers(0, 2, 1, 3)), integers(0, 0, sizes.heads * sizes.head), special_zero=True
+        )
+        return self._linear(joined.output(0), f"{name}.dense", packing=self._packing)
+
+    def _heads(self, flat: Any, heads: int, norm: str | None) -> Any:
+        """[b, l, heads · head] → [b, heads, l, head]; each head is normed by `norm` if the decoder has qk_norm."""
+        split = ops.reshape(flat, integers(0, 0, heads, self._sizes.head), special_zero=True).output(0)
+        if norm and self._decoder.qk_norm:
+            split = self._norm(split, norm)
+        return ops.transpose(split, integers(0, 2, 1, 3)).output(0)
+
+    def _rotate(self, states: Any, rotation: Rotation | None) -> Any:
+        return states if rotation is None else rotation.rotate(states)
+
+    def _append_to_state(self, states: Any, name: str) -> Any:
+        """Append `states` to the state `name` and return all of it: [b, kv_heads, past + l, head]."""
+        sizes = self._sizes
+        batch = ops.gather(ops.shape_of(self._input_ids), integers(0), ops.constant(np.int64(0)))
+        empty = ops.concat([batch, integers(sizes.kv_heads), integers(0), integers(sizes.head)], 0)
+        initial = ops.broadcast(ops.constant(np.float32(0)), empty)
+        shape = ov.PartialShape([-1, sizes.kv_heads, -1, sizes.head])
+        past = ops.read_value(initial, name, ov.Type.f32, shape)
+        chosen = ops.gather(past, self._beam_idx, ops.constant(np.int64(0)))
+        total = ops.concat([chosen, states], 2)
+        self._sinks.append(ops.assign(total, name))
+        return total.output(0)
+
+    def _repeat_heads(self, states: Any) -> Any:
+        """Repeat key/value heads for the query heads: [b, kv_heads, n, head] → [b, heads, n, head]."""
+        sizes = self._sizes
+        if sizes.kv_heads == sizes.heads:
+            return states
+        length = ops.gather(ops.shape_of(states), integers(2), ops.constant(np.int64(0)))
+        batch = ops.gather(ops.shape_of(states), integers(0), ops.constant(np.int64(0)))
+        group = sizes.heads // sizes.kv_heads
+        wide = ops.concat([batch, integers(sizes.kv_heads), integers(group), length, integers(sizes.head)], 0)
+        copies = ops.broadcast(ops.unsqueeze(states, integers(2)), wide, "BIDIRECTIONAL")
+        return ops.reshape(copies, integers(0, sizes.heads, -1, sizes.head), special_zero=True).output(0)
+
+    # Position-wise parts
+
+    def _norm(self, hidden: Any, name: str) -> Any:
+        weight = self._weight(f"{name}.weight")
+        if self._decoder.norm == "layer":
+            normal = ops.mvn(hidden, integers(-1), True, self._sizes.epsilon, "inside_sqrt")
+            return add(ops.multiply(normal, weight), self._weight(f"{name}.bias"))
+        square = ops.power(hidden, ops.constant(np.float32(2)))
+        mean = ops.reduce_mean(square, integers(-1), keep_dims=True)
+        root = ops.sqrt(ops.add(mean, ops.constant(np.float32(self._sizes.epsilon))))
+        normal = ops.multiply(hidden, ops.divide(ops.constant(np.float32(1)), root))
+        return ops.multiply(normal, weight).output(0)
+
+    def _mlp(self, hidden: Any, name: str, *, mark: str | None = None) -> Any:
+        if self._decoder.experts is not None:
+            return self._experts(hidden, name, self._decoder.experts)
+        inner = self._linear(hidden, f"{name}.fc", packing=self._packing, mark=mark)
+        inner = self._activate_half(inner) if self._decoder.mlp == "fused" else self._activate(inner)
+        if self._decoder.mlp == "gated":
+            inner = ops.multiply(inner, self._linear(hidden, f"{name}.gate", packing=self._packing)).output(0)
+        return self._linear(inner, f"{name}.proj", packing=self._packing)
+
+    def _experts(self, hidden: Any, name: str, experts: Experts) -> Any:
+        """Compute all experts as one wide MLP in which each token weights them: 0 for the experts it does not use.
+
+        Exact, with two products on packed matrices. Every step reads and multiplies with all experts: for a token that
+        uses k of n experts this is n / k times the arithmetic, and as much memory traffic as a step of many tokens has
+        anyway.
+        """
+        weights = token_weights(hidden, self._weight(f"{name}.router.weight"), experts)
+        outer = self._stacked(f"{name}.fc.weight", rows_of_experts)
+        inner = ops.reshape(ops.matmul(hidden, outer, False, True), integers(0, 0, experts.count, -1), True)
+        weighted = ops.multiply(self._activate_half(inner), ops.unsqueeze(weights, integers(-1)))
+        joined = ops.reshape(weighted, integers(0, 0, -1), special_zero=True)
+        output = ops.matmul(joined, self._stacked(f"{name}.proj.weight", columns_of_experts), False, True).output(0)
+        if not experts.shared:
+            return output
+        shared = f"{name}.shared_expert"
+        inner = self._activate_half(self._linear(hidden, f"{shared}.fc", packing=self._packing))
+        gate = ops.sigmoid(self._linear(hidden, f"{shared}_gate", packing=None))
+        return add(output, ops.multiply(self._linear(inner, f"{shared}.proj", packing=self._packing), gate).output(0))
+
+    def _activate_half(self, joined: Any) -> Any:
+        """Multiply the first half of the numbers by the activated second half."""
+        halves = ops.split(joined, ops.constant(np.int64(-1)), 2)
+        return ops.multiply(halves.output(0), self._activate(halves.output(1))).output(0)
+
+    def _activate(self, states: Any) -> Any:
+        activation = self._decoder.activation
+        if activation == "silu":
+            return ops.swish(states).output(0)
+        if activation == "relu":
+            return ops.relu(states).output(0)
+        activated = ops.gelu(states, "tanh" if activation == "gelu_tanh" else "erf").output(0)
+        if self._decoder.mlp == "plain":
+            return activated
+        # No GELU is below -1: this only keeps OpenVINO 2026.4 from fusing the whole MLP into one kernel on CPUs with
+        # AMX, which with one thread divides by zero and ends the process.
+        return ops.maximum(activated, ops.constant(np.float32(-1))).output(0)
+
+    def _linear(self, hidden: Any, name: str, *, packing: Packing, mark: str | None = None) -> Any:
+        """hidden [b, l, in] × weight [out, in]ᵀ (+ bias, if the checkpoint has one); `mark` names the product."""
+        weight, scales = self._matrix(f"{name}.weight", packing)
+        if scales is not None:
+            hidden = ops.multiply(hidden, scales).output(0)
+        product = ops.matmul(hidden, weight, False, True).output(0)
+        if mark is not None:
+            product.get_node().set_friendly_name(mark)
+        bias = f"{name}.bias"
+        return add(product, self._weight(bias)) if bias in self._names else product
+
+    # Weights
+
+    def _stacked(self, name: str, arranged: Callable[[Array], Array]) -> Any:
+        """Return the matrices of all experts as one [out, in]; each row of each expert has its own scales."""
+        if self._weights.kind(name) == "int4" and self._decoder.experts is not None:
+            return int4_matrix(stacked_int4(self._weights.int4(name), self._decoder.experts.count, arranged), name)
+        return packed(arranged(self._floats(name)), name, self._packing)
+
+    def _matrix(self, name: str, packing: Packing) -> tuple[Any, Any]:
+        """Return a matrix, and the factors of its inputs (None for none)."""
+        if self._weights.kind(name) != "int4":
+            return packed(self._floats(name), name, packing), None
+        weight = self._weights.int4(name)
+        scales = weight.input_scales
+        return int4_matrix(weight, name), None if scales is None else constant(scales, f"{name}.input_scales")
+
+    def _weight(self, name: str) -> Any:
+        return float_tensor(self._floats(name), name)
+
+    def _floats(self, name: str) -> Array:
+        """Return a tensor as floats; FP8 becomes float16, which is more precise."""
+        values = self._weights.merged(name)
+        return values.astype(np.float16) if self._weights.kind(name) == "fp8" else values

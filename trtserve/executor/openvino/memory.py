@@ -1,0 +1,225 @@
+"""Memory and disk of an OpenVINO engine, computed from its config alone.
+
+Memory means anonymous memory (RssAnon + RssShmem); the kernel can drop pages of the engine's file, so they do not
+count. Figures in comments were measured with OpenVINO 2026.4 on a CPU with AVX-512 and bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures.base import Target, expert_size
+from trtserve.checkpoint.quantized import (
+    AWQ,
+    FP8,
+    GPTQ,
+    group_size,
+    is_excluded,
+    quant_algo,
+)
+from trtserve.checkpoint.unified import with_defaults
+from trtserve.specs.runtime import (
+    WEIGHT_ONLY_INT4,
+    WEIGHT_ONLY_INT8,
+    CheckpointConfig,
+    EngineNeeds,
+    Limits,
+)
+
+# Interpreter, trtserve, NumPy and OpenVINO before the first weight, in a build and in Triton's executor process.
+BUILD_PROCESS = 38 * 2**20
+SERVING_PROCESS = 30 * 2**20
+
+# Per layer of the graph during a build: nodes, names, and heap fragmentation from weight copies.
+_GRAPH_LAYER = int(0.6 * 2**20)
+# The compiled graph without weights: the plugin, its kernels, and its state per layer.
+_COMPILED = 14 * 2**20
+_COMPILED_LAYER = int(1.05 * 2**20)
+# Text per layer in rank0.xml.
+_XML_LAYER = 75_000
+
+_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SCALE_SIZE = 4
+# Bytes per weight, besides the matrix as read and as kept, while its codes are packed.
+_CODES = {WEIGHT_ONLY_INT8: 1, WEIGHT_ONLY_INT4: 3, GPTQ: 3, AWQ: 3, FP8: 4}
+_PACKS_HEAD = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
+# Weights are quantised in pieces of this size, each of which temporarily needs this many bytes per weight.
+_PIECE = 2**21
+_PIECE_WIDTH = {WEIGHT_ONLY_INT8: 12, WEIGHT_ONLY_INT4: 16}
+_EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
+_HEAD = "lm_head.weight"
+# Routers and shared-expert gates stay unquantised.
+_NEVER_QUANTISED = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
+
+# uint8 caches keep a scale and a zero point (8 bytes): keys per channel of a 32-token block, [heads, 32 + 8, size];
+# values per token, [heads, 32, size + 8].
+_U8_EXTRA = 8
+_U8_BLOCK = 32
+_KV_ITEM_SIZE = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """A tensor on its way into the graph: element count, bytes as read, bytes as kept.
+
+    `transient` bytes are needed while converting it; `multiplied` marks a matrix that kernels multiply both as a table
+    and with vectors.
+    """
+
+    name: str
+    count: int
+    read: int
+    kept: int
+    transient: int
+    multiplied: bool
+    in_layer: bool
+
+
+def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: str, rows: int) -> EngineNeeds:
+    """Return the needs of an engine of a checkpoint `config`; `compute` is f32 or bf16, `kv` f32, f16 or u8.
+
+    `rows` is the maximum number of tokens per step whose logits are computed.
+    """
+    config = with_defaults(dict(config))
+    weights = list(_weights(config))
+    layers = int(config["num_hidden_layers"])
+    held = SERVING_PROCESS + _COMPILED + layers * _COMPILED_LAYER + _packed(weights, compute)
+    return EngineNeeds(
+        disk=_file_bytes(weights, config) + layers * _XML_LAYER,
+        build=BUILD_PROCESS + max(_graph_peak(weights, layers), held - SERVING_PROCESS),
+        serving=held + _step_bytes(config, limits.max_num_tokens, rows, compute),
+        kv_per_token=kv_bytes_per_token(config, kv),
+    )
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
+    """Return the bytes of keys and values of all layers per token."""
+    size = int(config["head_size"])
+    keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
+    if precision == "u8":
+        keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
+    return int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * (keys + values)
+
+
+def weight_bytes(config: CheckpointConfig) -> int:
+    """Return the bytes of all weights in the engine's file; equal constants, like a tied head, are stored once."""
+    return _file_bytes(list(_weights(config)), config)
+
+
+def whole_model_bytes(config: CheckpointConfig, tokens: int) -> int:
+    """Return the peak of a graph built in memory that computes `tokens` tokens in float32 (ReferenceModel).
+
+    It owns its weights in addition to the copies packed for the kernels.
+    """
+    config = with_defaults(dict(config))
+    weights, layers = list(_weights(config)), int(config["num_hidden_layers"])
+    graph = sum(weight.kept for weight in weights) + layers * _GRAPH_LAYER
+    compiled = _COMPILED + layers * _COMPILED_LAYER + _packed(weights, "f32")
+    calculated = graph + compiled + _step_bytes(config, tokens, tokens, "f32")
+    return max(_graph_peak(weights, layers), calculated)
+
+
+def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
+    """Return the weights in the order in which the graph takes them."""
+    algorithm = quant_algo(config)
+    group = int((config.get("quantization") or {}).get("group_size") or 0)
+    for target in family(config["architecture"]).targets(config):
+        item = _ITEM_SIZE[target.dtype or config["dtype"]]
+        if target.name == _HEAD and algorithm in _PACKS_HEAD:
+            yield _weight(target, item, WEIGHT_ONLY_INT8, group)
+        else:
+            packed = algorithm in _CODES and is_quantised(target) and not is_excluded(config, target)
+            yield _weight(target, item, algorithm if packed else None, group)
+
+
+def is_quantised(target: Target) -> bool:
+    """Return whether weight-only quantisation applies: the layers' matrices, except routers."""
+    return target.layer is not None and len(target.shape) > 1 and not target.name.endswith(_NEVER_QUANTISED)
+
+
+def _weight(target: Target, item: int, algorithm: str | None, group: int) -> _Weight:
+    count = math.prod(target.shape)
+    is_matrix, in_layer = len(target.shape) > 1, target.layer is not None
+    read = kept = transient = count * item
+    if algorithm:
+        kept = _packed_bytes(target, count, algorithm, group)
+        rounded = count + min(count, _PIECE) * _PIECE_WIDTH.get(algorithm, 0)
+        transient = read + max(rounded, _CODES[algorithm] * count + kept)
+    if target.split == "expert_row":
+        # Expert matrices are copied side by side.
+        transient += read
+    return _Weight(
+        name=target.name,
+        count=count,
+        read=read,
+        kept=kept,
+        transient=transient,
+        multiplied=is_matrix and target.name not in _EMBEDDINGS,
+        in_layer=in_layer,
+    )
+
+
+def _packed_bytes(target: Target, count: int, algorithm: str, group: int) -> int:
+    """Return the bytes of a matrix and its scales (experts have their own); `group` is GPTQ's and AWQ's group size."""
+    inputs = target.shape[-1]
+    if algorithm == FP8:
+        return 2 * count
+    if algorithm == WEIGHT_ONLY_INT8:
+        return count + count // inputs * _SCALE_SIZE
+    if algorithm == WEIGHT_ONLY_INT4:
+        return count // 2 + count // group_size(inputs) * _SCALE_SIZE
+    zeros = 0.5 if algorithm == GPTQ else 0
+    return count // 2 + int(count // (group or inputs) * (_SCALE_SIZE + zeros))
+
+
+def _file_bytes(weights: list[_Weight], config: CheckpointConfig) -> int:
+    total = sum(weight.kept for weight in weights)
+    if quant_algo(config) in _PACKS_HEAD:
+        # A packed head is not a copy of the embedding.
+        return total
+    tied = config.get("tie_word_embeddings", family(config["architecture"]).TIED)
+    return total - (next(weight.kept for weight in weights if weight.name == _HEAD) if tied else 0)
+
+
+def _graph_peak(weights: list[_Weight], layers: int) -> int:
+    """Return the peak while building: a copy of every weight, plus the one being copied or quantised as read."""
+    held = peak = 0
+    for weight in weights:
+        peak = max(peak, held + max(weight.transient, weight.read + weight.kept))
+        held += weight.kept
+    return peak + layers * _GRAPH_LAYER
+
+
+def _packed(weights: list[_Weight], compute: str) -> int:
+    """Return the bytes of packed matrices, which kernels pack at first use; embeddings stay in the mapped file.
+
+    float32 arithmetic packs some matrices twice for steps of 16 – 256 tokens: all of the layers' when narrower than
+    float32, otherwise the last one of each MLP. Measured after steps of all sizes.
+    """
+    multiplied = [weight for weight in weights if weight.multiplied]
+    total = sum(weight.kept for weight in multiplied)
+    if compute != "f32":
+        return total
+    narrow = (weight for weight in multiplied if weight.in_layer and weight.kept < 4 * weight.count)
+    wide = (weight for weight in multiplied if weight.kept == 4 * weight.count and ".mlp.proj." in weight.name)
+    return total + sum(weight.kept for weight in (*narrow, *wide))
+
+
+def _step_bytes(config: CheckpointConfig, tokens: int, rows: int, compute: str) -> int:
+    """Return the plugin's bytes for intermediate values, in its arithmetic type, and for float32 logits.
+
+    Per token: four values of the MLP's inner width, four of the model's width, and two (three in bfloat16) of the width
+    of q, k and v together. Buffers are shared between operations but never freed.
+    """
+    head = int(config["head_size"])
+    fused = head * (int(config["num_attention_heads"]) + 2 * int(config["num_key_value_heads"]))
+    inner = int(config["intermediate_size"])
+    if experts := int((config.get("moe") or {}).get("num_experts") or 0):  # a step computes all of them
+        inner = experts * expert_size(config) + int(config.get("moe_shared_expert_intermediate_size") or 0)
+    wide = 4 * inner + 4 * int(config["hidden_size"])
+    numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
+    return tokens * numbers * item + rows * int(config["vocab_size"]) * 4

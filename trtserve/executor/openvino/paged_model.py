@@ -1,0 +1,346 @@
+"""Run an engine folder on the CPU with OpenVINO: paged attention over a KV cache in blocks.
+
+The engine contains the stateful graph. It is turned into a paged one at load, with inputs for what was built in.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+
+from trtserve.errors import BuildError, CorruptFileError
+from trtserve.executor.engine.attention_limits import layer_windows
+from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION
+from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
+from trtserve.executor.engine.lora_modules import lora_shape
+from trtserve.executor.interface.configs import ExecutorConfig
+from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.openvino.decode_padding import (
+    SIZES,
+    StepInputs,
+    first_step,
+    least,
+    measure_steps,
+    pad_step,
+    padded_sizes,
+    seconds_of_each,
+)
+from trtserve.executor.openvino.paged_graph import (
+    add_adapters,
+    add_long_sequences,
+    add_prompt_table,
+    to_paged_attention,
+)
+from trtserve.host.machine import free_memory
+
+Array = npt.NDArray[Any]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Logits = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+# Inputs of the transformed graph in the order of `StepInputs`; `rows` is added by paged_graph.
+_STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
+    ("input_ids", np.int64),
+    ("position_ids", np.int64),
+    ("past_lens", np.int32),
+    ("subsequence_begins", np.int32),
+    ("block_indices", np.int32),
+    ("block_indices_begins", np.int32),
+    ("max_context_len", np.int32),
+    ("rows", np.int32),
+)
+_CACHE_LINE = 64
+# The plugin caches the kernels of every shape it has seen, 5000 by default, each with memory of its own: a server with
+# steps of different sizes grew by hundreds of megabytes for minutes. The layers share kernels, so that a few dozen
+# cover the last handful of shapes; steps of equal size need no lookup.
+_KERNELS_KEPT = 64
+# oneDNN, which the plugin uses, caches 1024 primitives, some for every number of tokens in a step (0.7 MB each with the
+# demo model): memory grew for minutes of random load. With 256 it stops growing after a thousand requests, and no
+# request needs more CPU time.
+_PRIMITIVES_KEPT = 256
+_ACTIVATION_GROUP = 256
+_LEAST_ACTIVATION_GROUP = 32
+_INT4 = (ov.Type.i4, ov.Type.u4)
+# From this many bytes of weights on, a step waits for memory: more than CPU caches hold.
+_BOUND_BY_MEMORY = 256 << 20
+
+
+@functools.cache
+def openvino_core() -> ov.Core:
+    """Return the one Core of this process.
+
+    The CPU plugin of each Core moves the thread's signal stack and restores the former one at its end. If two Cores end
+    in another order than they began, that is freed memory, and the next Python signal handler crashes.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_PRIMITIVES_KEPT))  # read at its first use
+    return ov.Core()
+
+
+class PagedModel:
+    """A compiled paged-attention graph with its KV cache: `Model` on OpenVINO. Not thread-safe."""
+
+    kv_memory_fraction = DEFAULT_FREE_FRACTION
+
+    def __init__(self, engine: Path, *, threads: int | None = None, windows: Sequence[int] | None = None) -> None:
+        """Read, transform and compile the engine in `engine`; `threads` limits OpenVINO's threads.
+
+        `windows` are max_attention_window: the number of tokens that the layers see, repeated over the layers. Shorter
+        windows of the model itself stay.
+        """
+        config = read_engine_config(engine)
+        own = config["trtserve"]
+        self.compute_precision: str = own["compute_precision"]
+        self.kv_precision: str = own["kv_precision"]
+        self.vocab_size = int(config["pretrained_config"]["vocab_size"])
+        self.hidden_size = int(config["pretrained_config"]["hidden_size"])
+        self.max_position = int(config["build_config"]["max_seq_len"])
+        self.max_prompt_table = int(config["build_config"].get("max_prompt_embedding_table_size", 0))
+        self.lora = lora_shape(config)
+        core = openvino_core()
+        graph = _read_graph(core, engine / "rank0.xml")
+        # None: no sequence of this engine can be long for LongRoPE.
+        self.long_rope_beyond = add_long_sequences(graph, self.max_position)
+        to_paged_attention(graph, windows=layer_windows(own["windows"], windows, self.max_position))
+        if self.max_prompt_table:
+            add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
+        if self.lora:
+            add_adapters(graph, self.lora)
+        compiled = _compile(core, graph, self._properties(threads, activation_group(graph)))
+        self._request = compiled.create_infer_request()
+        ports = {port.get_any_name(): index for index, port in enumerate(compiled.inputs)}
+        self._ports = ports
+        self._step_inputs = [(ports[name], np.dtype(kind)) for name, kind in _STEP_INPUTS]
+        self._cache_ports = [
+            (index, compiled.inputs[index]) for name, index in ports.items() if name.startswith(("key_", "value_"))
+        ]
+        # The plugin chooses the block size; value caches are [blocks, kv_heads, tokens, head].
+        self.tokens_per_block = int(list(compiled.inputs[ports["value_cache.0"]].get_partial_shape())[2].get_length())
+        self.bytes_per_block = sum(_block_bytes(port) for _, port in self._cache_ports)
+        self._reads_memory = (engine / "rank0.bin").stat().st_size >= _BOUND_BY_MEMORY
+        self.step_costs: list[float] = []
+        self._padded_sizes: list[int] = []
+        self._spare_block = 0
+        self._caches: list[Array] = []
+        self._held: list[Any] = []  # arrays that OpenVINO reads without a copy
+        self._stack: AdapterStack | None = None
+        self._stack_held: list[Any] = []
+        self._set_prompt_table(None)
+        self._set_stack(None)
+
+    def _properties(self, threads: int | None, group: int) -> dict[str, Any]:
+        """Return the properties of the CPU plugin for this engine's precisions."""
+        properties: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": self.compute_precision,
+            "KV_CACHE_PRECISION": self.kv_precision,
+            "CPU_RUNTIME_CACHE_CAPACITY": _KERNELS_KEPT,
+            # A core that is shared with other programs gets less work; by default all get the same.
+            "TBB_PARTITIONER": "AUTO",
+            # The plugin rounds activations to int8 before packed weights; exact arithmetic must not.
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0 if self.compute_precision == "f32" else group,
+        }
+        if threads is not None:
+            properties["INFERENCE_NUM_THREADS"] = threads
+        return properties
+
+    def free_memory(self) -> int:
+        """Return the free bytes of this machine's memory."""
+        return free_memory()
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache; memory is used when a block is first written. One more block is the model's own."""
+        self._caches, self._spare_block = [], num_blocks
+        for index, port in self._cache_ports:
+            shape = [num_blocks + 1, *(int(size.get_length()) for size in list(port.get_partial_shape())[1:])]
+            cache, tensor = _zeros(shape, port.get_element_type())
+            self._request.set_input_tensor(index, tensor)
+            self._caches.append(cache)
+
+    def warm_up(self) -> None:
+        """Run a step, in which OpenVINO packs the weights, and measure small steps and whether padding helps them.
+
+        Padding is not used with exact arithmetic, because results would differ in the last bits.
+        """
+        self._run_step(1)
+        if min(self.max_position, self.tokens_per_block) < max(SIZES):
+            return
+        rounds = measure_steps(self._run_step)
+        self.step_costs = seconds_of_each(least(rounds))
+        if self._reads_memory and self.compute_precision != "f32":
+            self._padded_sizes = padded_sizes(rounds)
+            self.step_costs = [self.step_costs[size - 1] for size in self._padded_sizes]
+
+    def _run_step(self, size: int) -> None:
+        self._set_step(first_step(size, self._spare_block))
+        self._infer()
+
+    def forward(
+        self,
+        *,
+        token_ids: Int64s,
+        positions: Int64s,
+        past_lens: Int32s,
+        subsequence_begins: Int32s,
+        block_indices: Int32s,
+        block_indices_begins: Int32s,
+        max_context_len: int,
+        rows: Int32s | Int64s,
+        prompt_table: Logits | None = None,
+        adapters: AdapterBatch | None = None,
+        long_sequences: Bools | None = None,
+    ) -> Logits:
+        """See `Model.forward`. The GIL is released while OpenVINO computes."""
+        step = StepInputs(
+            token_ids,
+            positions,
+            past_lens,
+            subsequence_begins,
+            block_indices,
+            block_indices_begins,
+            max_context_len,
+            rows,
+        )
+        if len(token_ids) <= len(self._padded_sizes) and len(rows) and adapters is None:
+            step = pad_step(step, self._padded_sizes[len(token_ids) - 1], self._spare_block)
+        self._set_step(step, long_sequences)
+        if prompt_table is not None or self._prompt_table is not None:
+            self._set_prompt_table(prompt_table)
+        if adapters is not None or self._stack is not None:
+            if adapters is None or adapters.stack is not self._stack:
+                self._set_stack(None if adapters is None else adapters.stack)
+            if adapters is not None:
+                for linear, mask in adapters.masks.items():
+                    self._set_mask(linear, mask)
+        return self._infer()[: len(rows)]  # without the rows of padding
+
+    def _set_step(self, step: StepInputs, long_sequences: Bools | None = None) -> None:
+        values: tuple[Any, ...] = step
+        self._held = [
+            np.ascontiguousarray(value, dtype).reshape(np.shape(value))
+            for value, (_, dtype) in zip(values, self._step_inputs, strict=True)
+        ]
+        for array, (index, _) in zip(self._held, self._step_inputs, strict=True):
+            self._request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+        if self.long_rope_beyond is not None:
+            self._set_long_sequences(self._held[3], long_sequences)
+
+    def _infer(self) -> Logits:
+        self._request.start_async()
+        self._request.wait()
+        logits: Logits = self._request.get_output_tensor(0).data
+        return logits.reshape(-1, self.vocab_size)
+
+    def _set_long_sequences(self, begins: Array, long: Bools | None) -> None:
+        """Set the flag of its sequence for every token."""
+        flags = np.zeros(len(begins) - 1, np.bool_)
+        if long is not None:
+            flags[: len(long)] = long
+        self._held.append(np.repeat(flags, np.diff(begins)))
+        tensor = ov.Tensor(self._held[-1], shared_memory=True)
+        self._request.set_input_tensor(self._ports["long_sequences"], tensor)
+
+    def _set_prompt_table(self, table: Logits | None) -> None:
+        """Set the prompt table; without one the graph needs a single unused row."""
+        self._prompt_table = table
+        if self.max_prompt_table:
+            rows = np.zeros((1, self.hidden_size), np.float32) if table is None else table
+            self._table_held = np.ascontiguousarray(rows, np.float32)
+            tensor = ov.Tensor(self._table_held, shared_memory=True)
+            self._request.set_input_tensor(self._ports["prompt_table"], tensor)
+
+    def _set_stack(self, stack: AdapterStack | None) -> None:
+        """Set the weights of `stack`; without one they and the masks are 0 columns wide."""
+        self._stack, self._stack_held = stack, []
+        if self.lora is None:
+            return
+        for linear, (inputs, outputs) in self.lora.linears.items():
+            nothing = np.zeros((0, inputs), np.float32), np.zeros((0, outputs), np.float32)
+            for layer in range(self.lora.layers):
+                a, b = nothing if stack is None else stack.weights[layer, linear]
+                self._set_weights(f"lora.a.{layer}.{linear}", a)
+                self._set_weights(f"lora.b.{layer}.{linear}", b)
+            if stack is None:
+                self._set_mask(linear, np.zeros((1, 0), np.bool_))
+
+    def _set_weights(self, name: str, array: Array) -> None:
+        assert self.lora is not None
+        if self.lora.bfloat16:
+            bits = array.astype(np.uint16) if not array.size else array.view(np.uint16)
+            tensor = ov.Tensor(bits, ov.Shape(list(array.shape)), ov.Type.bf16)
+            self._stack_held.append(bits)
+        else:
+            tensor = ov.Tensor(array, shared_memory=True)
+            self._stack_held.append(array)
+        self._request.set_input_tensor(self._ports[name], tensor)
+
+    def _set_mask(self, linear: str, mask: npt.NDArray[np.bool_]) -> None:
+        self._held.append(mask)
+        self._request.set_input_tensor(self._ports[f"lora.mask.{linear}"], ov.Tensor(mask, shared_memory=True))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy keys and values of block `source` to block `target`, in every layer."""
+        for cache in self._caches:
+            cache[target] = cache[source]
+
+
+def activation_group(graph: ov.Model) -> int:
+    """Return how many activations share a scale when the plugin rounds them to int8, or 0 if each has its own.
+
+    The kernels become slow if a group of activations is wider than a group of int4 weights. Apart from that, groups of
+    256 are up to 1.3 times as fast as the plugin's default of 32 with one stream, and 1.6 times with eight.
+    """
+    constants = (node for node in graph.get_ops() if node.get_type_name() == "Constant")
+    groups = {int(node.shape[-1]) for node in constants if node.get_element_type() in _INT4 and node.shape[-1] > 1}
+    common = math.gcd(_ACTIVATION_GROUP, *groups)
+    return common if common >= _LEAST_ACTIVATION_GROUP else 0
+
+
+def load_model(engine: Path, config: ExecutorConfig) -> PagedModel:
+    """Load the engine; `loaders.MODELS` names this module."""
+    return PagedModel(engine, windows=config.kv_cache_config.max_attention_window)
+
+
+def _read_graph(core: ov.Core, path: Path) -> ov.Model:
+    try:
+        return core.read_model(path)
+    except RuntimeError as error:
+        raise CorruptFileError(f"{path} cannot be read: {error}", hint="Build the engine again.") from error
+
+
+def _compile(core: ov.Core, graph: ov.Model, properties: Mapping[str, Any]) -> ov.CompiledModel:
+    try:
+        return core.compile_model(graph, "CPU", properties)
+    except RuntimeError as error:
+        raise BuildError(
+            f"OpenVINO {ov.get_version()} cannot compile the engine: {error}",
+            hint="Build the engine again on this machine.",
+        ) from error
+
+
+def _block_bytes(port: Any) -> int:
+    numbers = 1
+    for size in list(port.get_partial_shape())[1:]:
+        numbers *= int(size.get_length())
+    return numbers * int(port.get_element_type().size)
+
+
+def _zeros(shape: list[int], element_type: ov.Type) -> tuple[Array, ov.Tensor]:
+    """Return zeros aligned to a cache line, as an array and as a tensor on the same memory.
+
+    NumPy asks the system for zeroed pages, which use no memory until they are written.
+    """
+    storage = {1: np.uint8, 2: np.uint16, 4: np.float32}[element_type.size]
+    count = int(np.prod(shape)) * element_type.size
+    raw = np.zeros(count + _CACHE_LINE, dtype=np.uint8)
+    start = -raw.ctypes.data % _CACHE_LINE
+    array = raw[start : start + count].view(storage).reshape(shape)
+    return array, ov.Tensor(array, ov.Shape(shape), element_type)

@@ -1,0 +1,322 @@
+"""The CPU runtime: engines are OpenVINO graphs, served by the embedded executor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtserve.artifacts import Checkpoint
+from trtserve.checkpoint.architectures import family, parameter_count
+from trtserve.checkpoint.architectures.base import Decoder
+from trtserve.checkpoint.quantized import (
+    AWQ,
+    FP8,
+    GPTQ,
+    Int4Weight,
+    quant_algo,
+)
+from trtserve.checkpoint.unified import CheckpointReader
+from trtserve.errors import (
+    BuildError,
+    MemoryLimitError,
+    MissingDependencyError,
+    TrtserveError,
+    UnsupportedModelError,
+)
+from trtserve.executor.embedded_config import embedded_config, write_config
+from trtserve.executor.engine.attention_limits import require_paged_attention
+from trtserve.executor.features import resolve_features
+from trtserve.executor.openvino.memory import engine_needs
+from trtserve.executor.openvino.plan import OpenvinoPlan
+from trtserve.host import machine
+from trtserve.host.install_command import install_command
+from trtserve.progress import Progress, Task
+from trtserve.specs import BuildSpec
+from trtserve.specs.runtime import (
+    WEIGHT_ONLY_INT4,
+    WEIGHT_ONLY_INT8,
+    CheckpointConfig,
+    EngineNeeds,
+    Limits,
+    require_device,
+    resolve_limits,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from trtserve.executor.openvino.graph import Weights
+    from trtserve.executor.openvino.weight_quantization import Packing
+
+NAME = "openvino"
+EMBEDDED = True
+HAS_ENGINES = True
+NEEDS_GPU = False
+QUANTIZES = True
+GPU_LIMITS: Limits | None = None
+EXTRA = "cpu"
+LIBRARIES: tuple[str, ...] = ("numpy", "openvino")
+TIMED_STAGE = "build"
+
+# On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
+_DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
+
+_PACKINGS: Mapping[str, Packing] = {WEIGHT_ONLY_INT8: "int8", WEIGHT_ONLY_INT4: "int4"}
+_SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8)
+
+_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def plan(config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
+    """Plan the engine: limits, precision, memory and disk."""
+    version = _openvino_version()
+    require_device(spec, NAME, "cpu")
+    _require_supported(config)
+    compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
+    features, remarks = resolve_features(config, spec)
+    limits = resolve_limits(config, spec, _DEFAULTS)
+    rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
+    needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
+    sizes = {
+        key: 1 for key in config.get("mapping") or {} if key == "world_size" or key.endswith(("tp_size", "pp_size"))
+    }
+    return OpenvinoPlan(
+        runtime=NAME,
+        config={**config, "mapping": {**(config.get("mapping") or {}), **sizes}},
+        limits=limits,
+        features=features,
+        compute_precision=compute,
+        kv_precision=kv,
+        tools={"openvino": version},
+        memory_bytes=needs.build,
+        disk_bytes=needs.disk,
+        serving_bytes=needs.serving,
+        kv_bytes_per_token=needs.kv_per_token,
+        notes=(*notes, *remarks, *_checkpoint_notes(config)),
+    )
+
+
+def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple[str, str, tuple[str, ...]]:
+    """Return the precision of arithmetic and KV cache, and notes about them.
+
+    float32 weights use float32 arithmetic (the build that equals transformers), others bfloat16 where the CPU supports
+    it. OpenVINO's attention kernel combines bfloat16 arithmetic only with a 16-bit or 8-bit cache.
+    """
+    compute = "bf16" if dtype != "float32" and bfloat16 else "f32"
+    if kv_precision == "auto":
+        return compute, "f32" if dtype == "float32" else "u8", ()
+    if compute == "bf16" and kv_precision == "f32":
+        note = "A float32 KV cache needs float32 arithmetic: this engine calculates in f32, about half as fast as bf16."
+        return "f32", "f32", (note,)
+    return compute, kv_precision, ()
+
+
+_INT4_NOTE = (
+    "int4 has a scale for each group of 256 inputs here (128, 64 or 32 where 256 does not divide them), and lm_head "
+    "is int8; TensorRT-LLM's own W4A16 has a scale for each output channel and leaves lm_head alone."
+)
+
+
+def packing_of(config: CheckpointConfig) -> Packing:
+    """Return the format to quantise the layers' float matrices to, or None."""
+    return _PACKINGS.get(quant_algo(config) or "")
+
+
+def _checkpoint_notes(config: CheckpointConfig) -> Iterator[str]:
+    algorithm, world = quant_algo(config), int((config.get("mapping") or {}).get("world_size", 1))
+    if algorithm == WEIGHT_ONLY_INT4:
+        yield _INT4_NOTE
+    if algorithm == FP8:
+        yield "This runtime converts FP8 weights to float16."
+    if world > 1:
+        yield f"The checkpoint's {world} ranks are merged: this runtime serves from one process."
+
+
+def build(
+    plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+) -> dict[str, Any]:
+    """Write config.json, rank0.xml and rank0.bin, then load the engine and run it once."""
+    del log, seconds  # no external program runs, and the progress shows what remains
+    # Weights of varying sizes are copied and freed one after another. Without this setting, a model with experts peaked
+    # a quarter higher and spent more time growing the heap.
+    machine.take_large_blocks_from_system()
+    try:
+        return _build(plan, checkpoint, folder, progress)
+    except (RuntimeError, MemoryError) as error:
+        raise _explained(error, plan) from error
+
+
+def _explained(error: Exception, plan: OpenvinoPlan) -> TrtserveError:
+    """Return the first useful line of OpenVINO's RuntimeError, which starts with a C++ location."""
+    if machine.refused_memory(error) is not None:
+        return MemoryLimitError(
+            f"Out of memory while building the engine; it needs {machine.format_bytes(plan.memory_bytes)}.",
+            hint="Free some memory or raise its limit (ulimit -v too), or convert with --quantize int4.",
+        )
+    reason = " ".join(str(error).split())
+    return BuildError(
+        f"OpenVINO could not build the engine: {reason}",
+        hint="Run the command again as `trtserve --debug …` for the place; another --dtype may avoid it.",
+    )
+
+
+def _build(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
+    _write_graph(plan, checkpoint, folder, progress)
+    decoder = family(plan.config["architecture"]).decoder(plan.config)
+    write_config(folder, engine_config(plan, decoder))
+    # Free the graph's weights before the compiler packs its own copy: the peak was 1.6 × the weights without this.
+    machine.give_memory_back()
+    progress.step(f"Loading the engine: {plan.precision}")
+    facts = _prove(folder)
+    # OpenVINO chooses the block size when it compiles, which requires the rest of the config.
+    write_config(folder, engine_config(plan, decoder, tokens_per_block=facts["tokens_per_block"]))
+    return facts
+
+
+def engine_config(plan: OpenvinoPlan, decoder: Decoder, *, tokens_per_block: int | None = None) -> dict[str, Any]:
+    """Return the engine's `config.json`.
+
+    `tokens_per_block` of the KV cache is None until the engine has been compiled.
+    """
+    own = {
+        "runtime": NAME,
+        "openvino": plan.tools["openvino"],
+        "compute_precision": plan.compute_precision,
+        "kv_precision": plan.kv_precision,
+        "windows": list(decoder.windows),
+        "mlp": decoder.mlp,
+        "machine": machine.describe(),
+    }
+    return embedded_config(plan.config, plan.limits, plan.features, tokens_per_block=tokens_per_block, own=own)
+
+
+def needs_of(config: Mapping[str, Any]) -> EngineNeeds:
+    """Return the needs of an existing engine from its `config.json`."""
+    build, own = config["build_config"], config["trtserve"]
+    limits = Limits(**{name: int(build[name]) for name in Limits.__dataclass_fields__})
+    rows = limits.max_batch_size * int(build.get("max_beam_width", 1))
+    return engine_needs(
+        config["pretrained_config"],
+        limits,
+        compute=str(own["compute_precision"]),
+        kv=str(own["kv_precision"]),
+        rows=limits.max_num_tokens if build.get("gather_context_logits") else rows,
+    )
+
+
+def _openvino_version() -> str:
+    try:
+        return metadata.version("openvino")
+    except metadata.PackageNotFoundError:
+        raise MissingDependencyError(
+            "The openvino runtime needs the openvino package, which is not installed.",
+            hint=install_command(EXTRA),
+        ) from None
+
+
+def _require_supported(config: CheckpointConfig) -> None:
+    algorithm = quant_algo(config)
+    kv_algorithm = (config.get("quantization") or {}).get("kv_cache_quant_algo")
+    if algorithm is not None and algorithm not in _SUPPORTED:
+        raise UnsupportedModelError(
+            f"The checkpoint is quantised with {algorithm}; the openvino runtime builds float weights and "
+            f"{', '.join(_SUPPORTED)}.",
+            hint="Convert the original model without --quantize, or with --quantize int8 or int4.",
+        )
+    if kv_algorithm is not None:
+        raise UnsupportedModelError(
+            f"The checkpoint carries scales for a {kv_algorithm} KV cache, which the openvino runtime does not use.",
+            hint="Convert without KV cache quantisation, and choose the cache with --kv-precision.",
+        )
+    require_paged_attention(family(config["architecture"]).decoder(config))
+
+
+class _Reported:
+    """Weights that report to a progress task as they are read, in values of `item` bytes."""
+
+    def __init__(self, weights: Weights, task: Task, item: int) -> None:
+        self._weights = weights
+        self._task = task
+        self._item = item
+
+    def names(self) -> list[str]:
+        return self._weights.names()
+
+    def merged(self, name: str) -> npt.NDArray[Any]:
+        tensor = self._weights.merged(name)
+        self._task.advance(tensor.size * self._item)
+        return tensor
+
+    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
+        return self._weights.kind(name)
+
+    def int4(self, name: str) -> Int4Weight:
+        weight = self._weights.int4(name)
+        self._task.advance(weight.codes.size * self._item)
+        return weight
+
+
+def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
+    from trtserve.executor.engine.sizes import Sizes
+    from trtserve.executor.openvino.graph import build_graph, save_graph
+
+    config = plan.config
+    total = parameter_count(config) * _ITEM_SIZE[config["dtype"]]
+    reader = CheckpointReader(checkpoint.path)
+    with progress.task("Building the graph", total=total, unit="bytes") as task:
+        graph = build_graph(
+            family(config["architecture"]).decoder(config),
+            Sizes.of(config),
+            _Reported(reader, task, _ITEM_SIZE[config["dtype"]]),
+            packing=packing_of(config),
+        )
+    progress.step(f"Writing {machine.format_bytes(plan.disk_bytes)}")
+    save_graph(graph, folder / "rank0.xml")
+
+
+def _prove(folder: Path) -> dict[str, Any]:
+    """Load the engine, compute one token, and return time and memory from start to logits.
+
+    The first computation is part of loading: OpenVINO packs the weights in it.
+    """
+    import numpy as np
+
+    from trtserve.executor.openvino.paged_model import PagedModel
+
+    before, started = _anonymous_memory(), time.monotonic()
+    model = PagedModel(folder)
+    model.allocate(1)
+    logits = model.forward(
+        token_ids=np.zeros(1, dtype=np.int64),
+        positions=np.zeros(1, dtype=np.int64),
+        past_lens=np.zeros(1, dtype=np.int32),
+        subsequence_begins=np.array([0, 1], dtype=np.int32),
+        block_indices=np.zeros(1, dtype=np.int32),
+        block_indices_begins=np.array([0, 1], dtype=np.int32),
+        max_context_len=1,
+        rows=np.zeros(1, dtype=np.int32),
+    )
+    seconds, memory = time.monotonic() - started, _anonymous_memory() - before
+    if not np.isfinite(logits).all():
+        raise BuildError(
+            "The engine computes non-finite logits.",
+            hint="The weights overflow in this precision or are damaged; convert with another --dtype.",
+        )
+    return {
+        "weights_bytes": (folder / "rank0.bin").stat().st_size,
+        "load_seconds": round(seconds, 3),
+        "load_memory_bytes": memory,
+        "kv_bytes_per_token": model.bytes_per_block // model.tokens_per_block,
+        "tokens_per_block": model.tokens_per_block,
+    }
+
+
+def _anonymous_memory() -> int:
+    """Return this process's bytes not backed by files, or 0 when the kernel does not report them."""
+    import psutil
+
+    info = psutil.Process().memory_info()
+    return int(info.rss - getattr(info, "shared", 0))

@@ -1,0 +1,32 @@
+"""`python -m trtserve.gateway SETTINGS`: the process of one door."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from trtserve.errors import TrtserveError
+from trtserve.gateway.settings import DoorSettings
+from trtserve.host.ports import listening_socket
+
+
+def main() -> int:
+    """Serve until a signal, and return the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    # Keep transformers from importing PyTorch: seconds and hundreds of megabytes that no tokenizer needs.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    settings = DoorSettings.read(Path(sys.argv[1]))
+    try:
+        # The port is taken before anything else is loaded, so that a taken one is noticed at once.
+        with listening_socket(settings.host, settings.port) as listening:
+            from trtserve.gateway.listener import serve
+
+            serve(settings, listening)
+    except TrtserveError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        return error.code
+    return 0
+
+
+sys.exit(main())

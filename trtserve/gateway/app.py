@@ -1,0 +1,209 @@
+"""The application: access and limits in front of every path, Triton's protocol below /v2, FastAPI for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic_core import to_json
+
+from trtserve import __version__
+from trtserve.gateway.access import Access
+from trtserve.gateway.asgi import (
+    Message,
+    Receive,
+    Scope,
+    Send,
+    headers_of,
+    send_answer,
+)
+from trtserve.gateway.bodies import receive_body, replayed
+from trtserve.gateway.gate import Exchange, Gate
+from trtserve.gateway.health import Health
+from trtserve.gateway.openai.measures import Measures
+from trtserve.gateway.openai.router import openai_router
+from trtserve.gateway.openai.served import Backend
+from trtserve.gateway.page import page_router
+from trtserve.gateway.paths import Target
+from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.relay import Relay
+from trtserve.gateway.settings import DoorSettings
+from trtserve.gateway.triton import Triton
+from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
+
+HANG_UP = "trtserve.hang_up"
+"""ASGI extension of our listener: a function that closes the connection without waiting for the client."""
+
+_LOG = logging.getLogger(__name__)
+_READY = Target(operation="ready", path="/v2/health/ready", model=None)
+_EVENTS = b"text/event-stream"
+# Sent before the whole body was read: what is left of it must not be taken for the next request.
+_BEFORE_BODY = (401, 408, 413, 421)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the routes of a door share."""
+
+    settings: DoorSettings
+    triton: Triton
+    gate: Gate
+    health: Health
+
+
+class Door:
+    """The ASGI application of one door."""
+
+    def __init__(self, settings: DoorSettings) -> None:
+        self.settings = settings
+        self._json_limits = replace(settings.limits, body_bytes=settings.limits.json_bytes)
+        self._access = Access(settings.api_key, loopback=ip_address(settings.host).is_loopback)
+        self.gate = Gate(settings.limits)
+        self._relay: Relay
+        self._health: Health
+        self._measures = Measures()
+        # OpenAI's routes ask the core model, or the text model, which asks the others.
+        self._needed = (settings.model, *settings.core_models, PREPROCESSING, POSTPROCESSING)
+        self._routes = FastAPI(
+            title="trtserve", version=__version__, lifespan=self._running, docs_url=None, redoc_url=None
+        )
+        self._add_routes()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or the start and the end of the server."""
+        if scope["type"] == "lifespan":
+            await self._routes(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        exchange = Exchange(task=task, hang_up=scope.get("extensions", {}).get(HANG_UP))
+        answer = _Answer(exchange, send, openai=scope["path"].startswith("/v1/"))
+        with ExitStack() as stack:
+            stack.enter_context(self.gate.watch(exchange))
+            try:
+                self._access.check(scope["path"], headers_of(scope))
+                if scope["path"] != "/health" and not scope["path"].startswith("/v2/health/"):
+                    stack.enter_context(self.gate.enter(exchange))
+                await self._serve(scope, receive, answer, exchange)
+            except RefusedError as refusal:
+                await answer.refuse(refusal)
+            except asyncio.CancelledError:
+                if exchange.refusal is not None:  # otherwise the client has gone
+                    await answer.refuse(exchange.refusal)
+            except Exception:  # noqa: BLE001 - a defect here must not look like one of Triton's
+                _LOG.exception("%s %s failed", scope["method"], scope["path"])
+                await answer.refuse(RefusedError(500, "the request failed; the door's log says why"))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
+        path = scope["path"]
+        scope["state"] = {**scope.get("state", {}), "exchange": exchange}
+        if path == "/v2" or path.startswith("/v2/"):
+            await self._relay(scope, receive, send)
+            return
+        if path.startswith("/v1/"):
+            exchange.needs = self._needed
+            self._health.require(exchange.needs)
+        with self.gate.memory() as reserve:
+            body = await receive_body(headers_of(scope), receive, self._json_limits, reserve)
+            await self._routes(scope, replayed(body, receive), send)
+
+    @asynccontextmanager
+    async def _running(self, app: FastAPI) -> AsyncIterator[None]:
+        """Keep the connections to Triton, and the watch over it, while the server runs."""
+        settings = self.settings
+        triton = Triton(settings.triton_http, settings.metrics)
+        health = Health(triton, self.gate, settings.triton, settings.run_folder)
+        self._health = health
+        self._relay = Relay(settings, triton, self.gate, health)
+        app.state.parts = Parts(settings=settings, triton=triton, gate=self.gate, health=health)
+        watches = [asyncio.create_task(each) for each in (self.gate.sweep(), health.watch())]
+        try:
+            yield
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+            await triton.close()
+
+    def _add_routes(self) -> None:
+        """Add the routes that are not Triton's."""
+        routes = self._routes
+
+        @routes.exception_handler(RefusedError)
+        async def refuse(_request: object, refusal: RefusedError) -> Response:
+            return JSONResponse({"error": refusal.text}, refusal.status, refusal.headers)
+
+        @routes.get("/health")
+        async def health() -> Response:
+            """Return 200 when every model can answer, else 503 with the reason."""
+            reason = await routes.state.parts.health.problem(_READY)
+            return JSONResponse({"status": "ready"} if reason is None else {"error": reason}, 503 if reason else 200)
+
+        @routes.get("/version")
+        async def version() -> dict[str, str]:
+            return {"version": __version__}
+
+        @routes.get("/metrics")
+        async def metrics() -> Response:
+            """Return the page of Triton's metrics port, and the times of streams that the door measures."""
+            page = await routes.state.parts.triton.metrics()
+            return Response(page + self._measures.page(), media_type="text/plain; version=0.0.4")
+
+        settings = self.settings
+        backend = Backend(settings.endpoint, tokenizer=settings.tokenizer, timeout=settings.limits.request_seconds)
+        require = self._require_model if settings.own else None
+        routes.include_router(openai_router(backend, self._measures, require=require))
+        if settings.ui:
+            routes.include_router(page_router())
+
+    async def _require_model(self, request: Request, model: str) -> None:
+        """Note what a request needs, so that it ends when a process of that ends, and refuse it if one has ended."""
+        parts: Parts = self._routes.state.parts
+        needs = (await parts.triton.model(model)).needs
+        request.state.exchange.needs = needs
+        parts.health.require(needs)
+
+
+class _Answer:
+    """The answer to one request on its way to the client."""
+
+    def __init__(self, exchange: Exchange, send: Send, *, openai: bool) -> None:
+        self._exchange = exchange
+        self._send = send
+        self._openai = openai
+        self._begun = False
+        self._events = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._begun = True
+            self._events = any(
+                name.lower() == b"content-type" and value.startswith(_EVENTS) for name, value in message["headers"]
+            )
+        self._exchange.sending_since = time.monotonic()
+        await self._send(message)
+        self._exchange.sending_since = None
+
+    async def refuse(self, refusal: RefusedError) -> None:
+        """Send an error in the form that the client expects: as a status, or as the last event of a stream.
+
+        An answer that has begun in another form is cut off, so that the client does not take it for complete.
+        """
+        self._exchange.refusal = refusal  # it is being ended already
+        headers = {**refusal.headers, "connection": "close"} if refusal.status in _BEFORE_BODY else refusal.headers
+        content: object = {"error": refusal.text}
+        if self._openai:
+            content = {"error": {"message": refusal.text, "type": "invalid_request_error", "param": None, "code": None}}
+        if not self._begun:
+            await send_answer(self, refusal.status, content, headers)
+        elif self._events:
+            await self({"type": "http.response.body", "body": b"data: " + to_json(content) + b"\n\n"})
+        elif self._exchange.hang_up is not None:
+            self._exchange.hang_up()

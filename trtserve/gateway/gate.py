@@ -1,0 +1,135 @@
+"""The requests that are running: how many are let in, how long they may take, and when the last one has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.settings import Limits
+from trtserve.host.machine import give_memory_back
+
+_SWEEP = 0.5
+# Bytes of bodies at the same time after which glibc may keep much that is free again.
+_MANY_BYTES = 16 << 20
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One request and its answer."""
+
+    task: asyncio.Task[object]
+    started: float = field(default_factory=time.monotonic)
+    needs: tuple[str, ...] = ()
+    """The model that runs and those that it calls."""
+    closing_ends: bool = True
+    """Whether Triton ends the request when its connection is closed."""
+    request_id: str = ""
+    """The id that the client or the door gave it."""
+    sending_since: float | None = None
+    """When the part of the answer was handed over that the client has not read yet."""
+    refusal: RefusedError | None = None
+    """Why the door ended it."""
+    hang_up: Callable[[], None] | None = None
+    """Closes the connection without waiting for the client."""
+
+    def end(self, refusal: RefusedError) -> None:
+        """End the request; its task tells the client why, if it still can."""
+        if self.refusal is None and not self.task.done():
+            self.refusal = refusal
+            self.task.cancel()
+
+
+class Gate:
+    """Lets requests in while there is room and the server is not stopping."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._open: set[Exchange] = set()
+        self._running: set[Exchange] = set()
+        self._reserved = 0
+        self._most_reserved = 0  # since memory was last given back
+        self.draining = False
+        """Whether new requests are refused because the server stops."""
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._running)
+
+    @contextmanager
+    def watch(self, exchange: Exchange) -> Iterator[None]:
+        """Hold a request to the limits on time while it is open, refused ones and health pages too."""
+        self._open.add(exchange)
+        try:
+            yield
+        finally:
+            self._open.discard(exchange)
+
+    @contextmanager
+    def enter(self, exchange: Exchange) -> Iterator[None]:
+        """Count a request while it runs. Raises RefusedError when there is no room for it."""
+        if self.draining:
+            raise RefusedError(503, "the server is stopping", headers={"retry-after": "5"})
+        if len(self._running) >= self._limits.requests:
+            busy = f"{len(self._running)} requests are running, as many as this server takes"
+            raise RefusedError(503, busy, headers={"retry-after": "1"})
+        self._running.add(exchange)
+        try:
+            yield
+        finally:
+            self._running.discard(exchange)
+
+    def has_other(self, exchange: Exchange) -> bool:
+        """Return whether another request has the same id, so that stopping one would stop both."""
+        return any(other is not exchange and other.request_id == exchange.request_id != "" for other in self._running)
+
+    @contextmanager
+    def memory(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves bytes for a request's body until the request ends.
+
+        It raises RefusedError when the bodies of all requests need too much.
+        """
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            if self._reserved + size > self._limits.buffered_bytes:
+                raise RefusedError(503, "too many large requests at the same time", headers={"retry-after": "1"})
+            self._reserved += size
+            self._most_reserved = max(self._most_reserved, self._reserved)
+            reserved += size
+
+        try:
+            yield reserve
+        finally:
+            self._reserved -= reserved
+
+    def end_all(self, refusal: RefusedError, *, needing: str) -> None:
+        """End the requests that need a model."""
+        for exchange in list(self._running):
+            if needing in exchange.needs:
+                exchange.end(refusal)
+
+    async def sweep(self) -> None:
+        """End requests that take too long, and those whose clients do not read their answers, until cancelled.
+
+        Also give the memory of many large bodies back to the system once their requests have ended.
+        """
+        longest, stalled = self._limits.request_seconds, self._limits.stalled_seconds
+        while True:
+            await asyncio.sleep(_SWEEP)
+            if self._most_reserved > max(_MANY_BYTES, 8 * self._reserved):
+                self._most_reserved = self._reserved
+                await asyncio.to_thread(give_memory_back)
+            now = time.monotonic()
+            for exchange in list(self._open):
+                if exchange.sending_since is not None and now - exchange.sending_since > stalled:
+                    exchange.end(RefusedError(408, f"the answer was not read for {stalled:g} s"))
+                    if exchange.hang_up is not None:
+                        exchange.hang_up()
+                elif now - exchange.started > longest:
+                    exchange.end(RefusedError(504, f"the request took longer than {longest:g} s"))

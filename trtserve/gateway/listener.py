@@ -1,0 +1,226 @@
+"""The server process: uvicorn with bounds on connections and headers, which finishes its requests before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import ssl
+from asyncio import TimerHandle, Transport
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from trtserve.gateway.app import HANG_UP, Door
+from trtserve.gateway.settings import DoorSettings, Limits
+
+_LOG = logging.getLogger(__name__)
+_BACKLOG = 2048
+_POLL = 0.05
+_FILES = 65536
+_ACCEPTED_AT_ONCE = 16
+_SILENT_SECONDS = 1
+_PAUSE = 1.0
+
+
+def serve(settings: DoorSettings, listening: socket.socket) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT.
+
+    The first signal refuses new requests and waits until those that run have ended; a second one ends at once.
+    """
+    _raise_file_limit()
+    door = Door(settings)
+    config = uvicorn.Config(
+        door,
+        loop="uvloop",
+        http=_BoundedProtocol,
+        proxy_headers=False,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=round(settings.limits.idle_seconds),
+        timeout_graceful_shutdown=1,
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.private_key,
+    )
+    _Server(config, door).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, door: Door) -> None:
+        super().__init__(config)
+        self._door = door
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._door.gate.draining or sig == signal.SIGINT:
+            super().handle_exit(sig, frame)
+            return
+        _LOG.info("refusing new requests; %d are running", self._door.gate.running)
+        self._door.gate.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        state = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        self.servers = [
+            _Acceptor(each, lambda: _BoundedProtocol(**state), self.config.ssl)  # type: ignore[misc]
+            for each in sockets or []
+        ]
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second: end when the last request has ended."""
+        if self._door.gate.draining and not self._door.gate.running:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+class _Acceptor:
+    """Takes connections from a socket, a few at a time, and drops those whose clients have left.
+
+    uvloop's own server takes all that there are before it does anything else, which a flood of connections makes long.
+    """
+
+    def __init__(
+        self, listening: socket.socket, protocol: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None
+    ) -> None:
+        self._listening, self._protocol, self._context = listening, protocol, context
+        self._loop = asyncio.get_running_loop()
+        self._pause: TimerHandle | None = None
+        self._beginning: set[asyncio.Task[None]] = set()
+        # The kernel keeps a connection to itself until the client sends something or leaves.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_SECONDS)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._loop.remove_reader(self._listening)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return at once: uvicorn waits for the connections itself."""
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                client, _address = self._listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptor is left
+                _LOG.warning("connections wait for %g s: %s", _PAUSE, error)
+                self._loop.remove_reader(self._listening)
+                self._pause = self._loop.call_later(_PAUSE, self._resume)
+                return
+            client.setblocking(False)
+            try:
+                left = not client.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:  # it has sent nothing yet
+                left = False
+            except OSError:
+                left = True
+            if left:
+                client.close()
+                continue
+            task = self._loop.create_task(self._begin(client))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, client: socket.socket) -> None:
+        with suppress(OSError):  # the client left, or does not speak TLS
+            await self._loop.connect_accepted_socket(self._protocol, client, ssl=self._context)
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """One connection, with what uvicorn lacks: limits on headers, on chunks, on their time, and on connections."""
+
+    def __init__(self, config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._limits: Limits = config.app.settings.limits  # type: ignore[union-attr]
+        self._timer: TimerHandle | None = None
+        self._in_headers = False
+        self._header_bytes = 0
+        self._chunks = 0
+        self._unanswered: deque[RequestResponseCycle] = deque()
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            transport.abort()
+            return
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        # uvicorn tells only the last of several requests that were sent without waiting for answers.
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        current: RequestResponseCycle | None = self.cycle
+        if current is None or current.response_complete:
+            self._start_timer()
+        self._header_bytes += len(data)
+        super().data_received(data)
+        limit = self._limits.header_bytes
+        if self._in_headers and self._header_bytes > limit and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {limit} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {HANG_UP: self.transport.abort}  # type: ignore[dict-item]
+        self._in_headers, self._header_bytes, self._chunks = True, 0, 0
+        self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._stop_timer()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._limits.header_bytes:
+            raise ValueError("headers too large")  # uvicorn answers 400 and hangs up
+        super().on_headers_complete()
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
+        self._unanswered.append(self.cycle)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_headers:
+            raise ValueError("trailers after the body")  # uvicorn answers 400 and hangs up
+        super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > self._limits.chunks:
+            raise ValueError(f"more than {self._limits.chunks} chunks")  # uvicorn answers 400 and hangs up
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._limits.header_seconds, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as there may be connections: many systems start with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,133 @@
+"""Errors in the shape that OpenAI's clients expect, with the status that decides which exception they raise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from trtserve.errors import ServerUnreachableError, TrtserveError
+from trtserve.gateway.refusals import RefusedError
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_implemented_error",
+    503: "service_unavailable",
+}
+# What the engine's error contains → status and code. Anything else that the engine refuses is the request's fault.
+_ENGINE_ERRORS: tuple[tuple[re.Pattern[str], int, str | None], ...] = (
+    (re.compile("queue", re.IGNORECASE), 429, "queue_full"),
+    (re.compile("is not healthy|is not ready|unexpectedly|shut ?down", re.IGNORECASE), 503, None),
+    (re.compile("exceeds maximum input length", re.IGNORECASE), 400, "context_length_exceeded"),
+)
+# Keys of OpenAI's API that cannot work here → why.
+_REFUSED = {
+    "suffix": "the model continues a text, it does not fill gaps",
+    "functions": "it was replaced by tools",
+    "function_call": "it was replaced by tool_choice",
+    "audio": "the model generates text only",
+    "prediction": "predicted outputs are not available",
+    "web_search_options": "the server does not search the web",
+    "min_p": "TensorRT-LLM's Triton models have no such input",
+    "use_beam_search": "ask with temperature 0, or use `trtserve query --beam-width`",
+}
+
+
+class ApiError(Exception):
+    """An error that the client gets as OpenAI's JSON."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(status, "invalid_request_error"),
+                "param": param,
+                "code": code,
+            }
+        }
+
+    def response(self) -> Response:
+        """Return the HTTP response."""
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        return JSONResponse(self.body, status_code=self.status, headers=headers)
+
+
+def api_error(error: TrtserveError) -> ApiError:
+    """Return what the client sees of an error from the engine or from preparing its request."""
+    if isinstance(error, ServerUnreachableError):
+        return ApiError(error.message, status=503)
+    for pattern, status, code in _ENGINE_ERRORS:
+        if pattern.search(error.message):
+            return ApiError(error.message, status=status, code=code)
+    return ApiError(error.message)
+
+
+class OpenAIRoute(APIRoute):
+    """A route whose errors have OpenAI's shape, whatever application it is part of."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler."""
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except RequestValidationError as error:
+                return _of_validation(error.errors(), error.body).response()
+            except ApiError as error:
+                return error.response()
+            except RefusedError as refusal:
+                return ApiError(refusal.text, status=refusal.status).response()
+            except HTTPException as error:  # FastAPI cannot read the body
+                cause = error.__cause__
+                if isinstance(cause, RefusedError):
+                    return ApiError(cause.text, status=cause.status).response()
+                return ApiError("The body is not valid JSON.", status=error.status_code).response()
+            except TrtserveError as error:
+                return api_error(error).response()
+
+        return answer
+
+
+def _of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """Describe the first fault of a body; a key that nobody knows comes before wrong values."""
+    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    param = _param(first["loc"][1:], body)  # the first part is "body"
+    if first["type"] == "extra_forbidden":
+        if param in _REFUSED:
+            return ApiError(f"{param} is not supported: {_REFUSED[param]}.", param=param, code="unsupported_parameter")
+        return ApiError(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
+    if first["type"] == "json_invalid":
+        return ApiError("The body is not valid JSON.")
+    if param is None and not isinstance(body, dict):
+        return ApiError("The body must be a JSON object, with the header Content-Type: application/json.")
+    if first["type"] == "missing":
+        return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if param is None:  # values that do not go together
+        return ApiError(f"{message}.", code="invalid_value")
+    return ApiError(f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")
+
+
+def _param(places: Sequence[int | str], body: Any) -> str | None:
+    """Return the path of a value in the body, without the parts that name the branch of a union."""
+    path: list[str] = []
+    for place in places:
+        if isinstance(body, dict) and isinstance(place, str):
+            path.append(place)
+            body = body.get(place)
+        elif isinstance(body, list) and isinstance(place, int):
+            path.append(str(place))
+            body = body[place]
+    return ".".join(path) or None

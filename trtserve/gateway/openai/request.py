@@ -1,0 +1,229 @@
+"""Build the tensors of one engine request from a body of the OpenAI API."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtserve.client.chat import end_words
+from trtserve.client.options import tensors_of
+from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
+from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import Tensor
+from trtserve.errors import UsageError
+from trtserve.gateway.openai.bodies import Sampling
+from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.prompts import Prompt
+from trtserve.gateway.openai.served import Served
+from trtserve.programs.preprocessing.spellings import Spellings
+from trtserve.programs.preprocessing.word_lists import word_list
+
+_UINT64 = 2**64
+_NO_END = -1
+# Values of 4 bytes in the response of the engine: 256 MiB.
+_MOST_LOGITS = 2**26
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """One sequence to generate."""
+
+    prompt: Prompt
+    context: RequestContext
+    tensors: dict[str, Tensor]
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    """Strings that end the text, and that are not part of it."""
+    adapter: str | None = None
+    tops: int | None = None
+    """Alternatives to each token whose log-probabilities are wanted, or None without log-probabilities."""
+    echoes_log_probs: bool = False
+    """Whether those of the prompt are wanted too."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the engine sends every token at once."""
+        return self.context.streams
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that are needed: each costs time with every token."""
+        model = self.context.model
+        wanted = ["output_ids", "sequence_length"] if "output_ids" in model.outputs else ["text_output"]
+        wanted += [name for name in ("finish_reason", "num_input_tokens", "num_output_tokens") if name in model.outputs]
+        if self.tops is not None:
+            wanted += ["generation_logits" if self.tops else "output_log_probs"]
+        if self.echoes_log_probs:
+            wanted += ["context_logits"]
+        return tuple(wanted)
+
+
+def engine_requests(
+    served: Served,
+    body: Sampling,
+    prompt: Prompt,
+    *,
+    count: int,
+    max_tokens: int,
+    adapter: str | None,
+    tops: int | None,
+    echoes_log_probs: bool = False,
+    repository: Path | None,
+) -> list[EngineRequest]:
+    """Return `count` requests for the same prompt, which differ in their seeds.
+
+    Raises ApiError and UsageError for what the model cannot do.
+    """
+    options = _options(served, body, max_tokens, tops)
+    if echoes_log_probs:
+        _require_context_logits(served, len(prompt.ids) * count)
+        options["return_context_logits"] = True
+    spec = QuerySpec(
+        token_ids=(prompt.ids,) if prompt.ids else (),
+        prompts=() if prompt.ids else (prompt.text or "",),
+        options=options,
+        stream=body.stream,
+    )
+    prompts = PreparedPrompts(
+        token_ids=spec.token_ids, texts=spec.prompts, end_id=_end_id(served) if prompt.ids else None
+    )
+    context = RequestContext(
+        spec=spec, model=served.model, prompts=prompts, tokenizer=served.files, repository=repository
+    )
+    tensors = {tensor.name: tensor for tensor in request_tensors(context)}
+    tensors |= {**_stop_tensors(served, context, body, prompt), **_bias(served, context, body), **_guide(context, body)}
+    if adapter is not None and served.adapters is not None:
+        by_name = served.model.has("lora_name")
+        tensors |= (
+            context.scalar(adapter, "lora_name")
+            if by_name
+            else context.scalar(served.adapters.task_id(adapter), "lora_task_id")
+        )
+    request = EngineRequest(
+        prompt=prompt,
+        context=context,
+        tensors=tensors,
+        max_tokens=max_tokens,
+        stops=tuple(body.stops),
+        adapter=adapter,
+        tops=tops,
+        echoes_log_probs=echoes_log_probs,
+    )
+    return [request, *(_with_seed(request, options["seed"] + number) for number in range(1, count))]
+
+
+def with_adapter_weights(served: Served, request: EngineRequest) -> EngineRequest:
+    """Return the request with the weights of its adapter, which the engine does not have in its cache any more."""
+    assert served.adapters is not None
+    assert request.adapter is not None
+    names = ("lora_weights", "lora_config")
+    arrays = zip(names, served.adapters.tensors(request.adapter), strict=True)
+    weights = {name: served.model.tensor(name, array[0]) for name, array in arrays}
+    return replace(request, tensors={**request.tensors, **weights})
+
+
+def _with_seed(request: EngineRequest, seed: int) -> EngineRequest:
+    seeded = request.context.scalar(seed % _UINT64, *tensors_of("seed"))
+    return replace(request, tensors={**request.tensors, **seeded})
+
+
+def _options(served: Served, body: Sampling, max_tokens: int, tops: int | None) -> dict[str, Any]:
+    """Return options of `trtserve query`: the body's, else those of the model's generation_config.json, else OpenAI's.
+
+    The engine's own default is greedy, and its seed is always the same.
+    """
+    given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+    chosen = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        **served.sampling,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    chosen["top_k"] = max(0, chosen.get("top_k", 0))
+    if chosen["temperature"] == 0 or chosen["top_p"] == 0:
+        chosen = {"top_k": 1, **{name: chosen[name] for name in ("repetition_penalty",) if name in chosen}}
+    for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
+        if value := getattr(body, name):
+            chosen[name] = value
+    chosen["seed"] = secrets.randbits(63) if body.seed is None else body.seed % _UINT64
+    if body.ignore_eos:
+        chosen["end_id"] = _NO_END
+    if tops is not None:
+        chosen["return_log_probs"] = True
+    if tops:
+        chosen["return_generation_logits"] = True
+    if served.model.has("return_num_input_tokens"):
+        chosen["return_num_input_tokens"] = True
+    return {**chosen, "max_tokens": max_tokens}
+
+
+def _require_context_logits(served: Served, tokens: int) -> None:
+    """Raise ApiError unless the engine returns the logits of so many prompt tokens."""
+    what = "echo with logprobs needs log-probabilities of the prompt"
+    if not served.takes_ids:
+        raise ApiError(f"{what}, and a model that takes token ids.", param="echo")
+    if served.context_logits is False:
+        raise ApiError(f"{what}: the engine must be built with --gather-context-logits.", param="echo")
+    most = _MOST_LOGITS // (served.vocab_size or 1)
+    if tokens > most:
+        raise ApiError(
+            f"{what}: the engine returns all logits of a prompt, which is allowed for {most} tokens (times n or "
+            f"best_of); this request has {tokens}.",
+            param="echo",
+        )
+
+
+def _end_id(served: Served) -> int | None:
+    files = served.require_tokenizer("A prompt")
+    eos: int | None = files.tokenizer.eos_token_id
+    return eos if eos is not None else next(iter(files.end_ids()), None)
+
+
+def _stop_tensors(served: Served, context: RequestContext, body: Sampling, prompt: Prompt) -> dict[str, Tensor]:
+    """Return the words that end the answer in the engine; the text itself is cut at stop strings later."""
+    if not served.takes_ids:
+        if body.stop_token_ids:
+            raise ApiError("stop_token_ids needs a model that takes token ids.", param="stop_token_ids")
+        ends = end_words(served.files) if prompt.chat and served.files and not body.ignore_eos else ()
+        words = [*body.stops, *ends]
+        return context.list_input(words, "stop_words") if words else {}
+    files = served.require_tokenizer("A stop string")
+    others = [end for end in files.end_ids() if end != _end_id(served)] if prompt.chat and not body.ignore_eos else []
+    tokens = [[token] for token in dict.fromkeys([*body.stop_token_ids, *others])]
+    if not tokens and not body.stops:
+        return {}
+    spellings = Spellings(lambda text: files.encode(text, special=False))
+    spelled: dict[str, list[list[int]]] = {stop: spellings.of(stop) for stop in body.stops}
+    table = word_list([["", *spelled]], lambda word: spelled[word] if word else tokens)
+    return {"stop_words_list": context.model.tensor("stop_words_list", table[0])}
+
+
+def _bias(served: Served, context: RequestContext, body: Sampling) -> dict[str, Tensor]:
+    if not body.logit_bias:
+        return {}
+    size = served.vocab_size
+    if not served.takes_ids or size is None:
+        raise ApiError("logit_bias needs a model that takes token ids.", param="logit_bias")
+    vector = np.zeros(size, dtype=np.float32)
+    for key, bias in body.logit_bias.items():
+        if int(key) >= size:
+            raise ApiError(f"logit_bias has the token {key}; the vocabulary has {size}.", param="logit_bias")
+        vector[int(key)] = bias
+    return {"embedding_bias": context.model.tensor("embedding_bias", vector)}
+
+
+def _guide(context: RequestContext, body: Sampling) -> dict[str, Tensor]:
+    """Return the guide. Not with the option of `query`: there a text that begins with @ names a file."""
+    if body.guide is None:
+        return {}
+    kind, text = body.guide
+    try:
+        return {**context.scalar(kind, *tensors_of("guide_type")), **context.scalar(text, *tensors_of("guide"))}
+    except UsageError:
+        raise ApiError(
+            "This model has no guided decoding, which response_format and the guided_ parameters need."
+        ) from None

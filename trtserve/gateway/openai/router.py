@@ -1,0 +1,207 @@
+"""The paths of the OpenAI API."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from trtserve.gateway.openai.answering import Answering, Sequenced
+from trtserve.gateway.openai.answers import (
+    ChatAnswer,
+    Completion,
+    Envelope,
+    Json,
+)
+from trtserve.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    NamedTool,
+    Sampling,
+)
+from trtserve.gateway.openai.errors import ApiError, OpenAIRoute
+from trtserve.gateway.openai.measures import Measures
+from trtserve.gateway.openai.prompts import Prompt, chat_prompt, completion_prompt
+from trtserve.gateway.openai.request import EngineRequest, engine_requests
+from trtserve.gateway.openai.served import Backend, Served
+from trtserve.gateway.openai.tools import CallReader
+
+COMPLETION_TOKENS = 16
+"""Most tokens of a completion that does not say, as in OpenAI's API."""
+CHAT_TOKENS = 1024
+"""Most tokens of a chat that does not say: the engine may reserve memory for all of them."""
+
+
+Require = Callable[[Request, str], Awaitable[None]]
+"""Raises RefusedError for a request to a Triton model that cannot answer."""
+
+
+def openai_router(
+    backend: Backend, measures: Measures, *, api_keys: Collection[str] = (), require: Require | None = None
+) -> APIRouter:
+    """Return the routes below /v1. With `api_keys` a request must have one of them as its bearer token."""
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        preparing = backend.spawn(backend.prepare())
+        yield
+        preparing.cancel()
+        await backend.close()
+
+    router = APIRouter(
+        prefix="/v1",
+        route_class=OpenAIRoute,
+        lifespan=lifespan,
+        dependencies=[Depends(_key_check(api_keys))] if api_keys else [],
+    )
+    paths = Paths(backend, measures, require)
+    router.add_api_route("/models", paths.models, methods=["GET"])
+    router.add_api_route("/models/{name}", paths.model, methods=["GET"])
+    router.add_api_route("/completions", paths.completions, methods=["POST"])
+    router.add_api_route("/chat/completions", paths.chat, methods=["POST"])
+    router.add_api_route("/embeddings", paths.embeddings, methods=["POST"])
+    every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    router.add_api_route("/{path:path}", paths.unknown, methods=every, include_in_schema=False)
+    return router
+
+
+class Paths:
+    """What each path answers."""
+
+    def __init__(self, backend: Backend, measures: Measures, require: Require | None) -> None:
+        self._backend, self._measures, self._require = backend, measures, require
+
+    async def models(self) -> Response:
+        """List the models and their adapters."""
+        served = await self._backend.models()
+        return JSONResponse({"object": "list", "data": [each for model in served for each in _described(model)]})
+
+    async def model(self, name: str) -> Response:
+        """Describe one model or adapter."""
+        served, _ = await self._backend.find(name)
+        return JSONResponse(next(each for each in _described(served) if each["id"] == name))
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """Continue one or several prompts."""
+        served, adapter = await self._find(request, body.model)
+        prompts = [await completion_prompt(served, prompt) for prompt in body.prompts]
+        count = body.best_of or body.n
+        tops = 0 if body.logprobs is None and count > body.n else body.logprobs
+        max_tokens = body.max_tokens or COMPLETION_TOKENS
+        sequences: list[Sequenced] = []
+        for prompt in prompts:
+            echoed = _echoed(served, prompt) if body.echo else ""
+            requests = self._requests(
+                served, body, prompt, count, max_tokens, adapter, tops, echoes_log_probs=body.echoes_log_probs
+            )
+            for each in requests:
+                choice = Completion(index=len(sequences), echoed=echoed, shows_log_probs=body.logprobs is not None)
+                sequences.append(Sequenced(request=each, choice=choice))
+        kind = "text_completion"
+        envelope = Envelope(prefix="cmpl", kind=kind, chunk_kind=kind, model=body.model)
+        return await self._respond(request, body, served, sequences, envelope, prompts=len(prompts))
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        served, adapter = await self._find(request, body.model)
+        prompt = await chat_prompt(served, body)
+        length = len(prompt.ids)
+        room = CHAT_TOKENS if served.max_seq_len is None else max(1, served.max_seq_len - length)
+        max_tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, room)
+        tops = (body.top_logprobs or 0) if body.logprobs else None
+        names, named = [tool.function.name for tool in body.usable_tools], isinstance(body.tool_choice, NamedTool)
+        sequences = [
+            Sequenced(request=each, choice=ChatAnswer(index=index, calls=CallReader(names), named=named))
+            for index, each in enumerate(self._requests(served, body, prompt, body.n, max_tokens, adapter, tops))
+        ]
+        kind = "chat.completion"
+        envelope = Envelope(prefix="chatcmpl", kind=kind, chunk_kind=f"{kind}.chunk", model=body.model)
+        return await self._respond(request, body, served, sequences, envelope)
+
+    async def embeddings(self) -> Response:
+        """Refuse embeddings."""
+        raise ApiError("This server has no embeddings: its models generate text.", code="unsupported_endpoint")
+
+    async def unknown(self, path: str, request: Request) -> Response:
+        """Refuse any other path."""
+        raise ApiError(f"Unknown request URL: {request.method} /v1/{path}.", status=404, code="unknown_url")
+
+    async def _find(self, request: Request, name: str) -> tuple[Served, str | None]:
+        served, adapter = await self._backend.find(name)
+        if self._require is not None:
+            await self._require(request, served.model.name)
+        return served, adapter
+
+    def _requests(
+        self,
+        served: Served,
+        body: Sampling,
+        prompt: Prompt,
+        count: int,
+        max_tokens: int,
+        adapter: str | None,
+        tops: int | None,
+        *,
+        echoes_log_probs: bool = False,
+    ) -> list[EngineRequest]:
+        return engine_requests(
+            served,
+            body,
+            prompt,
+            count=count,
+            max_tokens=max_tokens,
+            adapter=adapter,
+            tops=tops,
+            echoes_log_probs=echoes_log_probs,
+            repository=self._backend.repository,
+        )
+
+    async def _respond(
+        self,
+        request: Request,
+        body: Sampling,
+        served: Served,
+        sequences: list[Sequenced],
+        envelope: Envelope,
+        *,
+        prompts: int = 1,
+    ) -> Response:
+        answering = Answering(
+            backend=self._backend,
+            served=served,
+            measures=self._measures,
+            envelope=envelope,
+            sequences=sequences,
+            prompts=prompts,
+            kept=body.n,
+        )
+        return await answering.respond(request, stream=body.stream, usage_in_stream=body.usage_in_stream)
+
+
+def _key_check(keys: Collection[str]) -> Callable[[Request], None]:
+    encoded = [key.encode() for key in keys]
+
+    def check(request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.encode(), key) for key in encoded]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError("Incorrect API key provided.", status=401, code="invalid_api_key")
+
+    return check
+
+
+def _described(served: Served) -> list[Json]:
+    """Return the entries of a model and its adapters."""
+    head = {"object": "model", "created": served.created, "owned_by": "trtserve", "max_model_len": served.max_seq_len}
+    parents = {name: None if name == served.name else served.name for name in served.names}
+    return [{"id": name, **head, "parent": parent} for name, parent in parents.items()]
+
+
+def _echoed(served: Served, prompt: Prompt) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return served.require_tokenizer("echo").decode(prompt.ids)

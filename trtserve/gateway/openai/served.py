@@ -1,0 +1,206 @@
+"""What the endpoint knows about the model behind it; read once, when the first request comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trtserve.client.aio_client import AioClient
+from trtserve.client.base import (
+    CORE_MODEL,
+    STOP_TIMEOUT,
+    Client,
+    Endpoint,
+    ModelDescription,
+)
+from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.query import describe_model
+from trtserve.client.request import IDS_INPUT, TEXT_INPUT
+from trtserve.client.tokenizer import (
+    PREPROCESSING,
+    TokenizerFiles,
+    find_tokenizer,
+    server_adds_special_tokens,
+)
+from trtserve.errors import RequestError, TrtserveError, UsageError
+from trtserve.files import read_json_object
+from trtserve.gateway.openai.errors import ApiError
+from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
+from trtserve.programs.shared.lora_names import LoraNames
+
+_DESCRIBED_WITHIN = 30.0
+_RETRY = 0.5
+# How the names of the models begin that are in every repository; the others are aliases.
+_STANDARD = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble")
+_SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model as clients of the OpenAI API see it."""
+
+    name: str
+    """Its name in that API."""
+    model: ModelDescription
+    """The Triton model that is asked: the core model if its tokenizer is at hand, else one that takes text."""
+    core: ModelDescription | None
+    """The model that stops requests in the engine, or None where that is not known."""
+    files: TokenizerFiles | None
+    decoder: AnchoredDecoder | None
+    adds_special: bool
+    """Whether prompts get the tokenizer's special tokens, such as BOS."""
+    vocab_size: int | None
+    max_seq_len: int | None
+    """Most tokens of prompt and answer together."""
+    adapters: LoraNames | None
+    context_logits: bool | None = None
+    """Whether the engine returns logits of prompts, or None where that is not known."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """What `generation_config.json` says about sampling."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether the model that is asked takes token ids."""
+        return TEXT_INPUT not in self.model.inputs
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model and its adapters."""
+        return (self.name, *(self.adapters.names if self.adapters is not None else ()))
+
+    def token_text(self, id: int) -> str:  # noqa: A002 - the field's word
+        """Return the text of a single token, with its leading space; special tokens have their names."""
+        assert self.files is not None
+        assert self.decoder is not None
+        return self.decoder.decode([[id]])[0] or str(self.files.tokenizer.convert_ids_to_tokens(id))
+
+    def require_tokenizer(self, what: str) -> TokenizerFiles:
+        """Return the tokenizer. Raises ApiError if the endpoint has none, because `what` needs it."""
+        if self.files is None:
+            raise ApiError(f"{what} needs the model's tokenizer; start `trtserve door` with --tokenizer DIR.")
+        return self.files
+
+
+class Backend:
+    """The Triton server behind the endpoint."""
+
+    def __init__(self, endpoint: Endpoint, *, tokenizer: Path | None = None, timeout: float = 600.0) -> None:
+        self._endpoint = endpoint
+        self._tokenizer = tokenizer
+        self._lock = asyncio.Lock()
+        self._served: tuple[Served, ...] = ()
+        self.timeout = timeout
+        """Longest time for one answer, in seconds."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def client(self) -> AioClient:
+        """The connection, which belongs to the event loop that asks for it first."""
+        return AioClient(self._endpoint)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` beside the request that asks for it, which it may outlive."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Wait a moment for requests that are being stopped, then close the connection."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT)
+        await self.client.close()
+
+    @property
+    def repository(self) -> Path | None:
+        """The model repository, if it is on this machine."""
+        return self._endpoint.repository
+
+    async def models(self) -> tuple[Served, ...]:
+        """Return the models. Raises ServerUnreachableError or RequestError while the server cannot describe them."""
+        async with self._lock:
+            if not self._served:
+                self._served = await asyncio.to_thread(_describe_all, self._endpoint, self._tokenizer)
+            return self._served
+
+    async def prepare(self) -> None:
+        """Describe the models as soon as the server can, so that the first request does not wait for the tokenizer."""
+        while not self._served:
+            with suppress(TrtserveError):
+                await self.models()
+                return
+            await asyncio.sleep(_RETRY)
+
+    async def find(self, name: str) -> tuple[Served, str | None]:
+        """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither."""
+        models = await self.models()
+        for served in models:
+            if name in served.names:
+                return served, None if name == served.name else name
+        known = ", ".join(each for served in models for each in served.names)
+        raise ApiError(
+            f"The model `{name}` does not exist. This server has: {known}.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _describe_all(endpoint: Endpoint, tokenizer: Path | None) -> tuple[Served, ...]:
+    """Describe every alias, that of the endpoint first; a repository without one is described by its standard models.
+
+    Loading a tokenizer takes a second or two.
+    """
+    with closing(GrpcClient(endpoint, timeout=_DESCRIBED_WITHIN)) as client:
+        aliases = [name for name in client.model_names() if not name.startswith(_STANDARD)]
+        described = [client.describe(name) for name in sorted(aliases, key=lambda name: name != endpoint.model)]
+        texts = [model for model in described if TEXT_INPUT in model.inputs]
+        try:
+            texts = texts or [describe_model(client, endpoint.model)]
+        except UsageError:  # nothing but the core model
+            texts = [client.describe(CORE_MODEL)]
+        return tuple(_describe(text, endpoint, tokenizer, client) for text in texts)
+
+
+def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None, client: Client) -> Served:
+    names = text.parameters
+    core_name = names.get("tensorrt_llm_model_name") or CORE_MODEL
+    preprocessing = names.get("preprocessing_model_name") or PREPROCESSING
+    try:
+        core = client.describe(core_name)
+    except RequestError:  # the text model runs the engine itself
+        core = None
+    files = find_tokenizer(tokenizer, endpoint, client, preprocessing=preprocessing)
+    ids = core is not None and IDS_INPUT in core.inputs and files is not None
+    engine: dict[str, Any] = {}
+    if endpoint.repository is not None and (path := endpoint.repository / core_name / "1" / "config.json").is_file():
+        engine = read_json_object(path, RequestError)
+    vocab_size = engine.get("pretrained_config", {}).get("vocab_size")
+    table = names.get("lora_table") or "lora.json"
+    return Served(
+        name=text.name,
+        model=core if ids and core is not None else text,
+        core=core,
+        files=files,
+        decoder=None if files is None else AnchoredDecoder(files.tokenizer, skip_special_tokens=True),
+        adds_special=server_adds_special_tokens(client, preprocessing=preprocessing),
+        vocab_size=vocab_size or (None if files is None else len(files.tokenizer)),
+        max_seq_len=engine.get("build_config", {}).get("max_seq_len"),
+        context_logits=engine.get("build_config", {}).get("gather_context_logits"),
+        adapters=None if endpoint.repository is None else LoraNames(endpoint.repository, table),
+        sampling={} if files is None else _sampling(files),
+    )
+
+
+def _sampling(files: TokenizerFiles) -> dict[str, Any]:
+    config = files.json("generation_config.json")
+    if config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {name: config[name] for name in _SAMPLED if config.get(name) is not None}

@@ -1,0 +1,208 @@
+"""Triton's protocol below /v2: a checked request goes to Triton, its answer to the client, until either side ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from aiohttp import ClientResponse
+
+from trtserve.gateway import guard
+from trtserve.gateway.asgi import (
+    Message,
+    Receive,
+    Scope,
+    Send,
+    headers_of,
+    send_answer,
+)
+from trtserve.gateway.bodies import receive_body
+from trtserve.gateway.gate import Exchange, Gate
+from trtserve.gateway.health import Health
+from trtserve.gateway.paths import Target, find_target
+from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.settings import DoorSettings
+from trtserve.gateway.triton import Triton
+
+_LOG = logging.getLogger(__name__)
+# https://www.w3.org/TR/trace-context/#traceparent-header
+_TRACE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_JSON_LENGTH = "Inference-Header-Content-Length"
+_JSON_TYPES = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")
+"""Types of JSON bodies. curl -d says that it sends a form: Triton 2.51, which large forms crash, is told otherwise."""
+_BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
+# Hop by hop, or set by the server itself.
+_NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
+_OWN_ID = "door-"
+_STREAM = "text/event-stream"
+_MAX_DIGITS = 19
+_STOP_SECONDS = 10.0
+_STOP_AGAIN = 0.5
+
+
+class Relay:
+    """The application below /v2."""
+
+    def __init__(self, settings: DoorSettings, triton: Triton, gate: Gate, health: Health) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._triton = triton
+        self._gate = gate
+        self._health = health
+        self._stops: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        target = find_target(scope["method"], scope["raw_path"].decode("ascii"), open_groups=self._settings.open_apis)
+        if target.operation in ("live", "ready"):
+            reason = await self._health.problem(target)
+            await send_answer(send, 503 if reason else 200, {"error": reason} if reason else None)
+            return
+        with self._gate.memory() as reserve:
+            await self._pass_on(target, scope, receive, send, reserve)
+        if target.operation == "control":
+            self._triton.forget_models()
+
+    async def _pass_on(
+        self, target: Target, scope: Scope, receive: Receive, send: Send, reserve: Callable[[int], None]
+    ) -> None:
+        """Send a request to Triton when its body has been checked, and the answer to the client."""
+        exchange: Exchange = scope["state"]["exchange"]
+        headers = headers_of(scope)
+        body = await receive_body(headers, receive, self._limits, reserve)
+        checked, own_id = await self._checked(target, headers, body, exchange)
+        del body
+        passed_on = {"Content-Type": "application/json"}
+        if checked.json_length is not None:
+            passed_on = {"Content-Type": "application/octet-stream", _JSON_LENGTH: str(checked.json_length)}
+        # A compressed answer could not be freed of an id that the client did not give.
+        if "accept-encoding" in headers and not own_id:
+            passed_on["Accept-Encoding"] = headers["accept-encoding"]
+        if _TRACE.fullmatch(headers.get("traceparent", "")):
+            passed_on["traceparent"] = headers["traceparent"]
+        watch = asyncio.create_task(_end_with_client(receive, exchange.task))
+        listening = True
+
+        async def to_client(message: Message) -> None:
+            if listening:
+                await send(message)
+
+        async def relay() -> None:
+            async with self._triton.send(scope["method"], target.path, checked.content, passed_on) as response:
+                await _answer(response, own_id, to_client)
+
+        relaying = asyncio.create_task(relay())
+        try:
+            await asyncio.shield(relaying)
+        except asyncio.CancelledError:
+            listening = False
+            self._end(exchange, relaying)
+            raise
+        finally:
+            watch.cancel()
+
+    async def _checked(
+        self, target: Target, headers: Mapping[str, str], body: bytes, exchange: Exchange
+    ) -> tuple[guard.CheckedBody, str]:
+        """Return the body for Triton, and the id that it got here because it needs one to be stopped, or no text."""
+        if not target.runs_model or target.model is None:
+            return guard.check_control(body, self._limits), ""
+        _require_type(headers, _BINARY_TYPES if target.operation == "infer" else _JSON_TYPES)
+        model = await self._triton.model(target.model)
+        exchange.needs, exchange.closing_ends = model.needs, model.closing_ends
+        self._health.require(model.needs)
+        if target.operation == "infer":
+            open_memory = "shared-memory" in self._settings.open_apis
+            checked = guard.check_infer(body, _json_length(headers), self._limits, shared_memory=open_memory)
+        else:
+            checked = guard.check_generate(body, self._limits, model.datatypes)
+        own_id = ""
+        if not checked.request_id and checked.json_length != 0:
+            own_id = _OWN_ID + secrets.token_hex(8)
+            checked = checked.with_id(own_id)
+        exchange.request_id = checked.request_id
+        return checked, own_id
+
+    def _end(self, exchange: Exchange, relaying: asyncio.Task[None]) -> None:
+        """End a request whose answer nobody takes: by closing the connection where that helps, and in the engine."""
+        stoppable = bool(exchange.request_id and self._settings.core_models)
+        if exchange.closing_ends or not stoppable:
+            relaying.cancel()
+        if stoppable:
+            task = asyncio.create_task(self._stop(exchange, relaying))
+            self._stops.add(task)
+            task.add_done_callback(self._stops.discard)
+
+    async def _stop(self, exchange: Exchange, relaying: asyncio.Task[None]) -> None:
+        """Stop a request and read its answer to the end, if the connection is still open.
+
+        Triton 2.51 keeps an ensemble's request for ever if its connection is closed too early. The engine does not know
+        a request that has not reached it yet, so it is asked again, but never while a client waits for the same id.
+        """
+        deadline = time.monotonic() + _STOP_SECONDS
+        while True:
+            if not self._gate.has_other(exchange):
+                await self._stop_everywhere(exchange.request_id)
+            await asyncio.wait([relaying], timeout=_STOP_AGAIN)
+            if relaying.done() or time.monotonic() > deadline:
+                break
+        relaying.cancel()
+        await asyncio.gather(relaying, return_exceptions=True)
+
+    async def _stop_everywhere(self, request_id: str) -> None:
+        stops = (self._triton.stop(request_id, core) for core in self._settings.core_models)
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, BaseException):
+                _LOG.warning("request %s could not be stopped: %s", request_id, result)
+
+
+async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
+    """Pass Triton's answer on as it arrives, without the id that the client did not give."""
+    added = f'"id":"{own_id}",'.encode()
+    headers = [(name, value) for name, value in response.raw_headers if name.lower() not in _NOT_PASSED_ON]
+    length = response.content_length
+    first = b""
+    if own_id and response.content_type != _STREAM:
+        given = response.headers.get(_JSON_LENGTH)
+        whole = await (response.read() if given is None else response.content.readexactly(int(given)))
+        first = whole.replace(added, b"", 1)
+        headers = [pair for pair in headers if pair[0].lower() != _JSON_LENGTH.lower().encode()]
+        if given is not None:
+            headers.append((_JSON_LENGTH.encode(), str(len(first)).encode()))
+        length = None if length is None else length - len(whole) + len(first)
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    if first:
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+    async for chunk in response.content.iter_any():
+        body = chunk.replace(added, b"") if own_id else chunk
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _end_with_client(receive: Receive, task: asyncio.Task[object]) -> None:
+    """End a request when its client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+def _require_type(headers: Mapping[str, str], types: Sequence[str]) -> None:
+    given = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given not in types:
+        raise RefusedError(415, f"Content-Type is {given[:100]!r}; expected application/json")
+
+
+def _json_length(headers: Mapping[str, str]) -> int | None:
+    given = headers.get(_JSON_LENGTH.lower())
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) < _MAX_DIGITS):
+        raise RefusedError(400, f"{_JSON_LENGTH} must be a number of bytes")
+    return int(given)

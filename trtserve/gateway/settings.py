@@ -1,0 +1,202 @@
+"""What a door is told when it starts: where it listens, which Triton it guards, and its limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtserve.client.base import Endpoint, Tls
+from trtserve.errors import UsageError
+from trtserve.files import writing
+from trtserve.process import ProcessId
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds that keep one client from taking the server away from the others."""
+
+    connections: int = 4096
+    """Open connections."""
+    requests: int = 512
+    """Requests that run at the same time; further ones are answered with 503."""
+    request_seconds: float = 3600.0
+    """Longest time that a request may take, its streamed answer included."""
+    header_seconds: float = 15.0
+    """Longest time from the first byte of a request to the end of its headers."""
+    body_seconds: float = 120.0
+    """Longest time until the whole body of a request has arrived."""
+    stalled_seconds: float = 30.0
+    """Longest time that a client may leave its answer unread."""
+    idle_seconds: float = 75.0
+    """Longest time that a connection stays open without a request."""
+    header_bytes: int = 64 * 1024
+    body_bytes: int = 64 * MIB
+    """Size of a request's body, also after it was decompressed."""
+    json_bytes: int = 8 * MIB
+    """Size of the JSON part of a body."""
+    buffered_bytes: int = 512 * MIB
+    """Size of all bodies that are being received, together."""
+    chunks: int = 20_000
+    """Chunks of a body with `Transfer-Encoding: chunked`."""
+    elements: int = 1 << 28
+    """Elements of one tensor."""
+    strings: int = 1 << 18
+    """Strings of one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoorSettings:
+    """One door."""
+
+    name: str
+    """Name of the server."""
+    host: str
+    port: int
+    triton_http: str
+    """HOST:PORT of Triton's own HTTP service."""
+    triton_grpc: str
+    metrics: str
+    """HOST:PORT of Triton's metrics page."""
+    model: str
+    """Text model that is asked by default, or "" for the alias."""
+    core_models: tuple[str, ...] = ()
+    """Models that run an engine: a request that nobody waits for is stopped there."""
+    repository: Path | None = None
+    """Folder of the model repository."""
+    tokenizer: Path | None = None
+    """Folder of the model's tokenizer, or None for the one in the repository."""
+    own: bool = True
+    """Whether `start` started this Triton, which then expects the key and has the certificate."""
+    ui: bool = False
+    """Whether the page with a conversation is served."""
+    triton: ProcessId | None = None
+    """The process that tritonserver descends from, if it is one of this machine."""
+    run_folder: Path | None = None
+    """Where the executors show that they work, or None when nothing watches them."""
+    key_file: Path | None = None
+    """File with the API key that clients must send, or None."""
+    certificate: Path | None = None
+    """PEM file with the certificate chain of TLS, or None for a plain connection."""
+    private_key: Path | None = None
+    """PEM file with the certificate's key."""
+    certificate_name: str | None = None
+    """A name that the certificate is for, which clients of this machine expect instead of the host's."""
+    open_apis: tuple[str, ...] = ()
+    """Groups of Triton's protocol that are closed by default and open here."""
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def api_key(self) -> str | None:
+        """The API key. Raises UsageError when its file cannot be read."""
+        return None if self.key_file is None else read_key(self.key_file)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server for clients on this machine: the door's HTTP, Triton's gRPC, key and certificate."""
+        tls = None
+        if self.own and self.certificate is not None:
+            tls = Tls(root_certificates=self.certificate, server_name=self.certificate_name)
+        host, _, port = self.triton_grpc.rpartition(":")
+        return Endpoint(
+            host=host,
+            http_port=self.port,
+            grpc_port=int(port),
+            model=self.model or None,
+            repository=self.repository,
+            tls=tls,
+            api_key=self.api_key if self.own else None,
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the settings to a file that only this user can read."""
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(path, json.dumps(asdict(self), default=str))
+
+    @classmethod
+    def read(cls, path: Path) -> DoorSettings:
+        """Read what `write` wrote."""
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("run_folder", "repository", "tokenizer", "key_file", "certificate", "private_key"):
+            content[name] = None if content[name] is None else Path(content[name])
+        for name in ("core_models", "open_apis"):
+            content[name] = tuple(content[name])
+        content["triton"] = None if content["triton"] is None else ProcessId(**content["triton"])
+        content["limits"] = Limits(**content["limits"])
+        return cls(**content)
+
+
+def read_key(path: Path) -> str:
+    """Return the API key in a file: its first line. Raises UsageError when there is none, or others can read it."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise UsageError(f"The key file {path} can be read by other users.", hint=f"Protect it: chmod 600 {path}")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The key file {path} cannot be read: {error}.") from error
+    if not lines or not lines[0].strip():
+        raise UsageError(f"The key file {path} is empty.", hint="Its first line must be the key.")
+    return require_key(lines[0].strip())
+
+
+def require_key(key: str) -> str:
+    """Return the key. Raises UsageError for one that HTTP headers cannot carry, or that is easily guessed."""
+    if not key.isascii() or not key.isprintable() or " " in key or len(key) < 16:
+        raise UsageError(
+            "The API key must have at least 16 printable ASCII characters, without spaces.",
+            hint="Make one: python3 -c 'import secrets; print(secrets.token_urlsafe(32))'",
+        )
+    return key
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file by one that only this user can read."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def certificate_name(certificate: Path, private_key: Path) -> str:
+    """Return a name that a certificate is for. Raises UsageError when it cannot be used with this key."""
+    try:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(certificate, private_key)
+        client = ssl.create_default_context(cafile=certificate)
+        client.check_hostname = False
+        client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted, whoever signed it
+        found = _presented(server, client)
+    except OSError as error:
+        reason = getattr(error, "verify_message", "") or error.strerror or error
+        raise UsageError(
+            f"The certificate {certificate} cannot be used with the key {private_key}: {reason}.",
+            hint="Give PEM files that belong together: --tls-certificate and --tls-key.",
+        ) from error
+    names = found.get("subjectAltName", ())
+    if not names:
+        raise UsageError(f"The certificate {certificate} has no subjectAltName, which clients compare with the host.")
+    return str(names[0][1])
+
+
+def _presented(server: ssl.SSLContext, client: ssl.SSLContext) -> Mapping[str, Any]:
+    """Return the certificate that a server presents to a client, from a handshake in memory."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(8):
+        for side in sides:
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    return sides[0].getpeercert() or {}

@@ -1,0 +1,161 @@
+"""The connection to Triton's own HTTP service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from pydantic_core import from_json, to_json
+from yarl import URL
+
+from trtserve.client.base import ModelDescription
+from trtserve.gateway.refusals import RefusedError
+from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
+
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
+# How long a model's description is believed: with --model-control-mode=explicit it can be loaded anew.
+_DESCRIPTION_SECONDS = 30.0
+# Triton closes no idle connection within this time.
+_IDLE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the door has to know of a model."""
+
+    description: ModelDescription
+    needs: tuple[str, ...]
+    """The model itself, and those that an ensemble or a BLS model calls."""
+    closing_ends: bool
+    """Whether Triton 2.51 ends a request whose connection is closed: only what a decoupled model streams itself."""
+
+    @property
+    def datatypes(self) -> dict[str, str]:
+        """Input → datatype."""
+        return {name: tensor.datatype for name, tensor in self.description.inputs.items()}
+
+
+class Triton:
+    """Triton's HTTP service, over connections that are kept."""
+
+    def __init__(self, address: str, metrics: str) -> None:
+        self._address = address
+        self._metrics = metrics
+        self._models: dict[str, tuple[float, Model]] = {}
+        # Neither a proxy of the environment nor cookies have a place between two processes of one machine.
+        self._session = ClientSession(
+            connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+            cookie_jar=DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    @asynccontextmanager
+    async def send(
+        self,
+        method: str,
+        path: str,
+        content: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        seconds: float | None = None,
+        metrics: bool = False,
+    ) -> AsyncIterator[ClientResponse]:
+        """Send a request, to the metrics port if it is for `metrics`, and yield the answer; leaving early ends it.
+
+        Raises RefusedError without an answer, or without the whole of it within `seconds`.
+        """
+        timeout = ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        url = URL(f"http://{self._metrics if metrics else self._address}{path}", encoded=True)
+        try:
+            async with self._session.request(
+                method, url, data=content, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                yield response
+        except (ClientError, OSError, TimeoutError, asyncio.TimeoutError) as error:
+            raise RefusedError(503, f"Triton does not answer: {str(error) or type(error).__name__}") from error
+
+    async def is_ready(self, path: str = "/v2/health/ready") -> bool:
+        """Return whether Triton answers a health page with 200."""
+        try:
+            async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
+                return response.status == 200
+        except RefusedError:
+            return False
+
+    async def metrics(self) -> bytes:
+        """Return the metrics page. Raises RefusedError without an answer."""
+        async with self.send("GET", "/metrics", seconds=_ANSWER_SECONDS, metrics=True) as response:
+            return await response.read()
+
+    async def model(self, name: str) -> Model:
+        """Return a model's description. Raises RefusedError with Triton's answer for a model that it does not serve."""
+        known = self._models.get(name)
+        if known is not None and time.monotonic() - known[0] < _DESCRIPTION_SECONDS:
+            return known[1]
+        path = f"/v2/models/{quote(name, safe='')}/config"
+        async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
+            content = await response.read()
+        config: Any = from_json(content)
+        if response.status != 200:
+            raise RefusedError(response.status, str(config.get("error", "the model is unknown")))
+        found = _model(config)
+        self._models[name] = (time.monotonic(), found)
+        return found
+
+    def forget_models(self) -> None:
+        """Ask anew for the descriptions of models, which may have been loaded again."""
+        self._models.clear()
+
+    async def stop(self, request_id: str, core: str) -> None:
+        """Ask a core model to stop the requests with this id, which does nothing when they have ended."""
+        model = await self.model(core)
+        if "stop" not in model.datatypes:
+            return
+        tensors: dict[str, list[Any]] = {
+            "input_ids": [0],
+            "input_lengths": [0],
+            "request_output_len": [0],
+            "stop": [True],
+        }
+        declared = model.description.inputs
+        inputs = [
+            {
+                "name": name,
+                "datatype": declared[name].datatype,
+                "shape": [1, 1] if model.description.max_batch_size > 0 else [1],
+                "data": values,
+            }
+            for name, values in tensors.items()
+            if name in declared
+        ]
+        body: dict[str, Any] = {"id": request_id, "inputs": inputs}
+        verb = "infer"
+        if model.description.decoupled:
+            body, verb = {"id": request_id, **{name: values[0] for name, values in tensors.items()}}, "generate_stream"
+        headers = {"Content-Type": "application/json"}
+        path = f"/v2/models/{quote(core, safe='')}/{verb}"
+        async with self.send("POST", path, to_json(body), headers, seconds=_ANSWER_SECONDS) as response:
+            await response.read()
+
+
+def _model(config: Mapping[str, Any]) -> Model:
+    description = ModelDescription.from_config(config)
+    scheduling = config.get("ensemble_scheduling") or {}
+    steps = tuple(step["model_name"] for step in scheduling.get("step", ()))
+    called = tuple(value for name, value in description.parameters.items() if name.endswith("_model_name") and value)
+    others = steps or ((PREPROCESSING, *called, POSTPROCESSING) if called else ())
+    closing_ends = description.decoupled and not steps
+    return Model(description=description, needs=(description.name, *others), closing_ends=closing_ends)

@@ -1,0 +1,77 @@
+"""Where the scripts are that convert and quantise models, in a checkout of each release (`converters.yaml`)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from trtserve.errors import UnsupportedModelError
+from trtserve.nvidia.releases import Row, normalize_release, order
+from trtserve.nvidia.releases.tables import load_table
+
+QUANTIZE_SCRIPT = "examples/quantization/quantize.py"
+
+_MOVED = "0.20"  # from this release on, families are in examples/models/core and examples/models/contrib
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converter(Row):
+    """The script that converts an architecture."""
+
+    architecture: str  # as a Hugging Face config.json names it
+    folder: str
+    place: str  # core or contrib
+
+    def script(self, release: str) -> str:
+        """The script's path in a release."""
+        return _script(self.folder, self.place, release)
+
+
+@functools.cache
+def converters() -> dict[str, Converter]:
+    """Architecture → its converter."""
+    table = load_table("converters")
+    return {
+        architecture: Converter(architecture=architecture, folder=folder, place=place, since=since)
+        for place in ("core", "contrib")
+        for folder, architectures in table[place].items()
+        for architecture, since in architectures.items()
+    }
+
+
+def _script(folder: str, place: str, release: str) -> str:
+    if order(release) < order(_MOVED):
+        return f"examples/{folder}/convert_checkpoint.py"
+    renamed = load_table("converters")["renamed"]
+    return f"examples/models/{place}/{renamed.get(folder, folder)}/convert_checkpoint.py"
+
+
+def require_converter(architecture: str) -> Converter:
+    """Return the converter of an architecture. Raises UnsupportedModelError when there is none in any release."""
+    converter = converters().get(architecture)
+    if converter is None:
+        raise UnsupportedModelError(
+            f"No convert_checkpoint.py of TensorRT-LLM is known to convert {architecture}.",
+            hint="If your release has one, name its folder: --trtllm-script llama (or core/llama, or the script's "
+            "path). Without an engine: --runtime llmapi.",
+        )
+    return converter
+
+
+def named_script(folder: str, release: str) -> str:
+    """Return the path of the convert_checkpoint.py in a folder: `llama`, or from 0.20 on also `contrib/mpt`."""
+    place, _, name = folder.strip("/").rpartition("/")
+    known = {converter.folder: converter.place for converter in converters().values()}
+    return _script(name, place or known.get(name, "core"), normalize_release(release))
+
+
+def converter_script(architecture: str, release: str) -> str:
+    """Return the path of the script for an architecture. Raises UnsupportedModelError when the release has none."""
+    wanted = normalize_release(release)
+    converter = require_converter(architecture)
+    if not converter.within(wanted):
+        raise UnsupportedModelError(
+            f"TensorRT-LLM {wanted} does not convert {architecture}; {converter.since} is the first release that does.",
+            hint=f"Use TensorRT-LLM {converter.since} or newer.",
+        )
+    return converter.script(wanted)

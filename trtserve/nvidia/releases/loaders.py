@@ -1,0 +1,262 @@
+"""What the loader of each release accepts of a checkpoint, by model family (`loaders.yaml`)."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trtserve.nvidia.releases import (
+    NEWEST,
+    RELEASES,
+    Row,
+    order,
+)
+from trtserve.nvidia.releases.checkpoint_config import (
+    EVEN_STAGES_UNTIL,
+    QUANTISED_EXPERTS_SINCE,
+    foreign_keys,
+    unsupported_keys,
+)
+from trtserve.nvidia.releases.converters import converters
+from trtserve.nvidia.releases.tables import load_table
+
+# Of 0.15 and 0.16 development snapshots ran.
+_LAST_TAG_RUN = "0.14"
+
+LimitName = Literal["pipeline", "inner_size", "hidden_axis", "shared_stages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Why a checkpoint does not load in a release."""
+
+    what: str  # a clause that follows a colon
+    fix: str
+    option: bool = False  # an option of `convert` causes it; otherwise the model does
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit(Row):
+    limit: LimitName
+    families: tuple[str, ...]
+    because: str
+
+    def breaks(self, config: Mapping[str, Any]) -> str | None:
+        """Return what exceeds the limit, as the user gave it."""
+        mapping = config.get("mapping") or {}
+        stages, ranks = int(mapping.get("pp_size") or 1), int(mapping.get("tp_size") or 1)
+        shared = config.get("share_embedding_table")
+        inner, hidden = config.get("intermediate_size"), config["hidden_size"]
+        if self.limit == "pipeline" and stages > 1:
+            return f"--pp-size {stages}"
+        if self.limit == "shared_stages" and stages > 1 and shared:
+            return f"--pp-size {stages}"
+        if self.limit == "inner_size" and inner is not None and inner != 4 * hidden:
+            return f"intermediate_size {inner} with hidden_size {hidden}"
+        if self.limit == "hidden_axis" and shared and ranks > 1 and config.get("embedding_sharding_dim") == 1:
+            return "--embedding-sharding-dim 1"
+        return None
+
+    @property
+    def fix(self) -> str:
+        """What to do instead in the same release."""
+        return {
+            "pipeline": "Use --tp-size, or serve it with --runtime torch (convert without --trtllm-version).",
+            "shared_stages": "Use --tp-size.",
+            "inner_size": "Use --runtime openvino (convert without --trtllm-version), or --runtime llmapi.",
+            "hidden_axis": "Use --embedding-sharding-dim 0.",
+        }[self.limit]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """How it is known what the loader of a release accepts of a family."""
+
+    kind: Literal["run", "text", "inferred"]
+    source: str
+
+    def __str__(self) -> str:
+        """Return one sentence."""
+        return {
+            "run": f"The loader of {self.source} has read checkpoints of this family.",
+            "text": f"The model class was read: {self.source}.",
+            "inferred": f"This is inferred: {self.source}.",
+        }[self.kind]
+
+
+def evidence(architecture: str, release: str) -> Evidence:
+    """Return how it is known what the loader of `release` accepts of an architecture that the release has."""
+    row = load_table("loaders")["families"].get(_families().get(architecture), {})
+    since = converters()[architecture].since if architecture in converters() else RELEASES[0]
+    run = [each for each in row.get("run", ()) if order(each) >= order(since)]
+    texts: dict[str, str] = {each: text for each, text in row.get("text", {}).items() if order(each) >= order(since)}
+    if release in run:
+        snapshot = order(release) > order(_LAST_TAG_RUN)
+        return Evidence(kind="run", source=f"a development snapshot of {release}" if snapshot else f"{release}.0")
+    if release in texts:
+        return Evidence(kind="text", source=texts[release])
+    known = sorted({*run, *texts}, key=order)
+    earlier = [each for each in known if order(each) < order(release)]
+    later = [each for each in known if order(each) > order(release)]
+    around = " and ".join(dict.fromkeys([*earlier[-1:], *later[:1]]))
+    source = (
+        f"known are {around}, and nothing between was looked up"
+        if earlier and later
+        else (f"the nearest that is known is {around}" if around else "no loader of this family was run or read")
+    )
+    return Evidence(kind="inferred", source=source)
+
+
+def family_architectures() -> dict[str, tuple[str, ...]]:
+    """Return family → its architectures, in the order of the table."""
+    return {name: tuple(row["architectures"]) for name, row in load_table("loaders")["families"].items()}
+
+
+def takes_stages(architecture: str, release: str) -> bool:
+    """Return whether the loader of `release` takes pipeline stages of an architecture."""
+    family = _families().get(architecture)
+    return not any(
+        row.limit in ("pipeline", "shared_stages") and family in row.families and row.within(release)
+        for row in _limits()
+    )
+
+
+@functools.cache
+def _limits() -> tuple[_Limit, ...]:
+    return tuple(_Limit(**{**row, "families": tuple(row["families"])}) for row in load_table("loaders")["limits"])
+
+
+@functools.cache
+def _families() -> dict[str, str]:
+    families: dict[str, dict[str, Any]] = load_table("loaders")["families"]
+    return {name: family for family, row in families.items() for name in row["architectures"]}
+
+
+def name_in_release(name: str, architecture: str, release: str | None) -> str:
+    """Return a tensor's name in a release; without one that of the newest."""
+    if release is not None:
+        for ours, theirs in _renames(architecture, release):
+            found = _matched(ours, name)
+            if found is not None:
+                return theirs.format(found[1]) + name[found.end() :]
+    return name
+
+
+def naming_problem(names: Iterable[str], architecture: str, release: str) -> Problem | None:
+    """Return the problem of a checkpoint with tensors that are named as in another release."""
+    names, renamed = list(names), _renames(architecture, release)
+    for ours, theirs in _renames(architecture):
+        other, own = (ours, theirs) if (ours, theirs) in renamed else (theirs, ours)
+        found = next((match for name in names if (match := _matched(other, name))), None)
+        if found is not None:
+            return Problem(
+                what=f"its tensors {found[0]}… are {own.format(found[1])}… in that release",
+                fix=f"Convert the model again with --trtllm-version {release}.",
+            )
+    return None
+
+
+def _matched(prefix: str, name: str) -> re.Match[str] | None:
+    return re.match(re.escape(prefix).replace(r"\{\}", r"(\d+)"), name)
+
+
+def _renames(architecture: str, release: str | None = None) -> list[tuple[str, str]]:
+    """Return the prefixes of tensors that `release`, or without one any release, names otherwise: ours and its own."""
+    family = _families().get(architecture)
+    return [
+        (row["ours"], row["theirs"])
+        for row in load_table("loaders")["names"]
+        if family in row["families"] and (release is None or Row(until=row["until"]).within(release))
+    ]
+
+
+def problems(config: Mapping[str, Any], release: str) -> list[Problem]:
+    """Return what the loader of `release` refuses in a checkpoint's config, or would load as another model."""
+    return [*model_problems(config, release), *_foreign_keys(config, release)]
+
+
+def model_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
+    """Return the problems that converting again for `release` does not solve."""
+    return [*_family_problems(config, release), *_lost_keys(config, release)]
+
+
+def _family_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
+    architecture, found = config["architecture"], []
+    converter = converters().get(architecture)
+    if converter is not None and not converter.within(release):
+        found.append(
+            Problem(
+                what=f"it has no {architecture}; {converter.since} is the first release that does",
+                fix=f"Use TensorRT-LLM {converter.since} or newer.",
+            )
+        )
+    for limit in _limits():
+        if _families().get(architecture) in limit.families and limit.within(release):
+            broken = limit.breaks(config)
+            if broken:
+                later = _after(limit.until)
+                fix = f"{limit.fix[:-1]}, or TensorRT-LLM {later} or newer." if later else limit.fix
+                found.append(Problem(what=f"{broken}: {limit.because}", fix=fix, option=broken.startswith("--")))
+    found += _stage_problems(config, release)
+    experts = (config.get("moe") or {}).get("num_experts")
+    algorithm = (config.get("quantization") or {}).get("quant_algo")
+    if experts and algorithm == "W4A16_GPTQ" and order(release) < order(QUANTISED_EXPERTS_SINCE):
+        found.append(
+            Problem(
+                what="it is not known to load 4-bit experts with scales for groups (AWQ, GPTQ)",
+                fix=f"Use --trtllm-version {QUANTISED_EXPERTS_SINCE} or later, or the original model.",
+            )
+        )
+    return found
+
+
+def _stage_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
+    layers, stages = config["num_hidden_layers"], int((config.get("mapping") or {}).get("pp_size") or 1)
+    if not layers % stages or order(release) > order(EVEN_STAGES_UNTIL):
+        return []
+    fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+    later = _after(EVEN_STAGES_UNTIL)
+    return [
+        Problem(
+            what=f"--pp-size {stages} does not divide the {layers} layers of this model",
+            fix=f"Sizes that fit: {fitting}; or use TensorRT-LLM {later} or newer.",
+            option=True,
+        )
+    ]
+
+
+def _foreign_keys(config: Mapping[str, Any], release: str) -> list[Problem]:
+    return [
+        Problem(
+            what=f"config.json has {key}, at which its loader stops",
+            fix=f"Convert again with --trtllm-version {release}.",
+        )
+        for key in foreign_keys(config, release)
+    ]
+
+
+def _lost_keys(config: Mapping[str, Any], release: str) -> list[Problem]:
+    return [
+        Problem(
+            what=f"it does not support {key} = {value} of this model; {since} is the first release that does",
+            fix=f"Use TensorRT-LLM {since} or newer.",
+        )
+        for key, value, since in unsupported_keys(config, release)
+    ]
+
+
+def _after(until: str | None) -> str | None:
+    """Return the release that follows `until`."""
+    return None if until is None else RELEASES[RELEASES.index(until) + 1]
+
+
+def loading_releases(config: Mapping[str, Any], named_in: str = NEWEST) -> list[str]:
+    """Return the releases that load a checkpoint whose tensors are named as in the release `named_in`."""
+    architecture = config["architecture"]
+    names = _renames(architecture, named_in)
+    return [
+        release for release in RELEASES if _renames(architecture, release) == names and not problems(config, release)
+    ]

@@ -1,0 +1,217 @@
+"""TensorRT-LLM checkpoint → engine: limits, features and precision are fixed, and the engine is shown to run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtserve.artifacts import (
+    Checkpoint,
+    Engine,
+    Manifest,
+    fingerprint,
+)
+from trtserve.checkpoint.quantized import quant_algo
+from trtserve.checkpoint.tensor_files import TensorFile
+from trtserve.checkpoint.unified import read_config, require_files
+from trtserve.errors import UnsupportedModelError
+from trtserve.executor.runtimes import EnginePlan, Runtime, choose_runtime
+from trtserve.host.machine import format_bytes
+from trtserve.nvidia.releases import release_of
+from trtserve.nvidia.releases.loaders import naming_problem
+from trtserve.pipeline.planner.gpu_guard import require_gpu_memory
+from trtserve.pipeline.planner.guards import require_disk, require_memory
+from trtserve.pipeline.planner.rates import expected_seconds, read_rates, timed
+from trtserve.pipeline.planner.stage_needs import build_addresses
+from trtserve.pipeline.planner.step_limits import serving_note
+from trtserve.progress import SILENT, Progress
+from trtserve.specs import BuildSpec
+from trtserve.specs.command_line import PLACE, given_values
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig
+from trtserve.store import Store, publish, reusable
+
+SCHEMA = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildPlan:
+    """A build before it begins."""
+
+    spec: BuildSpec
+    checkpoint: Checkpoint
+    runtime: Runtime[Any]
+    engine: EnginePlan  # limits, precision, sizes: what the runtime decided
+    name: str
+    store: Store
+    path: Path  # of the engine
+    reused: bool  # it exists
+    fingerprint: str
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the engine; a run adds what it measures."""
+        engine, known = self.engine, self.checkpoint.manifest.facts if self.checkpoint.manifest else {}
+        parameters = {"parameters": known["parameters"]} if "parameters" in known else {}
+        return Manifest(
+            kind="engine",
+            name=self.name,
+            fingerprint=self.fingerprint,
+            inputs={self.checkpoint.name: self.checkpoint.fingerprint},
+            spec={"runtime": engine.runtime, **asdict(engine.limits), **engine.settings()},
+            tools=engine.versions(),
+            facts={
+                "checkpoint": str(self.checkpoint.path.absolute()),
+                "built_with": given_values(self.spec, without=PLACE),
+                **parameters,
+                **engine.facts(),
+            },
+        )
+
+
+def find_checkpoint(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Checkpoint:
+    """Return the checkpoint in a folder, or of an imported name. Raises ModelNotFoundError when there is neither."""
+    return (store or Store()).find(Checkpoint, name_or_folder, progress=progress)
+
+
+def plan_build(
+    checkpoint: Checkpoint,
+    spec: BuildSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    config: CheckpointConfig | None = None,
+    progress: Progress = SILENT,
+) -> BuildPlan:
+    """Plan a build: runtime, limits, precision, sizes, destination.
+
+    `config` is the checkpoint's config.json, for a checkpoint that is not written yet. Raises MissingDependencyError,
+    UnsupportedModelError or UsageError when the engine cannot be built.
+    """
+    name, store = name or checkpoint.name, store or Store()
+    runtime = choose_runtime(spec.runtime, progress, container=spec.container)
+    engine = runtime.plan(read_config(checkpoint.path) if config is None else config, spec)
+    if config is None:
+        _require_names(checkpoint, engine)
+    identity = fingerprint(
+        stage="build",
+        schema=SCHEMA,
+        checkpoint=checkpoint.fingerprint,
+        runtime=engine.runtime,
+        tools=dict(engine.tools),
+        limits=asdict(engine.limits),
+        settings=engine.settings(),
+    )
+    path = (out or store.destination(Engine, name, identity)).absolute()
+    return BuildPlan(
+        spec=spec,
+        checkpoint=checkpoint,
+        runtime=runtime,
+        engine=engine,
+        name=name,
+        store=store,
+        path=path,
+        reused=reusable(Engine, path, identity) is not None,
+        fingerprint=identity,
+    )
+
+
+def build_engine(
+    checkpoint: Checkpoint,
+    spec: BuildSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    progress: Progress = SILENT,
+) -> Engine:
+    """Plan a build and run it."""
+    return run_build(plan_build(checkpoint, spec, name=name, out=out, store=store, progress=progress), progress)
+
+
+def run_build(plan: BuildPlan, progress: Progress = SILENT) -> Engine:
+    """Build the engine of `plan`, or reuse the one that exists.
+
+    Raises CorruptFileError, MemoryLimitError, DiskSpaceError or BuildError; nothing is left behind then.
+    """
+    if not plan.reused:
+        require_complete(plan.checkpoint)
+        _require_names(plan.checkpoint, plan.engine)
+    for note in plan.engine.notes:
+        progress.step(note)
+    if plan.reused:
+        progress.step(f"Engine {plan.path} is reused")
+    if (too_large := serving_note(plan.engine)) is not None:
+        progress.warn(too_large)
+    manifest = plan.manifest
+
+    def produce(folder: Path) -> Manifest:
+        require_gpu_memory(plan.engine, plan.spec, progress)
+        _require_memory_and_disk(plan, folder)
+        stage, size = plan.runtime.TIMED_STAGE, plan.engine.disk_bytes
+        seconds = expected_seconds(read_rates(plan.store), stage, size)
+        log = plan.store.root / "logs" / f"build-{plan.path.name}.log"
+        with timed(plan.store, stage, size):
+            measured = plan.runtime.build(
+                plan.engine, plan.checkpoint, folder, log=log, progress=progress, seconds=seconds
+            )
+        return replace(manifest, facts={**manifest.facts, **measured})
+
+    return publish(Engine, plan.path, manifest, produce)
+
+
+def require_complete(checkpoint: Checkpoint) -> None:
+    """Raise ArtifactError or CorruptFileError when a rank's file is missing or cut off; weights are not read."""
+    require_files(checkpoint.path, read_config(checkpoint.path))
+
+
+def _require_names(checkpoint: Checkpoint, engine: EnginePlan) -> None:
+    """Raise UnsupportedModelError when TensorRT-LLM is to read tensors that are named as in another release."""
+    file, version = checkpoint.path / "rank0.safetensors", engine.tools.get("tensorrt_llm")
+    if version is None or not file.is_file():
+        return
+    problem = naming_problem(TensorFile(file).entries, engine.config["architecture"], release_of(version))
+    if problem is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path} does not load in TensorRT-LLM {version}: {problem.what}.", hint=problem.fix
+        )
+
+
+def _require_memory_and_disk(plan: BuildPlan, folder: Path) -> None:
+    engine = plan.engine
+    require_memory(
+        engine.memory_bytes,
+        "Building this engine needs",
+        lambda free: _advice(engine, plan.spec, plan.runtime, free),
+        mapped=build_addresses(engine),
+    )
+    floats = quant_algo(engine.config) is None and plan.runtime.QUANTIZES
+    smaller = "Convert with --quantize int8 or int4 for a smaller engine." if floats else ""
+    require_disk(folder.parent, engine.disk_bytes, "The engine", smaller=smaller)
+
+
+def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: int) -> str:
+    """Return the first of these that fits: fewer ranks at once, narrower weights, more ranks."""
+    alone = replace(spec, build_workers=1)
+    if spec.build_workers not in (None, 1) and runtime.plan(engine.config, alone).memory_bytes <= free:
+        return "Build one rank after another: --workers 1 (of import: --build-workers 1)."
+    int8, int4 = ({"quantization": {"quant_algo": algorithm}} for algorithm in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4))
+    half = {"dtype": "bfloat16"}
+    mapping = dict(engine.config.get("mapping") or {})
+    tp_size, world = int(mapping.get("tp_size") or 1), int(mapping.get("world_size") or 1)
+    split = {**mapping, "tp_size": 2 * tp_size, "world_size": 2 * world}
+    quantised = (
+        ("--quantize int8", int8),
+        ("--dtype bfloat16 --quantize int8", {**int8, **half}),
+        ("--quantize int4", int4),
+        ("--dtype bfloat16 --quantize int4", {**int4, **half}),
+    )
+    narrower = ("--dtype bfloat16", half), *(quantised if runtime.QUANTIZES else ())
+    # Weights that are quantised already cannot be narrowed: that takes the original model.
+    floats = quant_algo(engine.config) in (None, WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
+    for flags, changes in (*(narrower if floats else ()), (f"--tp-size {2 * tp_size}", {"mapping": split})):
+        needed = runtime.plan({**engine.config, **changes}, spec).memory_bytes
+        if needed <= min(free, engine.memory_bytes - 1):
+            return f"Convert with {flags}: the build would need {format_bytes(needed)}."
+    return "No setting makes it fit here: free some memory, or take a smaller model or a larger machine."

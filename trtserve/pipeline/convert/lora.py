@@ -1,0 +1,265 @@
+"""PEFT adapter → Adapter: `model.lora_weights.npy` and `model.lora_config.npy`, the tensors of TensorRT-LLM's LoRA.
+
+The files have the format of NVIDIA's hf_lora_convert; clients send them unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast, get_args
+
+from trtserve.artifacts import Adapter, Manifest, fingerprint
+from trtserve.checkpoint.lora_adapter import (
+    AdapterConfig,
+    Pair,
+    StorageType,
+    adapter_arrays,
+    adapter_config,
+    match_names,
+    module_row,
+)
+from trtserve.checkpoint.tensor_files import TensorFile
+from trtserve.errors import (
+    CorruptFileError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.files import read_json_object
+from trtserve.host.machine import format_bytes
+from trtserve.pipeline.import_ import download_folder
+from trtserve.progress import SILENT, Progress
+from trtserve.store import Store, hub, publish, reusable
+from trtserve.store.sources import Source, parse_source
+
+SCHEMA = 1
+WEIGHTS = "model.lora_weights.npy"
+CONFIG = "model.lora_config.npy"
+
+_SOURCE_CONFIG = "adapter_config.json"
+_SOURCE_WEIGHTS = "adapter_model.safetensors"
+_OLD_WEIGHTS = "adapter_model.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterPlan:
+    """The conversion of an adapter before it begins."""
+
+    source: Source
+    config: AdapterConfig
+    storage_type: StorageType
+    store: Store
+    folder: Path | None  # of the adapter; None until it is pulled
+    revision: hub.Revision | None  # of the hub
+    pairs: tuple[Pair, ...]  # the adapter's modules; empty until it is pulled
+    unmatched: tuple[str, ...]  # tensors that belong to no module
+    fingerprint: str
+    path: Path  # of the result
+    reused: bool  # it exists
+
+    @property
+    def targets(self) -> list[str]:
+        """Values for `build --lora-target-modules`, in the order of the adapter."""
+        return list(dict.fromkeys(pair.target for pair in self.pairs))
+
+
+def convert_adapter(
+    adapter: str | Path,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    storage_type: str = "float16",
+    store: Store | None = None,
+    token: str | None = None,
+    progress: Progress = SILENT,
+) -> Adapter:
+    """Plan the conversion of a PEFT adapter (see `plan_adapter`) and run it."""
+    plan = plan_adapter(adapter, name=name, out=out, storage_type=storage_type, store=store, token=token)
+    return run_adapter_conversion(plan, token=token, progress=progress)
+
+
+def plan_adapter(
+    adapter: str | Path,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    storage_type: str = "float16",
+    store: Store | None = None,
+    token: str | None = None,
+) -> AdapterPlan:
+    """Plan the conversion of an adapter in a folder or on the hub (`org/name[@revision]`).
+
+    From the hub only its configuration is pulled. Raises UnsupportedModelError for an adapter that is more than LoRA
+    matrices and CorruptFileError for a damaged one.
+    """
+    if storage_type not in get_args(StorageType):
+        raise UsageError(f"--storage-type is {storage_type!r}; expected one of {', '.join(get_args(StorageType))}.")
+    store = store or Store()
+    source = parse_source(str(adapter), name=name)
+    if source.kind == "demo":
+        raise ModelNotFoundError("demo is a model, not an adapter.", hint="Give a PEFT folder, or org/name of the hub.")
+    revision = hub.resolve(source.location, source.revision, token=token) if source.kind == "hub" else None
+    folder = Path(source.location) if revision is None else None
+    inputs = _folder_inputs(Path(source.location)) if revision is None else _hub_inputs(revision)
+    digest = fingerprint(stage="lora", schema=SCHEMA, storage_type=storage_type, **inputs)
+    path = (out or store.destination(Adapter, source.name, digest)).absolute()
+    config = _source_config(folder, revision, store, token)
+    pairs, unmatched = ([], []) if folder is None else match_names(_names(folder))
+    return AdapterPlan(
+        source=source,
+        config=config,
+        storage_type=cast(StorageType, storage_type),
+        store=store,
+        folder=folder,
+        revision=revision,
+        pairs=tuple(pairs),
+        unmatched=tuple(unmatched),
+        fingerprint=digest,
+        path=path,
+        reused=reusable(Adapter, path, digest) is not None,
+    )
+
+
+def run_adapter_conversion(plan: AdapterPlan, *, token: str | None = None, progress: Progress = SILENT) -> Adapter:
+    """Convert the adapter of `plan`, or reuse the one that exists; tensors of no module are reported.
+
+    Raises ConversionError for values that the storage type (float16, float32, bfloat16) cannot hold.
+    """
+    if plan.reused:
+        progress.step(f"Adapter {plan.path} is reused")
+    if plan.revision is None:
+        return publish(Adapter, plan.path, _manifest(plan), lambda staging: _write(plan, staging, progress))
+    with download_folder(plan.store, plan.revision, progress) as folder:
+        pulled = plan if plan.reused else _pulled(plan, plan.revision, folder, token, progress)
+        adapter = publish(Adapter, plan.path, _manifest(pulled), lambda staging: _write(pulled, staging, progress))
+        plan.store.remove_folder(folder)
+    return adapter
+
+
+def _folder_inputs(folder: Path) -> dict[str, str]:
+    """Return what identifies the adapter in a folder.
+
+    Raises ModelNotFoundError if there is none and UnsupportedModelError if it cannot be converted.
+    """
+    if not (folder / _SOURCE_CONFIG).is_file():
+        raise ModelNotFoundError(
+            f"{folder} has no {_SOURCE_CONFIG}: it is not a PEFT adapter.",
+            hint="Give the folder that PEFT's save_pretrained wrote.",
+        )
+    if not (folder / _SOURCE_WEIGHTS).is_file():
+        raise _no_weights(str(folder), old=(folder / _OLD_WEIGHTS).is_file())
+    return {file: hub.digest_of(folder / file, "sha256") for file in (_SOURCE_CONFIG, _SOURCE_WEIGHTS)}
+
+
+def _hub_inputs(revision: hub.Revision) -> dict[str, str]:
+    digests = {file.name: file.digest for file in revision.files}
+    if _SOURCE_CONFIG not in digests:
+        raise ModelNotFoundError(
+            f"{revision.repository} has no {_SOURCE_CONFIG}: it is not a PEFT adapter.",
+            hint="To import a model: trtserve import MODEL",
+        )
+    if _SOURCE_WEIGHTS not in digests:
+        raise _no_weights(revision.repository, old=_OLD_WEIGHTS in digests)
+    return {name: digests[name] for name in (_SOURCE_CONFIG, _SOURCE_WEIGHTS)}
+
+
+def _no_weights(where: str, *, old: bool) -> UnsupportedModelError:
+    if not old:
+        return UnsupportedModelError(f"{where} has no {_SOURCE_WEIGHTS}.", hint="Save the adapter again with PEFT.")
+    return UnsupportedModelError(
+        f"{where} has its weights in {_OLD_WEIGHTS} only, a pickle that takes PyTorch to read (and may run any code).",
+        hint=f"With PyTorch: safetensors.torch.save_file(torch.load('{_OLD_WEIGHTS}', weights_only=True), "
+        f"'{_SOURCE_WEIGHTS}')",
+    )
+
+
+def _source_config(
+    folder: Path | None, revision: hub.Revision | None, store: Store, token: str | None
+) -> AdapterConfig:
+    if revision is None:
+        assert folder is not None  # an adapter is in a folder or on the hub
+        return _read_config(folder / _SOURCE_CONFIG)
+    # The conversion removes the folder under this lock.
+    with download_folder(store, revision) as download:
+        return _read_config(hub.pull(revision, _file(revision, _SOURCE_CONFIG), download, token=token))
+
+
+def _read_config(path: Path) -> AdapterConfig:
+    return adapter_config(read_json_object(path, CorruptFileError))
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the tensors' names in the order of their bytes, as NVIDIA's converter reads them."""
+    entries = TensorFile(folder / _SOURCE_WEIGHTS).entries
+    return sorted(entries, key=lambda name: entries[name].begin)
+
+
+def _pulled(
+    plan: AdapterPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress
+) -> AdapterPlan:
+    """Pull the adapter into `folder` and complete the plan."""
+    file = _file(revision, _SOURCE_WEIGHTS)
+    text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(file.size)}"
+    done = hub.pulled_bytes(file, folder)
+    with progress.task(text, total=file.size, unit="bytes", done=done) as task:
+        hub.pull(revision, file, folder, token=token, task=task)
+    pairs, unmatched = match_names(_names(folder))
+    return replace(plan, folder=folder, pairs=tuple(pairs), unmatched=tuple(unmatched))
+
+
+def _file(revision: hub.Revision, name: str) -> hub.RemoteFile:
+    return next(file for file in revision.files if file.name == name)
+
+
+def _manifest(plan: AdapterPlan) -> Manifest:
+    return Manifest(
+        kind="adapter",
+        name=plan.source.name,
+        fingerprint=plan.fingerprint,
+        spec={"source": plan.source.text, "storage_type": plan.storage_type},
+        facts={
+            "commit": plan.revision.commit if plan.revision is not None else None,
+            "base_model": plan.config.base_model,
+            "targets": plan.targets,
+            "rows": len(plan.pairs),
+            "unmatched": list(plan.unmatched),
+        },
+    )
+
+
+def _write(plan: AdapterPlan, staging: Path, progress: Progress) -> Manifest:
+    """Write both files; return the manifest with the largest rank."""
+    import numpy as np
+
+    if plan.unmatched:
+        progress.warn(f"Left out, because TensorRT-LLM has no LoRA module for them: {_some(plan.unmatched)}")
+    if not plan.pairs:
+        raise UnsupportedModelError(
+            f"No tensor of {plan.source.text} belongs to a module of self_attn or mlp: {_some(plan.unmatched)}.",
+            hint="Only names such as …layers.0.self_attn.q_proj.lora_A.weight can be converted.",
+        )
+    assert plan.folder is not None  # the adapter was pulled
+    source = TensorFile(plan.folder / _SOURCE_WEIGHTS)
+    progress.step(f"Convert {len(plan.pairs)} modules of {plan.source.text} to {plan.storage_type}")
+    rows = []
+    for pair in plan.pairs:
+        matrices = source.tensor(pair.first), source.tensor(pair.second)
+        rows.append((pair, *module_row(pair, *matrices, plan.config, plan.storage_type)))
+    weights, config = adapter_arrays(rows, plan.storage_type)
+    np.save(staging / WEIGHTS, weights)
+    np.save(staging / CONFIG, config)
+    manifest = _manifest(plan)
+    return replace(manifest, facts={**manifest.facts, "max_rank": int(config[..., 2].max())})
+
+
+def _some(names: tuple[str, ...], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more or "it has none"
+
+
+def build_options(adapter: Adapter) -> str:
+    """Return the options of `trtserve build` for an engine that takes `adapter`."""
+    facts = adapter.manifest.facts if adapter.manifest is not None else {}
+    targets = ",".join(facts.get("targets", ()))
+    return f"--lora-plugin auto --lora-target-modules {targets} --max-lora-rank {facts.get('max_rank')}"

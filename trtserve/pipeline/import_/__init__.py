@@ -1,0 +1,202 @@
+"""Bring a model into the store: plan it from its small files, pull or link the weights, and publish it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from trtserve.artifacts import Model
+from trtserve.errors import CorruptFileError, LockedError
+from trtserve.files import is_weights, locked
+from trtserve.host.machine import format_bytes
+from trtserve.pipeline.import_.model_plan import (
+    ModelFiles,
+    ModelPlan,
+    folder_files,
+    planned_files,
+    stored_files,
+)
+from trtserve.pipeline.planner.guards import require_disk
+from trtserve.pipeline.planner.rates import timed
+from trtserve.progress import SILENT, Progress, Task
+from trtserve.store import (
+    Store,
+    hub,
+    link_or_copy,
+    publish,
+    reusable,
+)
+from trtserve.store.sources import Source, other_meaning, parse_source
+
+__all__ = ["ModelPlan", "download_folder", "import_model", "plan_model", "pull_model"]
+
+
+def import_model(
+    source: str,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    token: str | None = None,
+    own_tokenizer: bool = True,
+    any_architecture: bool = False,
+    progress: Progress = SILENT,
+) -> Model:
+    """Plan a model (see `plan_model`) and pull it into the store."""
+    plan = plan_model(
+        source,
+        name=name,
+        out=out,
+        store=store,
+        token=token,
+        own_tokenizer=own_tokenizer,
+        any_architecture=any_architecture,
+        progress=progress,
+    )
+    return pull_model(plan, token=token, progress=progress)
+
+
+def plan_model(
+    source: str,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    token: str | None = None,
+    own_tokenizer: bool = True,
+    any_architecture: bool = False,
+    progress: Progress = SILENT,
+) -> ModelPlan:
+    """Plan a model without its weights: commit, files, sizes, architecture, destination.
+
+    `source` is `demo`, an alias, a hub id `org/name[@revision]` or a folder. From the hub only `config.json` and the
+    index of the weights are pulled; its revision is pinned to a commit. `token` None uses the usual places of
+    huggingface_hub. `own_tokenizer` False: another tokenizer is served with the model. `any_architecture`: NVIDIA's
+    tools convert or load the model, so ours need not know it. Raises UnsupportedModelError for a model that cannot be
+    converted here, or without the tokenizer that it needs.
+    """
+    store, parsed = store or Store(), parse_source(source, name=name)
+    if (other := other_meaning(parsed)) is not None:
+        progress.warn(other)
+    needs = {"own_tokenizer": own_tokenizer, "any_architecture": any_architecture}
+    found = folder_files(parsed, **needs) if parsed.kind != "hub" else _hub_files(parsed, store, token, progress, needs)
+    path = (out or store.destination(Model, found.name, found.fingerprint)).absolute()
+    reused, missing = reusable(Model, path, found.fingerprint) is not None, 0
+    if found.revision is not None and found.folder is None and not reused:
+        downloads = store.download(found.revision.repository, found.revision.commit)
+        missing = sum(file.size - hub.pulled_bytes(file, downloads) for file in found.files)
+    return ModelPlan(**vars(found), store=store, path=path, reused=reused, missing_bytes=missing)
+
+
+def _hub_files(
+    source: Source, store: Store, token: str | None, progress: Progress, needs: Mapping[str, bool]
+) -> ModelFiles:
+    if (stored := stored_files(source, store, offline=hub.is_offline())) is not None:
+        return stored
+    progress.step(f"Looking up {source.location} on {hub.endpoint()}")
+    revision = hub.cached_revision(source.location, source.revision) if hub.is_offline() else None
+    revision = revision or hub.resolve(source.location, source.revision, token=token)
+    # The commit may have been pulled before, under another name or from another branch.
+    if (stored := stored_files(replace(source, revision=revision.commit), store, offline=False)) is not None:
+        return replace(stored, source=source)
+    with download_folder(store, revision, progress) as folder:
+
+        def read(file: hub.RemoteFile) -> Path:
+            return _fetch(revision, file, folder, token, progress)
+
+        files, config = planned_files(source.location, revision.files, read, **needs)
+    hub.require_pullable(source.location, files)
+    return ModelFiles(source=source, revision=revision, files=files, config=config)
+
+
+def pull_model(plan: ModelPlan, *, token: str | None = None, progress: Progress = SILENT) -> Model:
+    """Pull or link the files of `plan` and publish them as a Model; an existing one is reused.
+
+    A local folder is linked, never changed, and its weights are never copied.
+    """
+    if (existing := reusable(Model, plan.path, plan.fingerprint)) is not None:
+        progress.step(f"Model {existing.path} is reused")
+        return existing
+    if plan.folder is not None or plan.revision is None:
+        return publish(Model, plan.path, plan.manifest, lambda staging: _link_folder(plan, staging))
+    with download_folder(plan.store, plan.revision, progress) as folder:
+        # Another process may have published it while this one waited for the folder.
+        if reusable(Model, plan.path, plan.fingerprint) is None:
+            with timed(plan.store, "pull", plan.missing_bytes):
+                _pull_all(plan, plan.revision, folder, token, progress)
+
+        def link(staging: Path) -> None:
+            for file in plan.files:
+                link_or_copy(folder / file.name, staging / file.name)
+
+        model = publish(Model, plan.path, plan.manifest, link)
+        plan.store.remove_folder(folder)
+    return model
+
+
+@contextmanager
+def download_folder(store: Store, revision: hub.Revision, progress: Progress = SILENT) -> Iterator[Path]:
+    """Yield the folder that collects files of a revision, locked for this process; waits for another one to end."""
+    folder = store.download(revision.repository, revision.commit)
+    lock = store.lock_of(folder)
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(lock, wait=False))
+        except LockedError:
+            progress.step(f"Waiting for another process that pulls {revision.repository}")
+            held.enter_context(locked(lock))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress) -> None:
+    done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
+    require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}", option="TRTSERVE_HOME")
+    text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(plan.total_bytes - done)}"
+    try:
+        with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
+            for file in plan.files:
+                _fetch(revision, file, folder, token, progress, task)
+    except KeyboardInterrupt:
+        kept = sum(hub.pulled_bytes(file, folder) for file in plan.files)
+        progress.step(f"Interrupted. {format_bytes(kept)} are kept in {folder}. Run the same command again to resume.")
+        raise
+
+
+def _fetch(
+    revision: hub.Revision,
+    file: hub.RemoteFile,
+    folder: Path,
+    token: str | None,
+    progress: Progress,
+    task: Task | None = None,
+) -> Path:
+    """Put one verified file into `folder`: from the cache of the hub's client or else from the hub."""
+    cached = hub.cached_file(revision, file)
+    if cached is not None and hub.pulled_bytes(file, folder) == 0:
+        try:
+            target = hub.take(cached, file, folder)
+        except CorruptFileError as error:
+            progress.warn(f"The copy in the cache of huggingface_hub is damaged and not used: {error.message}")
+        else:
+            if task is not None:
+                task.advance(file.size)
+            return target
+    return hub.pull(revision, file, folder, token=token, task=task)
+
+
+def _link_folder(plan: ModelPlan, staging: Path) -> None:
+    """Copy small files, so that editing the originals cannot change the artefact, and link to the weights.
+
+    Weights in a user's folder become symbolic links: their size and time are part of the fingerprint.
+    """
+    assert plan.folder is not None, "only files on this machine are linked"
+    for file in plan.files:
+        source, target = plan.folder / file.name, staging / file.name
+        if plan.source.kind == "folder" and is_weights(file.name):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(source.resolve())
+        else:
+            link_or_copy(source, target, copy=not is_weights(file.name))

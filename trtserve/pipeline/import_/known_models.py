@@ -1,0 +1,98 @@
+"""The models that have an alias: their shapes are in known_models.yaml, so that they can be planned without network."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtserve.checkpoint.architectures import described, text_model
+from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.placement import source_shapes
+from trtserve.checkpoint.supported import supported_family
+from trtserve.pipeline.import_.model_plan import (
+    SINGLE,
+    ModelFiles,
+    ModelPlan,
+    stored_files,
+)
+from trtserve.specs import ConvertSpec
+from trtserve.store import Store
+from trtserve.store.hub import RemoteFile
+from trtserve.store.sources import ALIASES, Source
+
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """A model whose shapes ship with trtserve."""
+
+    alias: str
+    repository: str  # hub id
+    licence: str  # as the hub names it
+    gated: bool  # the hub asks to accept it first
+    config: Mapping[str, Any]  # the values of config.json that decide the shapes
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; tied matrices count once."""
+        return sum(map(math.prod, _shapes(self.config).values()))
+
+    @property
+    def source_bytes(self) -> int:
+        """Size of the weights on the hub."""
+        return self.parameters * _BYTES[CODES[self.config["torch_dtype"]]]
+
+
+@functools.cache
+def known_models() -> tuple[KnownModel, ...]:
+    """Return all models that have an alias."""
+    import yaml
+
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    table = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tuple(
+        KnownModel(
+            alias=alias,
+            repository=repository,
+            licence=table[repository]["licence"],
+            gated=bool(table[repository].get("gated")),
+            config=table[repository]["config"],
+        )
+        for alias, repository in ALIASES.items()
+    )
+
+
+def plan_known_model(source: Source, store: Store) -> ModelPlan | None:
+    """Plan a model from its shipped shapes.
+
+    Returns None for one without an alias, with a revision, or in the store already.
+    """
+    known = next((each for each in known_models() if each.repository == source.location), None)
+    if source.kind != "hub" or source.revision is not None or known is None:
+        return None
+    if stored_files(source, store, offline=True) is not None:
+        return None
+    size = max(end for entry in tensor_table(known.config).values() for end in entry["data_offsets"])
+    file = RemoteFile(name=SINGLE, size=size, digest="")
+    found = ModelFiles(source=source, files=(file,), config=known.config)
+    return ModelPlan(**vars(found), store=store, path=store.root, reused=False, missing_bytes=size)
+
+
+def tensor_table(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the header of the one safetensors file that a model with this config.json would have."""
+    code, end, table = CODES[config["torch_dtype"]], 0, {}
+    for name, shape in _shapes(config).items():
+        begin, end = end, end + math.prod(shape) * _BYTES[code]
+        table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+    return table
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hf = text_model(config)
+    return source_shapes(supported_family(hf).targets(described(hf, checkpoint_config(hf, ConvertSpec()))))

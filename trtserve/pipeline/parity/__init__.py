@@ -1,0 +1,325 @@
+"""The numerical check: compare a checkpoint's logits and constants with its original model's.
+
+`CHECKED` lists the kinds of artefacts that can be checked; each has a function that returns a report. Model
+repositories are checked by `trtserve.repository.check`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtserve.artifacts import (
+    KINDS,
+    Artifact,
+    Checkpoint,
+    Model,
+    ModelRepository,
+    load_artifact,
+    looks_like,
+)
+from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.unified import CheckpointReader, require_files
+from trtserve.errors import (
+    ArtifactError,
+    CheckError,
+    ModelNotFoundError,
+    UsageError,
+)
+from trtserve.host.machine import format_bytes
+from trtserve.pipeline.parity import (
+    constants,
+    converted,
+    original,
+    rows,
+)
+from trtserve.pipeline.parity.comparison import (
+    Answer,
+    Differences,
+    Precision,
+    Verdict,
+    compare,
+    described,
+    verdicts,
+)
+from trtserve.pipeline.parity.converted import Changes, changes_of
+from trtserve.pipeline.parity.original import Original
+from trtserve.pipeline.parity.prompts import Tokens, Vocabulary, prompt_set
+from trtserve.pipeline.planner.guards import require_memory, to_be_mapped
+from trtserve.pipeline.planner.stage_needs import check_memory
+from trtserve.progress import SILENT, Progress
+from trtserve.specs import CheckSpec
+from trtserve.store import Store
+
+if TYPE_CHECKING:
+    from trtserve.pipeline.parity.comparison import Logits
+
+__all__ = [
+    "CHECKED",
+    "CheckPlan",
+    "CheckReport",
+    "Stage",
+    "check_checkpoint",
+    "compare_checkpoint",
+    "find_artifact",
+    "find_original",
+    "plan_check",
+    "require_passed",
+    "run_check",
+]
+
+# Kinds of artefacts that can be checked; folders of other kinds are refused by name.
+CHECKED: tuple[type[Artifact], ...] = (Checkpoint, ModelRepository)
+
+_HINTS = {
+    "conversion": "Was it converted from that model? If so it must not be used: report the model's config.json with "
+    "this message.",
+    "precision": "The conversion itself is right, but this model loses too much in this precision: convert with "
+    "another --dtype, or without --quantize.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One comparison.
+
+    `conversion` rounds the original's weights like the checkpoint's, so only a fault makes a difference. `precision`
+    compares with the original itself, so the difference is the cost of rounding.
+    """
+
+    name: Literal["conversion", "precision"]
+    bounds: Precision
+    differences: Differences
+    verdicts: Sequence[Verdict]
+
+    def described(self) -> dict[str, Any]:
+        """The stage as JSON."""
+        return {
+            "stage": self.name,
+            "bounds": self.bounds,
+            **asdict(self.differences),
+            "verdicts": [described(verdict) for verdict in self.verdicts],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """The result of checking `path` against `against`.
+
+    `precision` names the bounds on the cost of rounding, `reason` explains them. Without rounded weights there is no
+    stage `precision`.
+    """
+
+    path: Path
+    against: Path
+    precision: Precision
+    reason: str
+    prompts: int
+    stages: Sequence[Stage]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True when every figure is within its bound."""
+        return all(verdict.passed for stage in self.stages for verdict in stage.verdicts)
+
+    def described(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "path": str(self.path),
+            "against": str(self.against),
+            "passed": self.passed,
+            "precision": self.precision,
+            "reason": self.reason,
+            "prompts": self.prompts,
+            "stages": [stage.described() for stage in self.stages],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def find_artifact(text: str, store: Store | None = None, *, progress: Progress = SILENT) -> Artifact:
+    """Return the artefact in folder `text` or with that name. Raises ArtifactError for a kind without a check."""
+    folder, store = Path(text).expanduser(), store or Store()
+    for kind in CHECKED:
+        if looks_like(kind, folder) if folder.is_dir() else text in store.by_name(kind):
+            return store.find(kind, text, progress=progress)
+    if not folder.is_dir():
+        raise store.not_found_error(text, *CHECKED)
+    others = [name for kind, name in KINDS.items() if kind not in CHECKED and looks_like(kind, folder)]
+    raise ArtifactError(
+        f"{folder} is {f'a {others[0]}' if others else 'not an artefact'}; these kinds can be checked: "
+        f"{', '.join(KINDS[kind] for kind in CHECKED)}.",
+        hint="Use the path printed by `trtserve convert` or `trtserve repo`.",
+    )
+
+
+def find_original(
+    artifact: Artifact, text: str | None, store: Store | None = None, *, progress: Progress = SILENT
+) -> Model:
+    """Return the model named by `text`, or the one in the manifest of `artifact`.
+
+    Raises UsageError when neither names one and ModelNotFoundError when it no longer exists.
+    """
+    if text is not None:
+        return (store or Store()).find(Model, text, progress=progress)
+    recorded = (artifact.manifest.facts if artifact.manifest is not None else {}).get("model")
+    if recorded is None:
+        raise UsageError(f"{artifact.path} does not record its original.", hint="Name the original: --against MODEL")
+    if not Path(recorded).is_dir():
+        raise ModelNotFoundError(
+            f"{artifact.path} was made from {recorded}, which no longer exists.",
+            hint="Name the original: --against MODEL",
+        )
+    return Model(path=Path(recorded))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckPlan:
+    """A check before any model is loaded: prompts, the conversion's changes, and the checkpoint's config.
+
+    `windows` is False for checkpoints of NVIDIA's converters, which omit sliding windows.
+    """
+
+    model: Path
+    prompts: Sequence[Tokens]
+    max_tokens: int
+    changes: Changes
+    config: Mapping[str, Any]
+    windows: bool = True
+
+
+def plan_check(
+    config: Mapping[str, Any], model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
+) -> CheckPlan:
+    """Plan a check from a checkpoint's `config.json` and its original's folder.
+
+    Raises MissingDependencyError if PyTorch or OpenVINO is missing, UnsupportedModelError for models that cannot run
+    here, and UsageError for prompts that do not fit the model, and MemoryLimitError when one of the two models does not
+    fit.
+    """
+    spec = spec or CheckSpec()
+    original.require_oracle()
+    converted.require_runtime()
+    changes = changes_of(config, model)
+    prompts = prompt_set(model, _vocabulary(config, spec), spec.prompts, progress=progress)
+    require_check_memory(config, prompts, spec, beside=converted.numbers_beside(config, model))
+    return CheckPlan(model=model, prompts=prompts, max_tokens=spec.max_tokens, changes=changes, config=config)
+
+
+def check_checkpoint(
+    checkpoint: Path, model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
+) -> CheckReport:
+    """Run a checkpoint and its original on the same prompts and compare their logits.
+
+    Files and headers are checked first: ArtifactError for a missing rank, CorruptFileError for a damaged one. Then
+    raises the errors of `plan_check`, CorruptFileError for damaged tensors, and CheckError when the vocabularies
+    differ. The report lists figures beyond their bounds; see `require_passed`.
+    """
+    config = CheckpointReader(checkpoint).config
+    require_files(checkpoint, config)
+    plan = plan_check(config, model, spec, progress=progress)
+    manifest = load_artifact(Checkpoint, checkpoint).manifest
+    of_nvidia = manifest is not None and "tensorrt_llm" in manifest.tools
+    return run_check(replace(plan, windows=not of_nvidia), checkpoint, progress=progress)
+
+
+def run_check(plan: CheckPlan, checkpoint: Path, *, progress: Progress = SILENT) -> CheckReport:
+    """Run `plan`: the original first, then the checkpoint, so that only one is in memory."""
+    began = time.monotonic()
+    said = original.run_original(
+        plan.model, plan.prompts, max_tokens=plan.max_tokens, rounding=plan.changes.rounding, progress=progress
+    )
+    return CheckReport(
+        path=checkpoint,
+        against=plan.model,
+        precision=plan.changes.precision,
+        reason=plan.changes.reason,
+        prompts=len(plan.prompts),
+        stages=compare_checkpoint(plan, said, checkpoint, progress=progress),
+        seconds=time.monotonic() - began,
+    )
+
+
+def compare_checkpoint(
+    plan: CheckPlan, said: Original, checkpoint: Path, *, progress: Progress = SILENT
+) -> list[Stage]:
+    """Run the checkpoint on the original's tokens; one stage, or two when weights are rounded."""
+    beside = _beside_logits(plan, said, checkpoint)
+    stored = converted.logits_of(checkpoint, said.answers, progress=progress)
+    rounded = [replace(answer, logits=logits) for answer, logits in zip(said.answers, said.rounded, strict=True)]
+    experts = plan.changes.experts
+    stages = []
+    if plan.changes.conversion is not None:
+        stages.append(_stage("conversion", plan.changes.conversion, rounded, stored, experts=experts))
+    if plan.changes.quantised:
+        stored = converted.logits_of(checkpoint, said.answers, quantised=True, progress=progress)
+    if plan.changes.precision != "float32":
+        stages.append(_stage("precision", plan.changes.precision, said.answers, stored, experts=experts))
+    stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *beside])
+    return stages
+
+
+def _stage(
+    name: Literal["conversion", "precision"],
+    bounds: Precision,
+    answers: Sequence[Answer],
+    logits: Sequence[Logits],
+    *,
+    experts: bool,
+) -> Stage:
+    differences = compare(answers, logits, bounds)
+    judged = verdicts(differences, bounds, experts=experts)
+    return Stage(name=name, bounds=bounds, differences=differences, verdicts=judged)
+
+
+def _beside_logits(plan: CheckPlan, said: Original, checkpoint: Path) -> list[Verdict]:
+    """Compare values that a few prompts' logits do not reveal."""
+    # Use the folder's config, which is part of what is checked, not the plan's.
+    reader = CheckpointReader(checkpoint)
+    decoder = family(reader.config["architecture"]).decoder(reader.config)
+    return [
+        *constants.judged(reader.config, decoder, said.constants, windows=plan.windows),
+        *rows.judged(reader, said.products, plan.changes.rows),
+    ]
+
+
+def _vocabulary(config: Mapping[str, Any], spec: CheckSpec) -> Vocabulary:
+    """Return the prompts' limits, leaving room for answers within the model's positions."""
+    positions = config.get("max_position_embeddings")
+    longest = int(positions) - spec.max_tokens if positions else 2**31
+    if longest < 1:
+        raise UsageError(f"--max-tokens is {spec.max_tokens}; the model has {positions} positions.")
+    return Vocabulary(size=int(config["vocab_size"]), longest=longest)
+
+
+def require_check_memory(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec, *, beside: int) -> None:
+    """Raise MemoryLimitError when a check does not fit the free memory; see `check_memory`."""
+    need = check_memory(config, [len(prompt) + spec.max_tokens for prompt in prompts], beside=beside)
+    require_memory(
+        need.total,
+        f"The check takes {format_bytes(need.original)} for the original in float32, then "
+        f"{format_bytes(need.converted)} for "
+        f"the checkpoint, {format_bytes(need.logits)} for logits, {format_bytes(need.processes)} for PyTorch "
+        f"and OpenVINO: "
+        "it needs",
+        lambda _: "Check on a machine with more memory; shorter prompts (--prompts) need less for logits.",
+        mapped=to_be_mapped("numpy", "transformers", "torch", "openvino"),
+    )
+
+
+def require_passed(report: CheckReport) -> None:
+    """Raise CheckError naming every figure beyond its bound."""
+    failed = next((stage for stage in report.stages if not all(verdict.passed for verdict in stage.verdicts)), None)
+    if failed is None:
+        return
+    beyond = [verdict for verdict in failed.verdicts if not verdict.passed]
+    figures = ", ".join(f"{each.name} {each.value:.2g} ({each.relation} {each.bound:.2g})" for each in beyond)
+    worst = failed.differences.worst
+    raise CheckError(
+        f"{report.path} does not match the model in {report.against}: {figures}. The largest difference is at prompt "
+        f"{worst.prompt}, position {worst.position}, token {worst.token}.",
+        hint=_HINTS[failed.name],
+    )

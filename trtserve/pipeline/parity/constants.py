@@ -1,0 +1,220 @@
+"""Compare constants that logits of short prompts hardly reveal: epsilons, rotary embeddings, windows and soft-caps.
+
+The original's values come from its modules, preferably from their behaviour rather than their names: the rotation of
+position 1 gives a rotary embedding's frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trtserve.pipeline.parity.comparison import Verdict
+
+if TYPE_CHECKING:
+    from trtserve.checkpoint.architectures.base import Decoder
+
+# transformers rounds frequencies in another order; a wrong base, factor or size changes them far more.
+_CLOSE = 1e-5
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """A rotary embedding: inverse `frequencies`, and the scale of sines and cosines.
+
+    Sequences of more than `beyond` tokens use the frequencies `long`, if any.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float
+    long: tuple[float, ...] | None = None
+    beyond: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The constants of a model, besides its weights.
+
+    `rotation` applies to layers with full attention, `local` to layers with a window, or None without rotary
+    embeddings. `windows` has one entry per layer, None for full attention.
+    """
+
+    epsilons: frozenset[float]
+    rotation: Rotation | None
+    local: Rotation | None
+    windows: tuple[int | None, ...]
+    attention_softcap: float | None
+    logits_softcap: float | None
+
+
+def constants_of(model: Any) -> Constants:
+    """Return the constants of a transformers model."""
+    config = model.config.get_text_config()
+    rotations = {} if getattr(config, "alibi", False) else dict(_rotations(model, config))
+    full = rotations.get(_FULL)
+    caps = [getattr(module, "attn_logit_softcapping", None) for module in model.modules()]
+    # Norms call it `eps` in torch, sometimes `variance_epsilon` in transformers.
+    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    found = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
+    return Constants(
+        epsilons=frozenset(float(epsilon) for epsilon in found if epsilon is not None),
+        rotation=full,
+        local=rotations.get(_SLIDING, full),
+        windows=_windows(model, config),
+        attention_softcap=next((float(cap) for cap in caps if cap is not None), None),
+        logits_softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _windows(model: Any, config: Any) -> tuple[int | None, ...]:
+    """Return the windows in the model's masks; many configs have the key, but few models use it."""
+    layers = int(config.num_hidden_layers)
+    code = vars(sys.modules[type(model).__module__])
+    heeded = "create_sliding_window_causal_mask" in code or any(hasattr(m, "sliding_window") for m in model.modules())
+    window = getattr(config, "sliding_window", None) if heeded else None
+    if not window:
+        return (None,) * layers
+    kinds = getattr(config, "layer_types", None) or [_SLIDING] * layers
+    return tuple(int(window) if kind == _SLIDING else None for kind in kinds)
+
+
+def _rotations(model: Any, config: Any) -> Iterator[tuple[str, Rotation]]:
+    """Return a model's rotary embeddings, each with its kind of layer."""
+    import torch
+
+    longest = int(getattr(config, "max_position_embeddings", None) or 2)
+    for name, module in model.named_modules():
+        if isinstance(table := getattr(module, "embed_positions", None), torch.Tensor):  # GPT-J
+            sine, cosine = table[1].float().chunk(2)
+            yield _FULL, Rotation(frequencies=_angles(sine, cosine), scale=float((sine**2 + cosine**2).sqrt()[0]))
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            for kind in getattr(module, "layer_types", None) or [_SLIDING if name.endswith("_local") else _FULL]:
+                yield kind, _rotation(module, longest, kind)
+
+
+def _rotation(module: Any, longest: int, kind: str) -> Rotation:
+    """Measure short sequences first: a module remembers the longest sequence until a short one comes."""
+    short, scale = _turned(module, 2, kind)
+    long, _ = _turned(module, longest, kind)
+    if long == short:
+        return Rotation(frequencies=short, scale=scale)
+    low, high = 2, longest
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _turned(module, middle, kind)[0] == short else (low, middle)
+    _turned(module, 2, kind)
+    return Rotation(frequencies=short, scale=scale, long=long, beyond=low)
+
+
+def _turned(module: Any, length: int, kind: str) -> tuple[tuple[float, ...], float]:
+    """Return frequencies and scale for a sequence of `length` tokens."""
+    import torch
+
+    positions = torch.tensor([[1, length - 1]])
+    several = {"layer_type": kind} if getattr(module, "layer_types", None) else {}
+    with torch.inference_mode():
+        cosine, sine = (values[0, 0].float() for values in module(torch.zeros(1, 2, 1), positions, **several))
+    half = len(cosine) // 2
+    return _angles(sine[:half], cosine[:half]), float((sine**2 + cosine**2).sqrt()[0])
+
+
+def _angles(sine: Any, cosine: Any) -> tuple[float, ...]:
+    import torch
+
+    return tuple(torch.atan2(sine.double(), cosine.double()).tolist())
+
+
+def judged(config: Mapping[str, Any], decoder: Decoder, original: Constants, *, windows: bool = True) -> list[Verdict]:
+    """Compare the constants of a checkpoint `config` and its `decoder` with the original's.
+
+    Without `windows`, a checkpoint with no windows at all passes.
+    """
+    return [
+        *_judged_epsilon(config, original),
+        *_judged_rotation("rotary", _own(decoder, decoder.rope_inv_freq), original.rotation),
+        *_judged_local(decoder, original),
+        *(_judged_windows(config, decoder, original) if windows or any(decoder.windows) else ()),
+        *_judged_cap("attention soft-cap", decoder.attention_softcap, original.attention_softcap),
+        *_judged_cap("logits soft-cap", decoder.logits_softcap, original.logits_softcap),
+    ]
+
+
+def _judged_epsilon(config: Mapping[str, Any], original: Constants) -> Iterator[Verdict]:
+    """Compare the norms' epsilon with the closest of the original's."""
+    value = float(config.get("norm_epsilon", 1e-5))
+    nearest = min(original.epsilons, key=lambda epsilon: abs(epsilon - value), default=None)
+    if nearest is not None:
+        yield Verdict(name="norm epsilon", value=value, relation="exactly", bound=nearest)
+
+
+def _own(decoder: Decoder, frequencies: tuple[float, ...] | None) -> Rotation | None:
+    if frequencies is None:
+        return None
+    long = decoder.long_rope
+    return Rotation(
+        frequencies=frequencies,
+        scale=decoder.rope_scale,
+        long=long.inv_freq if long else None,
+        beyond=long.beyond if long else None,
+    )
+
+
+def _judged_local(decoder: Decoder, original: Constants) -> Iterator[Verdict]:
+    """Compare the rotation of layers with a window, if it differs from the other layers'."""
+    if decoder.local_rope_inv_freq is not None or original.local != original.rotation:
+        yield from _judged_rotation(
+            "local rotary", _own(decoder, decoder.local_rope_inv_freq or decoder.rope_inv_freq), original.local
+        )
+
+
+def _judged_rotation(name: str, own: Rotation | None, original: Rotation | None) -> Iterator[Verdict]:
+    if own is None and original is None:
+        return
+    if own is None or original is None:
+        yield _nearly(f"{name} frequencies", math.inf)
+        return
+    yield _nearly(f"{name} frequencies", _apart(own.frequencies, original.frequencies))
+    yield _nearly(f"{name} scale", _apart([own.scale], [original.scale]))
+    if own.long is not None or original.long is not None:
+        yield _nearly(f"{name} frequencies of long sequences", _apart(own.long or (), original.long or ()))
+        yield Verdict(
+            name=f"{name}: tokens of the longest short sequence",
+            value=float(own.beyond or 0),
+            relation="exactly",
+            bound=float(original.beyond or 0),
+        )
+
+
+def _nearly(name: str, value: float) -> Verdict:
+    return Verdict(name=name, value=value, relation="at most", bound=_CLOSE)
+
+
+def _apart(own: Sequence[float], original: Sequence[float]) -> float:
+    """Return the largest difference as a share of the original's value; infinite when counts differ."""
+    if len(own) != len(original):
+        return math.inf
+    return max((abs(one - other) / abs(other) if other else math.inf for one, other in zip(own, original, strict=True)))
+
+
+def _judged_windows(config: Mapping[str, Any], decoder: Decoder, original: Constants) -> Iterator[Verdict]:
+    """Count layers with a different window; a window longer than any sequence counts as none."""
+    longest = config.get("max_position_embeddings") or math.inf
+
+    def effective(window: int | None) -> int | None:
+        return window if window is not None and window < longest else None
+
+    theirs = [effective(window) for window in original.windows]
+    ours = [effective(decoder.window(layer)) for layer in range(config["num_hidden_layers"])]
+    if any(ours) or any(theirs):
+        others = sum(one != other for one, other in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
+        yield Verdict(name="layers with another window", value=float(others), relation="exactly", bound=0.0)
+
+
+def _judged_cap(name: str, own: float | None, original: float | None) -> Iterator[Verdict]:
+    """0 means none."""
+    if own or original:
+        yield Verdict(name=name, value=float(own or 0), relation="exactly", bound=float(original or 0))

@@ -1,0 +1,231 @@
+"""Run the converted model with OpenVINO in float32 straight from its checkpoint, and derive the allowed differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtserve.checkpoint.architectures import described, family
+from trtserve.checkpoint.architectures.base import Target
+from trtserve.checkpoint.dequantized import float_types, quantised_names
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
+from trtserve.checkpoint.quantized_source import source_quantization
+from trtserve.checkpoint.source import (
+    SourceTensor,
+    read_hf_config,
+    read_source,
+    vision_tensors,
+)
+from trtserve.checkpoint.unified import CheckpointReader
+from trtserve.errors import (
+    CheckError,
+    MissingDependencyError,
+    TrtserveError,
+    UnsupportedModelError,
+)
+from trtserve.host.install_command import install_command
+from trtserve.host.machine import give_memory_back
+from trtserve.pipeline.parity.comparison import Answer, Precision
+from trtserve.pipeline.parity.original import Rounding
+from trtserve.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from trtserve.pipeline.parity.comparison import Logits
+
+# quant_algo → packed format, and the precision whose bounds apply.
+_QUANTISED: Mapping[str, Literal["int8", "int4"]] = {"W8A16": "int8", "W4A16": "int4"}
+# The same for checkpoints that store codes: bounds on the codes' difference from floats.
+_CODES: Mapping[str, Precision] = {GPTQ: "int4", AWQ: "int4", FP8: "int8"}
+
+
+def require_runtime() -> None:
+    """Raise MissingDependencyError when OpenVINO is not installed."""
+    if find_spec("openvino") is None:
+        raise MissingDependencyError(
+            "The check needs the openvino package, which is not installed.",
+            hint=install_command("cpu"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """The intended changes of a conversion to the weights' values.
+
+    `precision` names the bounds on their cost and `reason` explains them; `rounding` is None when no weight is rounded,
+    `quantised` means that the runtime rounds further. `conversion` names the bounds for equal weights: float32's,
+    unless transformers itself rounds, or None when another tool chose the checkpoint's codes and no weight is equal.
+    `rows` names the bounds for rows of embeddings and head. `experts` marks a model with routed experts.
+    """
+
+    precision: Precision
+    reason: str
+    rounding: Rounding | None
+    quantised: bool
+    conversion: Precision | None
+    rows: Precision = "float32"
+    experts: bool = False
+
+
+def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
+    """Return how a conversion to this config changes the weights of `model`.
+
+    Weights that keep their type keep their values, so only the order of float32 sums can differ. Raises
+    UnsupportedModelError for a quantisation that cannot run here.
+    """
+    algorithm, dtype = _algorithm(config), config["dtype"]
+    known = (*_QUANTISED, *_CODES)
+    if algorithm and algorithm not in known:
+        raise UnsupportedModelError(
+            f"The checkpoint is quantised with {algorithm}, which cannot run here; supported: float weights, "
+            f"{', '.join(known)}.",
+            hint="Compare its engine with the original on the target GPU.",
+        )
+    experts = bool((config.get("moe") or {}).get("num_experts"))
+    if algorithm in _CODES:
+        return _changes_of_codes(config, model, algorithm, experts=experts)
+    targets = family(config["architecture"]).targets(described(read_hf_config(model), config))
+    kinds = float_types(_sources(config, model, targets)) or {"unknown"}
+    products = any(target.factor for target in targets)
+    rounding = _rounding(dtype, targets, kinds) if dtype != "float32" else None
+    reason = f"weights {'kept their values' if rounding is None else 'were rounded'}: {dtype} from {_listed(kinds)}"
+    if algorithm:
+        reason += f", and the runtime quantises them ({algorithm})"
+    return Changes(
+        precision=_QUANTISED.get(algorithm, "float32" if rounding is None else dtype),
+        reason=reason,
+        rounding=rounding,
+        quantised=bool(algorithm),
+        conversion=_conversion_bounds(config, products=products),
+        rows=dtype if products else "float32",
+        experts=experts,
+    )
+
+
+def _changes_of_codes(config: Mapping[str, Any], model: Path, algorithm: str, *, experts: bool) -> Changes:
+    """Return the changes for a checkpoint with codes, either the original's or made by another tool from floats."""
+    hf, dtype = read_hf_config(model), config["dtype"]
+    if source_quantization(hf) is None:
+        return Changes(
+            precision=_CODES[algorithm],
+            reason=f"a calibrating tool quantised the weights ({algorithm})",
+            rounding=None,
+            quantised=False,
+            conversion=None,
+            rows=dtype,
+            experts=experts,
+        )
+    dtype, targets = config["dtype"], family(config["architecture"]).targets(described(hf, config))
+    sources = _sources(config, model, targets)
+    kinds = float_types(sources)
+    rounding = _rounding(dtype, targets, kinds, quantised_names(sources))
+    # Scales of 4-bit codes have the checkpoint's type. Matrices that TensorRT-LLM fuses share one FP8 scale, so those
+    # with smaller scales are requantised.
+    codes: Precision = "int8" if algorithm == FP8 else "float32" if kinds == {dtype} else dtype
+    kept = "share scales" if algorithm == FP8 else "kept their values"
+    return Changes(
+        precision="float32" if rounding is None else dtype,
+        reason=f"codes {kept} ({algorithm}); scales and floats: {dtype} from {_listed(kinds)}",
+        rounding=rounding,
+        quantised=False,
+        conversion=codes,
+        experts=experts,
+    )
+
+
+def _rounding(
+    dtype: str, targets: Sequence[Target], kinds: set[str], codes: frozenset[str] = frozenset()
+) -> Rounding | None:
+    """Return how weights of these types become `dtype`, or None when all keep their values."""
+    offsets = {name: target.offset for target in targets if target.offset for name in target.sources}
+    if kinds == {dtype} and not offsets and not any(target.factor for target in targets):
+        return None
+    # Float32 in every checkpoint, by their transformers names; 5.x renames Mixtral's.
+    names = {name for target in targets if target.dtype == "float32" for name in target.sources}
+    return Rounding(
+        dtype=dtype,
+        offsets=offsets,
+        kept=frozenset(names | {name.replace(".block_sparse_moe.", ".mlp.") for name in names}) | codes,
+    )
+
+
+def _conversion_bounds(config: Mapping[str, Any], *, products: bool) -> Precision:
+    """Return the bounds for equal weights: transformers, unlike TensorRT-LLM, computes Falcon's ALiBi in bfloat16.
+
+    Products of tensors (OPT-350m) are rounded, where transformers keeps float32.
+    """
+    if config["position_embedding_type"] == "alibi_with_scale":
+        return "bfloat16"
+    return config["dtype"] if products else "float32"
+
+
+def _sources(config: Mapping[str, Any], model: Path, targets: Sequence[Target]) -> Mapping[str, SourceTensor]:
+    """Return the original's weights, without masks and position tables."""
+    sources = _stored(config, model)
+    used = {name for target in targets for name in target.sources}
+    used |= {target.factor.name for target in targets if target.factor}
+    modules = {name.rpartition(".")[0] for name in used}
+    return {name: tensor for name, tensor in sources.items() if name.rpartition(".")[0] in modules}
+
+
+def _stored(config: Mapping[str, Any], model: Path) -> Mapping[str, SourceTensor]:
+    """Return the original's tensors; none when its file format cannot be read."""
+    try:
+        return read_source(model, family(config["architecture"]).BASE_PREFIX)
+    except TrtserveError:
+        return {}
+
+
+def numbers_beside(config: Mapping[str, Any], model: Path) -> int:
+    """Return the number of vision weights of the original."""
+    return sum(math.prod(tensor.entry.shape) for tensor in vision_tensors(_stored(config, model)))
+
+
+def _listed(kinds: set[str]) -> str:
+    return ", ".join(sorted(kinds))
+
+
+def _algorithm(config: Mapping[str, Any]) -> str:
+    """Return the checkpoint's quantisation, "" without one."""
+    return str((config.get("quantization") or {}).get("quant_algo") or "").replace("NO_QUANT", "")
+
+
+def logits_of(
+    folder: Path, originals: Sequence[Answer], *, quantised: bool = False, progress: Progress = SILENT
+) -> list[Logits]:
+    """Return the logits of the checkpoint in `folder` for the original's answers.
+
+    `quantised` uses the weights as a runtime would quantise them. Raises CorruptFileError for files that do not match
+    config.json and CheckError when the vocabulary differs.
+    """
+    model = _load(folder, quantised, progress)
+    expected = originals[0].logits.shape[1]
+    if model.vocab_size != expected:
+        raise CheckError(
+            f"The checkpoint has a vocabulary of {model.vocab_size} tokens, the original one of {expected}.",
+            hint="The checkpoint was made from another model; name that one with --against.",
+        )
+    found = []
+    with progress.task("Running the checkpoint", total=len(originals)) as task:
+        for answer in originals:
+            found.append(model.logits(answer.tokens))
+            task.advance(1)
+    del model
+    give_memory_back()
+    return found
+
+
+def _load(folder: Path, quantised: bool, progress: Progress) -> Any:
+    from trtserve.executor.engine.sizes import Sizes
+    from trtserve.executor.reference_model import ReferenceModel
+
+    reader = CheckpointReader(folder)
+    config = reader.config
+    progress.step(f"Loading the checkpoint of {folder} (OpenVINO{f', {_algorithm(config)}' if quantised else ''})")
+    decoder = family(config["architecture"]).decoder(config)
+    return ReferenceModel(
+        decoder, Sizes.of(config), reader, packing=_QUANTISED[_algorithm(config)] if quantised else None
+    )

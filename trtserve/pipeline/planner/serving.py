@@ -1,0 +1,108 @@
+"""Check that this machine's memory can serve a repository: the engine, its KV cache, and Triton's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trtserve.errors import MemoryLimitError
+from trtserve.executor.runtimes import RUNTIMES
+from trtserve.host.machine import address_space, format_bytes
+from trtserve.pipeline.planner.guards import available_memory, require_memory, to_be_mapped
+from trtserve.pipeline.planner.stage_needs import (
+    ServerNeeds,
+    draft_memory,
+    engine_needs_of,
+    server_processes,
+)
+from trtserve.pipeline.planner.step_limits import fitting_step
+from trtserve.progress import SILENT, Progress
+from trtserve.repository.preflight import Served
+from trtserve.repository.profiles import BLS, POSTPROCESSING, PREPROCESSING
+
+_BLOCK = 32
+# Address space of tritonserver, of which it uses little memory: shared memory and threads. Measured with five models on
+# two cores; with less it can neither serve nor stop.
+_TRITON_ADDRESSES = 2700 * 2**20
+
+
+def server_needs(
+    engine: Mapping[str, Any],
+    *,
+    kv_tokens: int | None = None,
+    draft: Mapping[str, Any] | None = None,
+    tokenizers: int = 2,
+    bls: int = 1,
+    tokenizer_bytes: int = 0,
+) -> ServerNeeds:
+    """Return what a server of an engine `config.json` needs, with `kv_tokens` of cache, or one sequence's."""
+    needs = engine_needs_of(engine)
+    tokens = -(-(kv_tokens or int(engine["build_config"]["max_seq_len"])) // _BLOCK) * _BLOCK
+    processes = server_processes(tokenizers=tokenizers, bls=bls, tokenizer_bytes=tokenizer_bytes)
+    return ServerNeeds(
+        processes=processes + (draft_memory(draft, kv_tokens) if draft else 0),
+        engine=needs.serving,
+        kv=tokens * needs.kv_per_token,
+        kv_tokens=tokens,
+    )
+
+
+def fitting_tokens(needs: ServerNeeds, kv_per_token: int, free: int) -> int:
+    """Return the tokens of KV cache, in full blocks, that fit `free` bytes next to everything else."""
+    return max(0, free - needs.processes - needs.engine) // kv_per_token // _BLOCK * _BLOCK
+
+
+def require_servable(served: Served, name: str, progress: Progress = SILENT) -> None:
+    """Raise MemoryLimitError when the embedded executor and Triton's processes do not fit the free memory.
+
+    An explicit cache size must fit completely. Otherwise the executor shrinks its cache, and with it the longest
+    sequence: then one block must fit, and a shorter sequence is a warning.
+    """
+    if served.runtime is None or served.needs_gpus:
+        return
+    _require_addresses()
+    needs = server_needs(
+        served.engine,
+        kv_tokens=served.kv_tokens,
+        draft=served.draft or None,
+        tokenizers=sum(served.instances.get(model, 0) for model in (PREPROCESSING, POSTPROCESSING)),
+        bls=served.instances.get(BLS, 1),
+        tokenizer_bytes=served.tokenizer_bytes,
+    )
+    explicit = served.kv_tokens is not None
+    per_token = needs.kv // needs.kv_tokens
+    least = needs.kv if explicit else _BLOCK * per_token
+    mapped = to_be_mapped(*RUNTIMES[served.runtime].LIBRARIES, files=engine_needs_of(served.engine).disk)
+    require_memory(
+        needs.processes + needs.engine + least,
+        f"Serving {name} takes {format_bytes(needs.engine)} for the engine, {format_bytes(least)} for its KV cache and"
+        f" {format_bytes(needs.processes)} for Triton: it needs",
+        lambda free: _advice(served.engine, needs, per_token, free, explicit=explicit),
+        mapped=mapped,
+    )
+    fitting = fitting_tokens(needs, per_token, available_memory(mapped).free)
+    if fitting < needs.kv_tokens:
+        progress.warn(
+            f"Memory remains for a KV cache of {fitting} tokens; one sequence of max_seq_len has {needs.kv_tokens}."
+        )
+
+
+def _require_addresses() -> None:
+    space = address_space()
+    if space is not None and space.limit < _TRITON_ADDRESSES:
+        raise MemoryLimitError(
+            f"Triton reserves {format_bytes(_TRITON_ADDRESSES)} of addresses, most of them without memory; "
+            f"ulimit -v allows each process {format_bytes(space.limit)}.",
+            hint="Raise the limit: ulimit -v unlimited.",
+        )
+
+
+def _advice(engine: Mapping[str, Any], needs: ServerNeeds, per_token: int, free: int, *, explicit: bool) -> str:
+    tokens = fitting_tokens(needs, per_token, free)
+    if explicit and tokens:
+        return f"--max-tokens-in-paged-kv-cache {tokens} of `trtserve repo` or `import` would fit."
+    smaller = fitting_step(engine, free - needs.processes - _BLOCK * per_token)
+    if smaller:
+        return f"{smaller} of `trtserve build` or `import` would fit."
+    quantised = "with --quantize int8 or int4, or " if RUNTIMES[engine["trtserve"]["runtime"]].QUANTIZES else ""
+    return f"Free some memory, or import {quantised}a smaller model."

@@ -1,0 +1,308 @@
+"""Plan what brings a machine to the state that a setup file describes, and do it.
+
+Nothing is remembered about earlier runs: artefacts are reused by their fingerprints, and a running server is compared
+by the arguments that its supervisor was started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trtserve.artifacts import (
+    Adapter,
+    Engine,
+    Model,
+    ModelRepository,
+    load_artifact,
+)
+from trtserve.errors import PortInUseError, UsageError
+from trtserve.executor.runtimes import RUNTIMES, choose_runtime
+from trtserve.host.ports import ipv4_address, is_free
+from trtserve.pipeline.imported_names import as_json, pinned_source
+from trtserve.pipeline.importing import (
+    ImportPlan,
+    ImportSpec,
+    Stage,
+    engine_destination,
+    plan_import,
+    require_resources,
+    run_import,
+)
+from trtserve.pipeline.setup_file.clusters import (
+    WrittenJob,
+    has_files,
+    require_cluster,
+    write,
+)
+from trtserve.pipeline.setup_file.content import (
+    BenchmarkSetup,
+    ModelSetup,
+    ServerSetup,
+    Setup,
+    in_keys,
+)
+from trtserve.process import arguments
+from trtserve.progress import SILENT, Progress
+from trtserve.server.addresses import with_free_ports
+from trtserve.server.announcements import access_warnings
+from trtserve.server.background import start_in_background
+from trtserve.server.doors import require_protected
+from trtserve.server.shutdown import stop_server
+from trtserve.server.state import Server, recorded_server
+from trtserve.server.systemd import start_arguments
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
+
+Action = Literal["start", "restart", "keep", "write"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A model of the file and the plan of its import."""
+
+    setup: ModelSetup
+    plan: ImportPlan
+    waits_for_draft: bool
+    """Whether its repository can be planned only when the engine of its draft model exists."""
+
+    def stages(self) -> list[Stage]:
+        """Return the stages in order, as a dry run shows them."""
+        *first, last = self.plan.stages()
+        return [*first, {**last, "action": "make", "path": None} if self.waits_for_draft else last]
+
+    @property
+    def repository(self) -> ModelRepository | None:
+        """The repository, if it exists already."""
+        found = self.plan.repository
+        return None if found is None or not found.reused or self.waits_for_draft else _opened(found.path)
+
+    @property
+    def differences(self) -> list[str]:
+        """Options in which the file differs from the last import of that name."""
+        last = next((each for each in self.plan.store.recorded() if each.name == self.setup.name), None)
+        if last is None or not last.spec:
+            return []
+        old, new = _flat(last.spec), _flat({**as_json(self.plan.spec), "source": pinned_source(self.plan.model)})
+        return [f"{key}: {old.get(key)} → {value}" for key, value in new.items() if key in old and old[key] != value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedServer:
+    """A server of the file, and what has to be done about it."""
+
+    setup: ServerSetup
+    action: Action
+    """`write` is for the files of a cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupPlan:
+    """What `up` does: first the models, each after its draft model, then the servers."""
+
+    models: tuple[PlannedModel, ...]
+    servers: tuple[PlannedServer, ...]
+    benchmarks: tuple[BenchmarkSetup, ...] = ()
+    """What is measured when all servers are ready."""
+    store: Store
+
+    @property
+    def warnings(self) -> list[str]:
+        """What others will be able to do to the servers that `up` starts on this machine."""
+        embedded = {model.setup.name: RUNTIMES[model.plan.runtime].EMBEDDED for model in self.models}
+        return [
+            f"servers.{server.name}: {in_keys(warning)}"
+            for server, action in ((each.setup, each.action) for each in self.servers)
+            if action in ("start", "restart")
+            for warning in access_warnings(
+                server.spec,
+                ipv4_address(server.spec.host),
+                embedded=embedded[server.model] and server.spec.container is None,
+            )
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brought:
+    """What `up` has brought up."""
+
+    servers: tuple[Server, ...]
+    """Ready servers on this machine."""
+    jobs: tuple[WrittenJob, ...]
+    """Servers that a cluster starts."""
+
+
+def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress = SILENT) -> SetupPlan:
+    """Plan all imports and compare the running servers. Raises what `plan_import` raises; nothing is changed."""
+    store = store or Store()
+    models: dict[str, PlannedModel] = {}
+    for model in setup.models:
+        models[model.name] = _plan_model(model, models, store, progress)
+    servers = []
+    for server in setup.servers:
+        served = models[server.model]
+        if server.cluster is not None:
+            require_cluster(server, server.cluster, served.plan.runtime)
+        else:
+            _require_protected(server)
+        servers.append(PlannedServer(setup=server, action=_action(server, served.repository, store)))
+    return SetupPlan(models=tuple(models.values()), servers=tuple(servers), benchmarks=setup.benchmarks, store=store)
+
+
+def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
+    """Run the imports that are missing, start the servers in the background, and return when they are ready.
+
+    An interrupted run leaves only complete artefacts and ready servers; the next one continues after them. A server
+    whose options or model changed is stopped when all models are there.
+    """
+    for planned in plan.models:
+        require_resources(planned.plan)
+    for server in plan.servers:
+        if server.action == "start":
+            _require_ports(server.setup.spec)
+    made: dict[str, ModelRepository] = {}
+    specs = {planned.setup.name: planned.plan.spec for planned in plan.models}
+    for planned in plan.models:
+        name, imported = planned.setup.name, planned.plan
+        if planned.waits_for_draft:
+            drafting = plan_import(specs[str(planned.setup.draft)], store=plan.store)
+            imported = plan_import(_with_draft(imported.spec, drafting), store=plan.store, progress=progress)
+            specs[name] = imported.spec
+        progress.step(f"Model {name}")
+        with plan.store.in_use(name):
+            made[name] = run_import(imported, progress=progress)
+    servers, jobs = [], []
+    for server in plan.servers:
+        setup, repository = server.setup, made[server.setup.model]
+        if setup.cluster is not None:
+            progress.step(f"Files of server {setup.name} for {setup.cluster.kind}")
+            jobs.append(write(setup, setup.cluster, repository, progress))
+            continue
+        running = recorded_server(setup.name, plan.store)
+        action = _action(setup, repository, plan.store)
+        if running is not None and action == "keep":
+            progress.step(f"Server {setup.name} is running already")
+            servers.append(running)
+            continue
+        if action == "restart":
+            stop_server(setup.name, store=plan.store, progress=progress)
+        spec = with_free_ports(setup.spec) if setup.spec.auto_ports else setup.spec
+        servers.append(start_in_background(repository, spec, store=plan.store, progress=progress))
+    return Brought(servers=tuple(servers), jobs=tuple(jobs))
+
+
+def bring_down(
+    setup: Setup, *, drain: float = 0.0, store: Store | None = None, progress: Progress = SILENT
+) -> list[Server]:
+    """Stop the servers of the file that run, the last one first, and return them."""
+    store = store or Store()
+    named = [server.name for server in reversed(setup.servers) if recorded_server(server.name, store) is not None]
+    return [stop_server(name, drain=drain, store=store, progress=progress) for name in named]
+
+
+def _plan_model(
+    model: ModelSetup, drafts: Mapping[str, PlannedModel], store: Store, progress: Progress
+) -> PlannedModel:
+    spec = _import_spec(model, store, progress)
+    waits = False
+    if model.draft is not None:
+        drafting = drafts[model.draft].plan
+        waits = drafting.builds
+        spec = spec if waits else _with_draft(spec, drafting)
+    plan = plan_import(spec, store=store, progress=progress)
+    return PlannedModel(setup=model, plan=plan, waits_for_draft=waits)
+
+
+def _import_spec(model: ModelSetup, store: Store, progress: Progress) -> ImportSpec:
+    convert = model.convert
+    runtime = choose_runtime(model.build.runtime, container=model.build.container)
+    if convert.trtllm_version is not None and not convert.upstream and runtime.EMBEDDED:
+        progress.warn(f"trtllm_version {convert.trtllm_version} of {model.name} is not used: {runtime.NAME} serves it.")
+        convert = replace(convert, trtllm_version=None)
+    adapters = {
+        name: folder if folder.is_absolute() else store.find(Adapter, str(folder)).path
+        for name, folder in model.repository.lora.items()
+    }
+    return ImportSpec(
+        source=model.source,
+        convert=convert,
+        build=model.build,
+        repository=replace(model.repository, lora=adapters),
+        tokenizer=None if model.tokenizer is None else store.find(Model, model.tokenizer, progress=progress).path,
+        engine_out=engine_destination(model.name),
+    )
+
+
+def _with_draft(spec: ImportSpec, drafting: ImportPlan) -> ImportSpec:
+    if drafting.build is None:
+        raise UsageError(f"{drafting.spec.name} has no engine that could draft for {spec.name}.")
+    path = drafting.build.path
+    engine = Engine(path=path, manifest=load_artifact(Engine, path).manifest)
+    return replace(spec, draft=engine, draft_tokenizer=drafting.model.path)
+
+
+def _action(server: ServerSetup, repository: ModelRepository | None, store: Store) -> Action:
+    if server.cluster is not None:
+        return "write" if repository is None or not has_files(server, server.cluster, repository) else "keep"
+    running = recorded_server(server.name, store)
+    if running is None or not running.alive():
+        return "start"
+    if repository is None or running.supervisor is None or running.state != "ready":
+        return "restart"
+    wanted = start_arguments(repository, _on_ports_of(running, server.spec))
+    return "keep" if _started_with(arguments(running.supervisor)) == wanted else "restart"
+
+
+def _require_protected(server: ServerSetup) -> None:
+    """Raise UsageError for an exposed server without protection, which would be refused only after the imports."""
+    try:
+        require_protected(server.spec, ipv4_address(server.spec.host))
+    except UsageError as error:
+        raise UsageError(
+            f"servers.{server.name}: {in_keys(error.message)}",
+            hint="The keys for it are api_key_file, tls_certificate, tls_key, no_tls and no_auth (docs/security.md).",
+        ) from error
+
+
+def _require_ports(spec: ServerSpec) -> None:
+    """Raise PortInUseError for a taken port, before the long work."""
+    ports = {key: getattr(spec, key) for key in ("http_port", "grpc_port", "metrics_port")}
+    host = ipv4_address(spec.host)
+    taken = [f"{key} {port}" for key, port in ports.items() if not is_free(host, port)]
+    if taken and not spec.auto_ports:
+        raise PortInUseError(
+            f"Server {spec.name}: {', '.join(taken)} of {spec.host} is in use.",
+            hint="Give other ports in the file, or auto_ports: true",
+        )
+
+
+def _on_ports_of(running: Server, spec: ServerSpec) -> ServerSpec:
+    """Return the options with the ports that the running server got, if it was free to choose."""
+    if not spec.auto_ports:
+        return spec
+    address = running.address
+    ports = replace(spec, http_port=address.http_port, grpc_port=address.grpc_port, metrics_port=address.metrics_port)
+    return ports if running.proxy is None else replace(ports, proxy_port=running.proxy.http_port)
+
+
+def _started_with(words: list[str]) -> list[str]:
+    """Return the arguments of a supervisor's command line, without the file that it reported to."""
+    found = words[words.index("start") :] if "start" in words else []
+    if "--report-to" in found:
+        at = found.index("--report-to")
+        found = found[:at] + found[at + 2 :]
+    return found
+
+
+def _opened(path: Path) -> ModelRepository:
+    return ModelRepository(path=path, manifest=load_artifact(ModelRepository, path).manifest)
+
+
+def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key → value of a recorded import, whose stages' options stand together as in the file."""
+    flat: dict[str, Any] = {}
+    for key, value in spec.items():
+        flat |= value if key in ("convert", "build", "repository") else {key: value}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in flat.items()}

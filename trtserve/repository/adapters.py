@@ -1,0 +1,146 @@
+"""LoRA adapters that clients choose by name: `lora.json` and the adapters' files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.executor.engine.lora_modules import MODULE_IDS, LoraModule, lora_modules
+from trtserve.programs.shared.arrays import read_array
+from trtserve.repository.names import VERSION, lora_table, model_names
+from trtserve.repository.profiles import CORE
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.generic]
+
+WEIGHTS, CONFIG = "model.lora_weights.npy", "model.lora_config.npy"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedAdapter:
+    """An adapter of a repository."""
+
+    name: str
+    folder: Path
+    task_id: int  # the core model caches the adapter under it; a hash of the content
+
+
+def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> tuple[NamedAdapter, ...]:
+    """Return the adapters of `folders` (name → folder) in order of their names, checked against the engine's `config`.
+
+    Raises UsageError for a name that cannot be one. Raises RepositoryError for a folder without an adapter in
+    TensorRT-LLM's format, and for an adapter that does not fit the engine.
+    """
+    if not folders:
+        return ()
+    build = config["build_config"]
+    if not build.get("plugin_config", {}).get("lora_plugin"):
+        raise RepositoryError(
+            "The engine was built without adapters, so --lora cannot work with it.",
+            hint="Build it again with --lora-plugin auto --lora-target-modules attn_q,attn_k,attn_v --max-lora-rank 8.",
+        )
+    names = [name for name in build.get("lora_config", {}).get("lora_target_modules", []) if name in MODULE_IDS]
+    modules = {module.id: module for module in lora_modules(config["pretrained_config"], names)}
+    adapters = []
+    for name, folder in sorted(folders.items()):
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"--lora {name}={folder}: {name!r} cannot be a name; use letters, digits, '.', '_' and '-'."
+            )
+        weights, rows = _read(name, folder)
+        _require_fit(name, weights, rows, modules, config)
+        # 63 bits, never 0, so that a changed adapter never hits the cache
+        digest = hashlib.sha256(rows.tobytes() + weights.tobytes()).digest()
+        adapters.append(NamedAdapter(name=name, folder=folder, task_id=int.from_bytes(digest[:8], "big") >> 1 or 1))
+    return tuple(adapters)
+
+
+def write_adapters(adapters: tuple[NamedAdapter, ...], repository: Path, suffix: str = "") -> None:
+    """Write the adapters and their table into a repository, for the models with `suffix`."""
+    import numpy as np
+
+    if not adapters:
+        return
+    # Triton takes every top-level folder for a model, so the adapters are stored in the core model's.
+    place, table = f"{model_names(suffix)[CORE]}/{VERSION}/lora", {}
+    for adapter in adapters:
+        weights, rows = _read(adapter.name, adapter.folder)
+        target = repository / place / adapter.name
+        target.mkdir(parents=True)
+        np.save(target / WEIGHTS, weights)
+        np.save(target / CONFIG, rows)
+        table[adapter.name] = {"task_id": adapter.task_id, "folder": f"{place}/{adapter.name}"}
+    text = json.dumps({"adapters": table}, indent=2) + "\n"
+    (repository / lora_table(suffix)).write_text(text, encoding="utf-8")
+
+
+def _read(name: str, folder: Path) -> tuple[Array, Array]:
+    """Return weights FP16 [1, rows, width], as Triton's input has them, and config INT32 [1, rows, 3]."""
+    import numpy as np
+
+    if missing := [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]:
+        if (folder / "adapter_config.json").is_file():
+            raise RepositoryError(
+                f"--lora {name}={folder}: this adapter is in PEFT's format.",
+                hint=f"Convert it first, and give the folder that this prints: trtserve lora {folder}",
+            )
+        raise RepositoryError(f"--lora {name}={folder}: the folder has no {' and no '.join(missing)}.")
+    try:
+        weights, rows = read_array(folder / WEIGHTS), read_array(folder / CONFIG)
+    except ValueError as error:
+        raise RepositoryError(
+            f"The adapter {name} cannot be read: {error}.", hint="Convert it again: trtserve lora ADAPTER"
+        ) from error
+    if rows.ndim == 2 and weights.ndim == 2:
+        weights, rows = weights[np.newaxis], rows[np.newaxis]
+    if rows.ndim != 3 or rows.shape[2] != 3 or weights.ndim != 3 or weights.shape[:2] != rows.shape[:2]:
+        raise RepositoryError(
+            f"The adapter {name} in {folder} has weights {list(weights.shape)} and config {list(rows.shape)}; expected "
+            "[1, rows, width] and [1, rows, 3]."
+        )
+    if weights.dtype.kind != "f" or rows.dtype.kind not in "iu":
+        raise RepositoryError(
+            f"The adapter {name} in {folder} is of type {weights.dtype}; the input lora_weights is float16.",
+            hint="Convert it again with --storage-type float16.",
+        )
+    with np.errstate(over="ignore"):
+        narrowed = weights.astype(np.float16)
+    if np.isfinite(weights).all() and not np.isfinite(narrowed).all():
+        raise RepositoryError(f"The adapter {name} has weights beyond float16, the type of the input lora_weights.")
+    return narrowed, rows.astype(np.int32)
+
+
+def _require_fit(
+    name: str, weights: Array, rows: Array, modules: Mapping[int, LoraModule], config: Mapping[str, Any]
+) -> None:
+    """Raise RepositoryError for the first row that the core model would refuse in a request."""
+    rank_limit = int(config["build_config"].get("lora_config", {}).get("max_lora_rank") or 0)
+    layers, width = int(config["pretrained_config"]["num_hidden_layers"]), weights.shape[-1]
+    names = {number: module for module, number in MODULE_IDS.items()}
+    for module, layer, rank in rows.reshape(-1, 3).tolist():
+        if module not in modules:
+            what = names.get(module, f"module {module}")
+            built = ", ".join(each.name for each in modules.values())
+            reason = f"it changes {what}; the engine was built for {built}"
+        elif layer >= layers:
+            reason = f"it changes layer {layer}; the engine has {layers} layers"
+        elif rank > rank_limit:
+            reason = f"its rank is {rank}; the engine was built for ranks up to {rank_limit} (--max-lora-rank)"
+        elif modules[module].numbers(rank) > width:
+            reason = f"{names[module]} has {modules[module].numbers(rank)} weights at rank {rank}, a row holds {width}"
+        else:
+            continue
+        raise RepositoryError(
+            f"The adapter {name} does not fit the engine: {reason}.",
+            hint="Use an adapter of this model, or build the engine for the adapter.",
+        )

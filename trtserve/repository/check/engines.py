@@ -1,0 +1,325 @@
+"""Rules about engines: their files and ranks, what they were built for, and the size of the KV cache."""
+
+from __future__ import annotations
+
+import filecmp
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from trtserve.errors import TrtserveError, counted
+from trtserve.nvidia.plan_header import begins_like_an_engine
+from trtserve.nvidia.releases import release_of
+from trtserve.nvidia.releases.engine_config import speculative_mode
+from trtserve.repository.check.findings import Finding, Rule
+from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.core_models import LLMAPI_FILE, world_size
+from trtserve.repository.engine import lacking_files, rank_sizes
+from trtserve.repository.profiles import CORE
+
+_RANK = re.compile(r"rank(\d+)\.(engine|xml|bin)")
+_CONSTANT = re.compile(rb'\boffset="(\d+)"[^>]*?\bsize="(\d+)"')
+# The least size of a rank compared with the largest one: all ranks of tensor parallelism hold equal shares.
+_SMALLEST_SHARE = 0.8
+_FOLDER_KEYS = (
+    "gpt_model_path",
+    "encoder_model_path",
+    "multimodal_model_path",
+    "visual_model_path",
+    "lora_prefetch_dir",
+)
+_TOKENIZER_INFO = "xgrammar_tokenizer_info_path"
+_IN_FLIGHT = ("inflight_fused_batching", "inflight_batching")
+# Decoding modes that require support in the engine → their name in its config.json.
+_BUILT_MODES = {
+    "medusa": "medusa",
+    "lookahead": "lookahead_decoding",
+    "explicit_draft_tokens": "explicit_draft_tokens",
+    "redrafter": "explicit_draft_tokens",
+    "eagle": "eagle",
+}
+_COPY_AGAIN = "Copy every file of the engine again, or build it again."
+
+
+def unreadable_files(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        if (error := model.unreadable) is not None:
+            in_yaml = model.role == LLMAPI and LLMAPI_FILE in error.message
+            yield model.finding(
+                error.message,
+                error.hint or (f"Correct {LLMAPI_FILE}." if in_yaml else "Copy the file from the engine again."),
+                model.version / LLMAPI_FILE if in_yaml else None,
+            )
+
+
+def absent_paths(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        for key in (*_FOLDER_KEYS, _TOKENIZER_INFO):
+            text = model.parameters.get(key, "")
+            if not text or (model.embedded and key == _TOKENIZER_INFO):  # the embedded executor ignores it
+                continue
+            path = repository.located(text, model.name)
+            if not (path.is_file() if key == _TOKENIZER_INFO else path.is_dir()):
+                yield model.finding(
+                    f"{key} is {text!r}, which is not on this machine.",
+                    "Is it a path of another machine or container? Paths relative to the repository work everywhere; "
+                    "for a repository that is mounted elsewhere: trtserve repo --container-paths FOLDER",
+                )
+
+
+def foreign_engine_paths(repository: Repository) -> Iterator[Finding]:
+    for model in repository.of(CORE):
+        recorded, folder = repository.core_entry(model).get("engine"), model.engine_folder
+        if recorded and folder is not None and folder.resolve() != (repository.path / recorded).resolve():
+            yield model.finding(
+                f"gpt_model_path leads to {folder}; the engine of this repository is {recorded}.",
+                f"Write {recorded}, or make the repository again with the other engine.",
+            )
+
+
+def incomplete_configs(repository: Repository) -> Iterator[Finding]:
+    for model in repository.of(CORE):
+        folder = model.engine_folder
+        if folder is None:
+            continue
+        if not (folder / "config.json").is_file():
+            yield model.finding(f"{folder} has no config.json.", "Copy it from the engine's folder.")
+        elif not model.build or not model.pretrained:
+            yield model.finding(
+                f"{folder / 'config.json'} has no build_config or no pretrained_config, so it is not an engine's.",
+                "Run `trtserve build` on the checkpoint, and make the repository with the engine.",
+            )
+
+
+def missing_ranks(repository: Repository) -> Iterator[Finding]:
+    for model, folder in repository.engines:
+        for name in lacking_files(folder, model.engine, executor=model.executor):
+            yield model.finding(
+                f"{name} is missing or empty; the engine's mapping has {counted(world_size(model.engine), 'rank')}.",
+                _COPY_AGAIN,
+            )
+
+
+def wrong_ranks(repository: Repository) -> Iterator[Finding]:
+    """No rank belongs to a larger engine or is a copy of another rank."""
+    for model, folder in repository.gpu_engines:
+        ranks, sizes = world_size(model.engine), rank_sizes(folder)
+        for name in sizes:
+            found = _RANK.fullmatch(name)
+            if found is not None and int(found[1]) >= ranks:
+                yield model.finding(
+                    f"{name} belongs to an engine of more ranks; config.json has {ranks}.",
+                    "Are there two engines in one folder? Remove it and copy one engine.",
+                )
+        first, *others = sorted(name for name, size in sizes.items() if name.endswith(".engine") and size) or [""]
+        for name in others:
+            if sizes[name] == sizes[first] and filecmp.cmp(folder / first, folder / name, shallow=False):
+                yield model.finding(f"{name} is a copy of {first}: every rank has its own weights.", _COPY_AGAIN)
+
+
+def unequal_ranks(repository: Repository) -> Iterator[Finding]:
+    for model, folder in repository.gpu_engines:
+        sizes = {name: size for name, size in rank_sizes(folder).items() if name.endswith(".engine")}
+        if int(model.mapping.get("pp_size") or 1) > 1 or len(sizes) < 2 or not all(sizes.values()):
+            continue
+        smallest = min(sizes, key=lambda name: sizes[name])
+        if sizes[smallest] < _SMALLEST_SHARE * max(sizes.values()):
+            yield model.finding(
+                f"{smallest} has {sizes[smallest]} bytes, another rank {max(sizes.values())}: was the copy cut off?",
+                "Compare its size with the original's.",
+            )
+
+
+def damaged_files(repository: Repository) -> Iterator[Finding]:
+    for model, folder in repository.engines:
+        if model.embedded:
+            for graph in sorted(folder.glob("rank*.xml")):
+                yield from _damaged_graph(model, graph, graph.with_suffix(".bin"))
+            continue
+        for name, size in rank_sizes(folder).items():
+            if size and name.endswith(".engine") and not begins_like_an_engine(folder / name):
+                yield model.finding(f"{name} does not begin like a TensorRT engine; TensorRT refuses it.", _COPY_AGAIN)
+
+
+def _damaged_graph(model: ModelFolder, graph: Path, weights: Path) -> Iterator[Finding]:
+    if not graph.is_file() or not weights.is_file():
+        return
+    content, size = graph.read_bytes(), weights.stat().st_size
+    needed = max((int(found[1]) + int(found[2]) for found in _CONSTANT.finditer(content)), default=0)
+    if not content.lstrip().startswith(b"<"):
+        yield model.finding(f"{graph.name} does not describe a network.", _COPY_AGAIN)
+    elif size < needed:
+        yield model.finding(
+            f"{weights.name} has {size} bytes, and {graph.name} needs {needed}: it is cut off.", _COPY_AGAIN
+        )
+
+
+def contradicting_mappings(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.engines:
+        tp, pp, cp = (int(model.mapping.get(key) or 1) for key in ("tp_size", "pp_size", "cp_size"))
+        if int(model.mapping.get("world_size") or tp * pp * cp) != tp * pp * cp:
+            yield model.finding(
+                f"mapping has world_size {model.mapping['world_size']}, and tp × pp × cp is {tp * pp * cp}.",
+                "config.json was edited, or belongs to another engine: copy it again.",
+            )
+
+
+def wrong_release(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        version = model.core.version if model.core is not None else None
+        release = repository.part(model.name).get("release")
+        if version is None or release is None:
+            continue
+        try:
+            built = release_of(version)
+        except TrtserveError:
+            built = version
+        if built != release:
+            yield model.finding(
+                f"The engine was built by TensorRT-LLM {version}, and the repository is for release {release}.",
+                "Make the repository again without --release, or build the engine with that release.",
+            )
+
+
+def many_beams(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        built, beams = model.limit("max_beam_width") or 1, model.number("max_beam_width")
+        if beams is not None and beams > built:
+            yield model.finding(
+                f"max_beam_width is {beams}; the engine was built for {built}.",
+                f"Set it to {built}, or build with --max-beam-width {beams}.",
+            )
+
+
+def without_paged_context(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        for key in ("enable_chunked_context", "enable_kv_cache_reuse"):
+            if model.is_true(key) and not model.plugins.get("use_paged_context_fmha"):
+                yield model.finding(
+                    f"{key} is true; the engine was built without use_paged_context_fmha.",
+                    "Build it with --use-paged-context-fmha enable, or set the parameter to false.",
+                )
+
+
+def without_in_flight_batching(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        paged = str(model.build.get("kv_cache_type")).lower() != "continuous"
+        reasons = {
+            "a continuous KV cache": not paged or model.plugins.get("paged_kv_cache") is False,
+            "padded inputs": model.plugins.get("remove_input_padding") is False,
+            "no attention plugin": not (
+                model.plugins.get("gpt_attention_plugin", "auto") or model.plugins.get("mamba_conv1d_plugin")
+            ),
+        }
+        if any(reasons.values()) and model.parameters.get("gpt_model_type") in _IN_FLIGHT:
+            yield model.finding(
+                "Requests cannot be batched in flight: the engine was built with "
+                f"{' and '.join(reason for reason, applies in reasons.items() if applies)}.",
+                "Build it again with trtllm-build's defaults.",
+            )
+
+
+def missing_encoders(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        if model.pretrained.get("architecture") == "DecoderModel" and not model.parameters.get("encoder_model_path"):
+            yield model.finding(
+                "The engine is the decoder of an encoder-decoder model, and encoder_model_path is not set.",
+                "Name the encoder's engine: trtserve repo --set encoder_model_path=FOLDER",
+            )
+
+
+def other_decoding_modes(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        mode = model.parameters.get("decoding_mode", "")
+        needed, built = _BUILT_MODES.get(mode), speculative_mode(model.build.get("speculative_decoding_mode"))
+        if needed is not None and built != needed:
+            yield model.finding(
+                f"decoding_mode is {mode}; the engine was built for {built or 'none'}.",
+                f"Remove decoding_mode, or build with --speculative-decoding-mode {needed}.",
+            )
+
+
+def short_prompts(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        longest, step = model.limit("max_input_len"), model.limit("max_num_tokens")
+        if longest is not None and step is not None and step < longest and not model.is_true("enable_chunked_context"):
+            yield model.finding(
+                f"Prompts end at {step} tokens (max_num_tokens); the engine was built for {longest} (max_input_len).",
+                "Set enable_chunked_context to true, or build with a larger --max-num-tokens.",
+            )
+
+
+def logits_over_stages(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        stages = int(model.mapping.get("pp_size") or 1)
+        gathered = [name for name in ("context", "generation") if model.build.get(f"gather_{name}_logits")]
+        if stages > 1 and gathered:
+            yield model.finding(
+                f"The engine gathers {' and '.join(gathered)} logits over {stages} pipeline stages: servers were "
+                "reported to crash on requests for them.",
+                "Try one request that asks for them; tensor-parallel engines are not affected.",
+            )
+
+
+def two_cache_sizes(repository: Repository) -> Iterator[Finding]:
+    for model in repository.of(CORE):
+        tokens = model.parameters.get("max_tokens_in_paged_kv_cache")
+        share = model.parameters.get("kv_cache_free_gpu_mem_fraction")
+        if tokens and share and not model.embedded:
+            yield model.finding(
+                f"Both max_tokens_in_paged_kv_cache ({tokens}) and kv_cache_free_gpu_mem_fraction ({share}) are set; "
+                "the smaller one counts.",
+                "Leave one of them empty: `trtserve plan` prints what each comes to.",
+            )
+
+
+def small_caches(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.engines:
+        tokens, longest = model.number("max_tokens_in_paged_kv_cache"), model.limit("max_seq_len")
+        if tokens is not None and longest is not None and tokens < longest:
+            yield model.finding(
+                f"The KV cache holds {tokens} tokens; one sequence of the engine may have {longest}.",
+                f"Raise max_tokens_in_paged_kv_cache to {longest} or more.",
+            )
+
+
+def large_cache_shares(repository: Repository) -> Iterator[Finding]:
+    def share(model: ModelFolder) -> float:
+        try:
+            return float(model.parameters.get("kv_cache_free_gpu_mem_fraction") or 0.9)
+        except ValueError:
+            return 0.0
+
+    models = [model for model, _ in repository.gpu_engines if model.core and not model.core.gpu_device_ids]
+    shares = {model.name: share(model) for model in models}
+    given = any("kv_cache_free_gpu_mem_fraction" in model.parameters for model in models)
+    if given and len(models) > 1 and (total := sum(shares.values())) > 1:
+        listed = ", ".join(f"{name} {value:g}" for name, value in shares.items())
+        yield models[-1].finding(
+            f"kv_cache_free_gpu_mem_fraction of models on the same GPUs adds up to {total:g} ({listed}).",
+            "All load at once and see the same free memory: use shares that add up to 0.9.",
+        )
+
+
+RULES = (
+    Rule("core-files", unreadable_files, "config.json, model.yaml and lists of GPUs can be read", stops=True),
+    Rule("path", absent_paths, "paths of engines and adapters exist on this machine"),
+    Rule("path-outside", foreign_engine_paths, "the engine is the repository's own"),
+    Rule("engine-config", incomplete_configs, "an engine has its config.json", stops=True),
+    Rule("engine-rank", missing_ranks, "no rank's file is missing or empty", stops=True),
+    Rule("engine-extra", wrong_ranks, "no rank is of another engine, or a copy of another rank"),
+    Rule("engine-plan", damaged_files, "files of engines begin as they should, and are not cut off"),
+    Rule("engine-size", unequal_ranks, "ranks are about equally large", severity="warning"),
+    Rule("engine-mapping", contradicting_mappings, "world size is tp × pp × cp"),
+    Rule("engine-release", wrong_release, "engine and repository have one release"),
+    Rule("beam-width", many_beams, "no more beams than the engine was built for", stops=True),
+    Rule("paged-context", without_paged_context, "chunked context and KV reuse have what they need"),
+    Rule("engine-in-flight", without_in_flight_batching, "the engine can batch in flight"),
+    Rule("engine-encoder", missing_encoders, "a decoder has its encoder"),
+    Rule("decoding-mode", other_decoding_modes, "the engine was built for the decoding mode", severity="warning"),
+    Rule("length-hidden", short_prompts, "prompts may be as long as the engine was built for", severity="warning"),
+    Rule("logits-pipeline", logits_over_stages, "logits are not gathered over pipeline stages", severity="warning"),
+    Rule("cache-both", two_cache_sizes, "KV cache by tokens or by share, not both", severity="warning"),
+    Rule("cache-small", small_caches, "the KV cache holds one sequence", severity="warning"),
+    Rule("cache-shares", large_cache_shares, "shares of one GPU's memory add up to at most 1", severity="warning"),
+)

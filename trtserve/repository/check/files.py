@@ -1,0 +1,352 @@
+"""Rules about files: what must exist, can be read, and matches the manifest."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trtserve.errors import listing
+from trtserve.executor.loaders import is_embedded_runtime
+from trtserve.executor.runtimes import RUNTIMES
+from trtserve.repository.check.findings import Finding, Rule, refusal
+from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.core_models import world_size
+from trtserve.repository.names import model_names
+from trtserve.repository.parameters import CLASSES_FILE, classes_json
+from trtserve.repository.placeholders import unfilled_parameters, wrong_placeholders
+from trtserve.repository.preflight import require_program
+from trtserve.repository.profiles import (
+    CORE,
+    DRAFT,
+    ENSEMBLE,
+    MODELS,
+    POSTPROCESSING,
+)
+from trtserve.repository.programs import PACKAGE, imported_modules
+
+_MAKE_AGAIN = "Rebuild the repository with trtserve repo or trtserve import."
+_PROGRAMS = Path(__file__).parents[1] / "models"
+# Names under which NVIDIA's programs keep their own modules.
+_OF_NVIDIA = frozenset({"lib", "helpers"})
+
+
+def no_models(repository: Repository) -> Iterator[Finding]:
+    if not repository.models and not repository.unread:
+        yield Finding(
+            what=f"{repository.path} holds no model: no <model>/config.pbtxt was found.",
+            fix="Give the folder that holds the models' folders.",
+        )
+
+
+def unfilled_placeholders(repository: Repository) -> Iterator[Finding]:
+    for name in repository.unread:
+        file = repository.path / name / "config.pbtxt"
+        for line, placeholder in wrong_placeholders(_text(file)):
+            yield Finding(
+                model=name,
+                file=file,
+                what=f"Line {line}: the placeholder {placeholder} was never filled in.",
+                fix="Give it a value, or remove the parameter: trtserve repo --from-template",
+            )
+
+
+def unset_placeholders(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        if names := unfilled_parameters(model.config):
+            yield model.finding(
+                f"The placeholder of NVIDIA's template is left in {listing(names)}; the backends read it as unset.",
+                "Leave it, or remove the entries: trtserve repo --from-template --drop-unset.",
+            )
+
+
+def invalid_configs(repository: Repository) -> Iterator[Finding]:
+    for name, error in repository.unread.items():
+        file = repository.path / name / "config.pbtxt"
+        if next(wrong_placeholders(_text(file)), None) is None:
+            yield Finding(
+                model=name,
+                file=file,
+                what=error.message.replace(str(file), file.name),
+                fix=error.hint or "Correct the line, or rebuild the repository with trtserve repo or trtserve import.",
+            )
+
+
+def stray_folders(repository: Repository) -> Iterator[Finding]:
+    for folder in repository.folders:
+        if not (folder / "config.pbtxt").exists():
+            yield Finding(
+                model=folder.name,
+                file=folder,
+                what=f"The folder {folder.name} has no config.pbtxt, and Triton loads every folder here as a model.",
+                fix="Move it out of the repository, or restore its config.pbtxt.",
+            )
+
+
+def wrong_names(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        if model.config.name not in ("", model.name):
+            yield model.finding(
+                f"It has name: {model.config.name!r}, and its folder is {model.name!r}.",
+                f'Write name: "{model.name}", or rename the folder.',
+            )
+
+
+def wrong_backends(repository: Repository) -> Iterator[Finding]:
+    """Every model has the backend of its role, and NVIDIA's names are not used for other models."""
+    for model in repository.models.values():
+        config, role = model.config, model.role
+        backends = {ENSEMBLE: ("",), CORE: ("tensorrtllm", "python")}.get(role)
+        if backends is None and role in (*MODELS, LLMAPI):
+            backends = ("python",)
+        found, expected = config.backend or config.platform or "none", None
+        if model.name == ENSEMBLE and config.platform != "ensemble":
+            expected = "platform: ensemble"
+        elif backends is not None and config.backend not in backends:
+            expected = " or ".join(f"backend: {each}" for each in backends if each)
+        elif model.name in MODELS and role not in ("", model.name, LLMAPI if model.name == CORE else ""):
+            found, expected = role, f"the model {model.name}, whose name is reserved"
+        elif found == "none":
+            expected = "a backend"
+        if expected is not None:
+            yield model.finding(
+                f"The model {model.name} is of kind {found!r}; expected {expected}.",
+                "Write the backend (or platform) of NVIDIA's template; give your own models other names.",
+            )
+
+
+def missing_versions(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        if not any(int(path.name) > 0 for path in model.versions):
+            yield model.finding(
+                f"The model {model.name} has no version folder such as {model.name}/1.",
+                "Create it. For an ensemble it is empty, and some copy tools drop empty folders.",
+                model.path,
+            )
+
+
+def missing_programs(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        error = refusal(partial(require_program, model.path, model.config)) if model.versions else None
+        if error is not None:
+            yield model.finding(error.message, _MAKE_AGAIN, model.version)
+
+
+def invalid_programs(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        for name, file, text in _programs(model):
+            if isinstance(error := _imports(text), str):
+                yield model.finding(f"{name} is not valid Python: {error}.", _MAKE_AGAIN, file)
+
+
+def missing_modules(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        for name, file, text in _programs(model):
+            imports = _imports(text)
+            if isinstance(imports, str):
+                continue
+            needed = sorted(imports & ({PACKAGE} | _OF_NVIDIA))
+            missing = [each for each in needed if not list(model.version.glob(f"{each}*"))]
+            missing += [str(path) for path in imported_modules(name, text) if not (model.version / path).is_file()]
+            for each in missing:
+                yield model.finding(
+                    f"{name} imports {each}, which is not in {model.version}.",
+                    f"Copy every file of the model's version folder. {_MAKE_AGAIN}",
+                    file,
+                )
+
+
+def unknown_packages(repository: Repository) -> Iterator[Finding]:
+    """trtserve's programs import what they import in this installation, or what is installed here."""
+    for model in repository.models.values():
+        for name, file, text in _programs(model) if model.own else ():
+            imports = _imports(text)
+            others = set() if isinstance(imports, str) else imports - sys.stdlib_module_names - _own_imports()
+            for package in sorted(others - {path.stem for path in model.version.iterdir()} - _OF_NVIDIA):
+                if find_spec(package) is None:
+                    yield model.finding(
+                        f"{name} imports {package}, which trtserve's own program does not, and which is not installed "
+                        "here.",
+                        f"Install it where the server runs, or correct the line. {_MAKE_AGAIN}",
+                        file,
+                    )
+
+
+def slow_programs(repository: Repository) -> Iterator[Finding]:
+    """The postprocessing of 0.13 counts the vocabulary for each answer, which takes about 40 ms a token."""
+    for model in repository.of(POSTPROCESSING):
+        for file in sorted(model.version.glob("*.py")):
+            if _counts_vocabulary(_text(file)):
+                yield model.finding(
+                    f"{file.name} counts the tokenizer's vocabulary for every answer, which takes milliseconds.",
+                    "Count it once, in initialize, or use the program of another release.",
+                    file,
+                )
+
+
+@lru_cache(maxsize=256)
+def _counts_vocabulary(source: str) -> bool:
+    """Return whether a function other than `initialize` calls `len(….vocab)`."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return any(
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "len"
+        and any(isinstance(each, ast.Attribute) and each.attr == "vocab" for each in ast.walk(call))
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name != "initialize"
+        for call in ast.walk(function)
+    )
+
+
+def _programs(model: ModelFolder) -> list[tuple[PurePosixPath, Path, str]]:
+    """Path below the version folder, file and text of every Python file of a model's program."""
+    files = [*model.version.glob("*.py"), *(model.version / PACKAGE).rglob("*.py")]
+    return [(PurePosixPath(file.relative_to(model.version)), file, _text(file)) for file in sorted(files)]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+@cache
+def _own_imports() -> frozenset[str]:
+    """Top-level names of everything that trtserve's programs import."""
+    found = (_imports(_text(file)) for file in _PROGRAMS.rglob("*.py"))
+    return frozenset().union(*(names for names in found if not isinstance(names, str)))
+
+
+@lru_cache(maxsize=256)
+def _imports(source: str) -> frozenset[str] | str:
+    """Top-level names of the modules that a program imports, or why it is not a program."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        return str(error)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.split(".")[0])
+    return frozenset(found)
+
+
+def unreadable_files(repository: Repository) -> Iterator[Finding]:
+    for folder, names, files in os.walk(repository.path, followlinks=True):
+        for name in (*names, *files):
+            path = Path(folder, name)
+            if path.is_symlink() and not path.exists():
+                problem = f"is a link to {path.readlink()}, which does not exist"
+            elif path.exists() and not (path.stat().st_mode & 0o444 and os.access(path, os.R_OK)):
+                problem = "cannot be read: this user lacks the permission"
+            else:
+                continue
+            relative = path.relative_to(repository.path)
+            yield Finding(
+                model=relative.parts[0],
+                file=path,
+                what=f"{relative} {problem}.",
+                fix="Copy the file itself (trtserve repo --copy), or chmod -R a+rX the repository.",
+            )
+
+
+def missing_models(repository: Repository) -> Iterator[Finding]:
+    members = repository.facts.get("members") or {}
+    names = set(repository.facts.get("core_models") or {})
+    for part in [entry["facts"] for entry in members.values()] or [repository.facts]:
+        names |= {str(part["alias"])} if "alias" in part else set()
+        runtime = RUNTIMES.get(str(part.get("runtime")))
+        if runtime is not None and runtime.HAS_ENGINES:
+            own = model_names(str(part.get("suffix") or ""))
+            names |= {own[model] for model in (*MODELS, *([DRAFT] if part.get("draft") else []))}
+    for name in sorted(names - {folder.name for folder in repository.folders}):
+        yield Finding(
+            model=name,
+            file=repository.path / "manifest.json",
+            what=f"The manifest lists a model {name}, and there is no such folder.",
+            fix=_MAKE_AGAIN,
+        )
+
+
+def changed_engines(repository: Repository) -> Iterator[Finding]:
+    for model in repository.of(CORE):
+        entry, folder = repository.core_entry(model), model.engine_folder
+        if not entry or folder is None or not model.engine:
+            continue
+        for what, recorded, found in _compared(repository, model, entry, folder):
+            if recorded is not None and recorded != found:
+                yield model.finding(
+                    f"The manifest records an engine with {what} {recorded}; this one has {found}.",
+                    f"Was a file cut off, or replaced by another engine's? {_MAKE_AGAIN}",
+                    folder,
+                )
+
+
+def _compared(
+    repository: Repository, model: ModelFolder, entry: Mapping[str, Any], folder: Path
+) -> Iterator[tuple[str, object, object]]:
+    """What, recorded in the manifest, found in the engine."""
+    yield "world size", entry.get("world_size"), world_size(model.engine)
+    yield "the builder TensorRT-LLM", (entry.get("origin") or {}).get("tensorrt_llm"), model.engine.get("version")
+    for name, size in (entry.get("files") or {}).items():
+        if (folder / name).is_file():  # another rule reports a missing one
+            yield f"a {name} of bytes", size, (folder / name).stat().st_size
+    part = repository.part(model.name)
+    if model.name == model_names(str(part.get("suffix") or ""))[CORE]:
+        yield "vocab_size", part.get("vocab_size"), model.pretrained.get("vocab_size")
+        for name, limit in (part.get("limits") or {}).items():
+            yield name, limit, model.build.get(name)
+
+
+def outdated_classes(repository: Repository) -> Iterator[Finding]:
+    """parameter_classes.json is what trtserve would write for the release."""
+    for model in repository.models.values():
+        release, file = repository.parameter_release(model), model.version / CLASSES_FILE
+        if release is None or model.role not in MODELS:
+            continue
+        if not is_embedded_runtime(repository.part(model.name).get("runtime")):
+            continue
+        if (classes_json(model.role, release) or "") != _text(file):
+            yield model.finding(
+                f"{CLASSES_FILE} is not that of release {release}: parameters without effect are not reported.",
+                _MAKE_AGAIN,
+                file,
+            )
+
+
+RULES = (
+    Rule("no-model", no_models, "there is a model", stops=True),
+    Rule(
+        "placeholder",
+        unfilled_placeholders,
+        "no `${…}` of NVIDIA's templates is left outside of quotes or in a mandatory parameter",
+        stops=True,
+    ),
+    Rule("placeholder-unset", unset_placeholders, "no `${…}` is left in an optional parameter", severity="warning"),
+    Rule("config-syntax", invalid_configs, "config.pbtxt can be read", stops=True),
+    Rule("stray-folder", stray_folders, "every folder is a model", stops=True),
+    Rule("model-name", wrong_names, "`name` is that of the folder", stops=True),
+    Rule("backend", wrong_backends, "backend or platform fits the model's name and tensors", stops=True),
+    Rule("version-folder", missing_versions, "every model has a version", stops=True),
+    Rule("program-missing", missing_programs, "python models have their model.py", stops=True),
+    Rule("program-syntax", invalid_programs, "programs are Python"),
+    Rule("program-module", missing_modules, "programs find their own modules", stops=True),
+    Rule("program-package", unknown_packages, "programs import packages that exist", severity="warning"),
+    Rule("program-slow", slow_programs, "no answer counts the vocabulary, as in release 0.13", severity="warning"),
+    Rule("file-access", unreadable_files, "files can be read, links lead somewhere", stops=True),
+    Rule("manifest-models", missing_models, "the models that the manifest lists exist"),
+    Rule("manifest-engine", changed_engines, "the engine is the one that the manifest records", stops=True),
+    Rule("parameter-classes", outdated_classes, "parameter_classes.json is up to date", severity="warning"),
+)

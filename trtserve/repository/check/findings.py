@@ -1,0 +1,94 @@
+"""What a rule is, and what it finds in a repository."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtserve.errors import TrtserveError
+
+if TYPE_CHECKING:
+    from trtserve.repository.check.repository import Repository
+
+Severity = Literal["error", "warning"]
+Needs = Literal["files", "contents", "tokenizer", "machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A broken rule, and where."""
+
+    what: str  # one sentence with the evidence
+    fix: str = ""
+    model: str | None = None
+    file: Path | None = None  # the file to look into
+    rule: str = ""  # rule and severity are filled in by the rule
+    severity: Severity = "error"
+
+    def described(self) -> dict[str, Any]:
+        """The finding as JSON."""
+        return {
+            "rule": self.rule,
+            "severity": self.severity,
+            "model": self.model,
+            "file": None if self.file is None else str(self.file),
+            "what": self.what,
+            "fix": self.fix,
+        }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that must hold."""
+
+    name: str
+    find: Callable[[Repository], Iterator[Finding]]  # yields what breaks the rule
+    about: str  # one line for the documentation
+    severity: Severity = "error"
+    needs: Needs = "files"  # also: to read every byte, packages that load a tokenizer, or the machine that will serve
+    stops: bool = False  # whether Triton does not start with such a fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryReport:
+    """What the rules found in a repository, errors first."""
+
+    path: Path
+    release: str | None
+    models: tuple[str, ...]
+    rules: tuple[str, ...]  # names of the rules that were applied
+    findings: tuple[Finding, ...] = field(default=())
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that keep the repository from being served correctly."""
+        return tuple(each for each in self.findings if each.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that make serving slower or less reliable than it could be."""
+        return tuple(each for each in self.findings if each.severity == "warning")
+
+    def described(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "path": str(self.path),
+            "passed": not self.errors,
+            "release": self.release,
+            "models": list(self.models),
+            "rules": len(self.rules),
+            "errors": len(self.errors),
+            "warnings": len(self.warnings),
+            "findings": [each.described() for each in self.findings],
+        }
+
+
+def refusal(action: Callable[[], object]) -> TrtserveError | None:
+    """Call `action` and return the error it raises, or None."""
+    try:
+        action()
+    except TrtserveError as error:
+        return error
+    return None

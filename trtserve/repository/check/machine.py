@@ -1,0 +1,117 @@
+"""Rules about the machine that will serve: what is installed there, its GPUs and its shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from trtserve.errors import counted
+from trtserve.host.gpus import count_gpus, list_gpus, visible_gpu
+from trtserve.host.machine import format_bytes
+from trtserve.nvidia.plan_header import tensorrt_version
+from trtserve.nvidia.releases import release_of
+from trtserve.nvidia.releases.installed import has_engine_path, installed
+from trtserve.repository.check.findings import Finding, Rule, refusal
+from trtserve.repository.check.repository import LLMAPI, MachineFacts, Repository
+from trtserve.repository.engine import rank_sizes
+from trtserve.repository.engine_match import Installation, mismatches, rebuild_command
+from trtserve.repository.profiles import CORE
+from trtserve.repository.remake_command import remake_command
+from trtserve.server.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed
+from trtserve.server.triton.tritonserver import SHARED_MEMORY
+
+
+def this_machine(trtllm_version: str | None = None) -> MachineFacts:
+    """Describe this machine. Raises UsageError for something that is not a version."""
+    here, gpu = installed(trtllm_version), visible_gpu()
+    return MachineFacts(
+        installation=Installation(
+            tensorrt_llm=here.version if here else None,
+            tensorrt=here.tensorrt if here else None,
+            sm=gpu.capability if gpu else None,
+            gpu=gpu.name if gpu else None,
+        ),
+        gpus=count_gpus(),
+        version=here.version if here else None,
+        gpu_bytes=max((each.memory for each in list_gpus() if each.memory), default=None),
+    )
+
+
+def has_gpu() -> bool:
+    """Return whether this machine could serve GPU repositories."""
+    return bool(list_gpus())
+
+
+def foreign_engines(repository: Repository) -> Iterator[Finding]:
+    for model, folder in repository.gpu_engines:
+        if repository.here is None or model.core is None:
+            continue
+        first, core = folder / "rank0.engine", model.core
+        if first.is_file() and (version := tensorrt_version(first)) is not None:
+            core = replace(core, origin={"tensorrt": version, **core.origin})
+        for reason in mismatches(core, repository.here.installation):
+            built_as = repository.core_entry(model).get("built_as")
+            again = remake_command(repository.path, core) or rebuild_command(core, built_as)
+            yield model.finding(
+                f"The engine does not fit this machine: {reason}.", f"Build it again here: {again}", folder
+            )
+
+
+def no_engine_path(repository: Repository) -> Iterator[Finding]:
+    version = repository.here.version if repository.here is not None else None
+    if version is None or has_engine_path(release_of(version)):
+        return
+    for model, _ in repository.gpu_engines:
+        yield model.finding(
+            f"TensorRT-LLM {version} has no TensorRT engines any more.",
+            "Serve the model with --runtime llmapi, or with an older container.",
+        )
+
+
+def few_gpus(repository: Repository) -> Iterator[Finding]:
+    for model in repository.of(CORE, LLMAPI):
+        if repository.here is None or model.core is None or model.embedded:
+            continue
+        devices = {number for group in model.core.gpu_device_ids for number in group}
+        needed = max(model.core.world_size, max(devices, default=-1) + 1)
+        if needed > repository.here.gpus:
+            yield model.finding(
+                f"{model.name} needs {counted(needed, 'GPU')}, and this machine has {repository.here.gpus}.",
+                "Serve it on a machine with as many, or build the engine for fewer ranks.",
+            )
+
+
+def large_engines(repository: Repository) -> Iterator[Finding]:
+    memory = repository.here.gpu_bytes if repository.here is not None else None
+    for model, folder in repository.gpu_engines:
+        sizes = {name: size for name, size in rank_sizes(folder).items() if name.endswith(".engine")}
+        largest = max(sizes, key=lambda name: sizes[name], default=None)
+        if memory is None or largest is None or sizes[largest] <= memory or model.build.get("weight_streaming"):
+            continue
+        yield model.finding(
+            f"{largest} has {format_bytes(sizes[largest])}, and a GPU of this machine "
+            f"{format_bytes(memory)}: it cannot be "
+            "loaded, even without a KV cache.",
+            "Convert with a larger --tp-size and build again, which makes each rank smaller. `trtserve plan` prints "
+            "the memory that a model needs.",
+            folder,
+        )
+
+
+def little_shared_memory(repository: Repository) -> Iterator[Finding]:
+    if repository.here is None:
+        return
+    processes = sum(model.instances for model in repository.models.values() if model.config.backend == "python")
+    found = check_shared_memory(SHARED_MEMORY, least=MINIMUM_SHARED_MEMORY + 2**20 * processes)
+    if (error := refusal(partial(raise_failed, [found]))) is not None:
+        yield Finding(file=repository.path, what=error.message, fix=error.hint or "")
+
+
+RULES = (
+    Rule("machine-engine", foreign_engines, "TensorRT-LLM, TensorRT and GPU are those of the engine", needs="machine"),
+    Rule("machine-release", no_engine_path, "the installed TensorRT-LLM runs engines", needs="machine"),
+    Rule("machine-gpus", few_gpus, "every rank has a GPU", needs="machine"),
+    Rule("machine-gpu-memory", large_engines, "no rank's engine is larger than a GPU", needs="machine"),
+    Rule("machine-memory", little_shared_memory, "python models have enough shared memory", needs="machine"),
+)

@@ -1,0 +1,194 @@
+"""Check that an engine fits the TensorRT-LLM, TensorRT and GPU that will serve it, and how to rebuild it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtserve.errors import RepositoryError
+from trtserve.nvidia.releases import RELEASES, release_of
+from trtserve.nvidia.releases.build_flags import build_flags
+from trtserve.nvidia.releases.engine_config import speculative_mode
+from trtserve.progress import SILENT, Progress
+from trtserve.repository.core_models import CoreModel
+from trtserve.repository.preflight import Served
+from trtserve.specs.command_line import PLACE, option_words
+
+# Limits in build_config that `trtserve build` has as options, in its order.
+_LIMITS = (
+    "max_batch_size",
+    "max_input_len",
+    "max_seq_len",
+    "max_num_tokens",
+    "max_beam_width",
+    "max_draft_len",
+    "max_prompt_embedding_table_size",
+)
+_UNSET = {"max_beam_width": 1, "max_draft_len": 0, "max_prompt_embedding_table_size": 0}
+_SWITCHES = ("gather_context_logits", "gather_generation_logits")
+# Keys of plugin_config that `trtserve build` has as options.
+_PLUGINS = (
+    "gemm_plugin",
+    "gpt_attention_plugin",
+    "context_fmha",
+    "use_paged_context_fmha",
+    "use_fp8_context_fmha",
+    "remove_input_padding",
+    "reduce_fusion",
+    "multiple_profiles",
+    "tokens_per_block",
+)
+# Other plugins, which follow from options of other names or from the number of ranks.
+_IMPLIED_PLUGINS = ("lora_plugin", "paged_kv_cache", "nccl_plugin")
+# Keys of build_config → flag of trtllm-build, given after `--`.
+_RAW_SWITCHES = {
+    "weight_sparsity": "--weight_sparsity",
+    "weight_streaming": "--weight_streaming",
+    "use_strip_plan": "--strip_plan",
+    "enable_debug_output": "--enable_debug_output",
+    "monitor_memory": "--monitor_memory",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    """The software and GPU that will serve an engine; None means unknown."""
+
+    tensorrt_llm: str | None = None
+    tensorrt: str | None = None
+    sm: str | None = None
+    """Compute capability of the GPUs: `9.0` or `90`."""
+    gpu: str | None = None
+    """Name of the GPUs."""
+
+
+def require_matching(
+    served: Served,
+    here: Installation,
+    progress: Progress = SILENT,
+    *,
+    remake_command: str | None = None,
+    container: str | None = None,
+) -> None:
+    """Raise RepositoryError, with the command that rebuilds the engine, when an engine cannot be loaded `here`.
+
+    TensorRT loads only engines of its own version and compute capability; TensorRT-LLM changes plugins and
+    configuration with every release. Other differences are warnings. `remake_command` makes the
+    repository again, if a single command can; `container` is where the engine would be built.
+    """
+    for core in served.core_models:
+        if core.uses_llmapi or served.embedded:
+            continue
+        if reasons := list(mismatches(core, here, in_container=container is not None)):
+            built_as = (served.facts.get("core_models") or {}).get(core.name, {}).get("built_as")
+            command = rebuild_command(core, built_as, container=container)
+            rebuild = f"Build it again here, then make the repository again: {command}"
+            raise RepositoryError(
+                f"The engine of the model {core.name} does not fit: {'; '.join(reasons)}.",
+                hint=rebuild if remake_command is None else f"Build it again here with one command: {remake_command}",
+            )
+        if core.version and here.tensorrt_llm and core.version != here.tensorrt_llm:
+            progress.warn(
+                f"{core.name}: built by TensorRT-LLM {core.version}, served by {here.tensorrt_llm} of the same release"
+            )
+        gpu = core.origin.get("gpu")
+        if gpu and here.gpu and gpu != here.gpu:
+            progress.warn(f"{core.name}: built on {gpu}, served on {here.gpu}: it may need more memory or run slower")
+
+
+def mismatches(core: CoreModel, here: Installation, *, in_container: bool = False) -> Iterator[str]:
+    """Yield why the engine of `core` cannot be loaded `here`, each as a clause."""
+    found = "the container has {}" if in_container else "{} is installed"
+    if core.version and here.tensorrt_llm and release_of(core.version) != release_of(here.tensorrt_llm):
+        yield f"it was built by TensorRT-LLM {core.version}, but {found.format(here.tensorrt_llm)}"
+    built = core.origin.get("tensorrt")
+    if built and here.tensorrt and _significant(built) != _significant(here.tensorrt):
+        yield f"it was built by TensorRT {built}, but {found.format(here.tensorrt)}"
+    sm = core.origin.get("sm")
+    if sm and here.sm and _digits(sm) != _digits(here.sm):
+        gpu = f" ({core.origin['gpu']})" if "gpu" in core.origin else ""
+        this = f" ({here.gpu})" if here.gpu else ""
+        yield f"it was built for compute capability {sm}{gpu}, but this GPU has {here.sm}{this}"
+
+
+def rebuild_command(core: CoreModel, built_as: str | None = None, *, container: str | None = None) -> str:
+    """Return the `trtserve build` command for the same engine; `built_as` names its checkpoint, if it is known.
+
+    Limits are those of the engine. Other options are those of its build or, for an engine that another tool built,
+    what its config.json shows. `container` is where to build it.
+    """
+    build: Mapping[str, Any] = core.config.get("build_config") or {}
+    limits = {name: build[name] for name in _LIMITS if build.get(name) not in (None, _UNSET.get(name))}
+    options, flags = _build_options(core.built_with) if core.built_with is not None else _engine_options(core)
+    place = {} if container is None else {"container": container}
+    words = option_words({"runtime": "tensorrt_llm", **limits, **options, **place})
+    raw = ["--", *map(shlex.quote, flags)] if flags else []
+    return " ".join(["trtserve build", shlex.quote(built_as or "CHECKPOINT"), *words, *raw])
+
+
+def _build_options(built_with: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return options other than limits, and flags after `--`, of a build by trtserve."""
+    known = {name: value for name, value in built_with.items() if name not in (*_LIMITS, *PLACE)}
+    return known, list(known.pop("builder_flags", ()))
+
+
+def _engine_options(core: CoreModel) -> tuple[dict[str, Any], list[str]]:
+    """Return the same for any engine, from what its config.json has other than the defaults of `trtllm-build`."""
+    build: Mapping[str, Any] = core.config.get("build_config") or {}
+    plugins: Mapping[str, Any] = build.get("plugin_config") or {}
+    options: dict[str, Any] = {name: True for name in _SWITCHES if build.get(name)}
+    options |= {name: value for name, value in _config_options(core.config).items() if value is not None}
+    changed = dict(_changed_plugins(core.version, plugins))
+    options |= {name: changed.pop(name) for name in _PLUGINS if name in changed}
+    if plugins.get("lora_plugin"):
+        lora = build.get("lora_config") or {}
+        modules = list(lora.get("lora_target_modules") or ())
+        given = {"lora_plugin": plugins["lora_plugin"], "lora_target_modules": modules}
+        given["max_lora_rank"] = lora.get("max_lora_rank")
+        options |= {name: value for name, value in given.items() if value}
+    switches = [flag for key, flag in _RAW_SWITCHES.items() if build.get(key)]
+    return options, [*switches, *(word for name, value in changed.items() for word in (f"--{name}", value))]
+
+
+def _config_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options from build_config and the model, or None for default values."""
+    build: Mapping[str, Any] = config.get("build_config") or {}
+    mode, kind = speculative_mode(build.get("speculative_decoding_mode")), str(build.get("kv_cache_type")).lower()
+    if (build.get("plugin_config") or {}).get("paged_kv_cache") is False:  # 0.12
+        kind = "continuous"
+    step = (build.get("max_batch_size") or 0) * (build.get("max_beam_width") or 1)
+    profiles = (build.get("plugin_config") or {}).get("multiple_profiles")
+    tokens, verbosity = build.get("opt_num_tokens"), build.get("profiling_verbosity")
+    logits = (config.get("pretrained_config") or {}).get("logits_dtype")
+    return {
+        "speculative_decoding_mode": None if mode in (None, "none", "draft_tokens_external") else mode,
+        "kv_cache_type": kind if kind in ("continuous", "disabled") else None,
+        "opt_num_tokens": None if profiles or tokens == step else tokens,
+        "logits_dtype": "float16" if logits == "float16" else None,
+        "profiling_verbosity": None if verbosity == "layer_names_only" else verbosity,
+    }
+
+
+def _changed_plugins(version: str | None, plugins: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield plugins that differ from the defaults of that `trtllm-build`; `auto` stands for any type."""
+    release = release_of(version) if version else None
+    known = build_flags(release) if release in RELEASES else {}
+    for name, flag in ((flag.name.removeprefix("--"), flag) for flag in known.values() if flag.plugin):
+        if name not in plugins or name in _IMPLIED_PLUGINS:
+            continue
+        value = plugins[name]
+        text = "disable" if value in (None, False) else "enable" if value is True else str(value)
+        if text != flag.default and (flag.default != "auto" or text == "disable"):
+            yield name, text
+
+
+def _significant(version: str) -> list[str]:
+    """Return major, minor and patch of `10.8.0.43`, which must be equal for TensorRT to load an engine."""
+    return version.split(".")[:3]
+
+
+def _digits(sm: str) -> str:
+    """Return `90` for `9.0`, `90` and `sm_90`."""
+    return "".join(letter for letter in sm if letter.isdigit())

@@ -1,0 +1,266 @@
+"""Read what a model repository will serve, and find faults in it before Triton does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import RepositoryError
+from trtserve.executor.loaders import (
+    device_of,
+    embedded_runtime,
+    engine_files,
+    is_embedded,
+    merges_ranks,
+)
+from trtserve.files import read_json_object, read_text
+from trtserve.repository.config import parse_config
+from trtserve.repository.core_models import (
+    Backend,
+    CoreModel,
+    core_models,
+    world_size,
+)
+from trtserve.repository.embedded import refused_parameter
+from trtserve.repository.parameters import CLASSES_FILE
+from trtserve.repository.placeholders import parameter_texts, wrong_placeholders
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    DRAFT,
+    ENSEMBLE,
+)
+
+_KV_TOKENS = "max_tokens_in_paged_kv_cache"
+_WEIGHTS = ("*.bin", "rank*.engine", "rank*.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a repository will serve, as read from its files."""
+
+    models: tuple[str, ...]
+    model: str
+    """The text model that clients call by default."""
+    backends: frozenset[str]
+    """The Triton backends that the models need."""
+    streaming: bool
+    """Whether the default model or the core model is decoupled."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """The config.json of the first core model's engine, or an empty mapping."""
+    engine_bytes: int = 0
+    """Size of the weights, including the draft model's."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The facts of the manifest."""
+    ignored_parameters: tuple[str, ...] = ()
+    """Parameters with a value that the runtime ignores; those of the core model without `tensorrt_llm.`."""
+    kv_tokens: int | None = None
+    """Size of the KV cache in tokens, if a parameter sets it."""
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    """The config.json of the draft model's engine."""
+    instances: Mapping[str, int] = field(default_factory=dict)
+    """Model → number of processes."""
+    python_models: frozenset[str] = frozenset()
+    """Models that run in Python stubs."""
+    tokenizer_bytes: int = 0
+    """Size of tokenizer.json."""
+    core_models: tuple[CoreModel, ...] = ()
+    """The models that run an engine or an LLM, that of `engine` first."""
+
+    @property
+    def runtime(self) -> str | None:
+        """Runtime of the first core model, such as `openvino` or `llmapi`, or None without a core model."""
+        if (own := self._own("runtime")) is not None or not self.core_models:
+            return own
+        return "llmapi" if self.uses_llmapi else "tensorrt_llm"
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the embedded executor serves the first core model."""
+        return is_embedded(self.engine)
+
+    @property
+    def merges_ranks(self) -> bool:
+        """Whether one process serves the merged shards of the first core model, however many ranks it has."""
+        return merges_ranks(self.engine)
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Whether every rank of the first core model needs a GPU of its own."""
+        return self.runtime is not None and device_of(self.engine) != "cpu"
+
+    @property
+    def uses_llmapi(self) -> bool:
+        """Whether the first core model has no engine, because the LLM API loads a Hugging Face model."""
+        return bool(self.core_models) and self.core_models[0].uses_llmapi
+
+    @property
+    def backend(self) -> Backend | None:
+        """Backend of the first core model: `tensorrtllm` (C++), `python` or `llmapi`, or None without a core model."""
+        return self.core_models[0].backend if self.core_models else None
+
+    @property
+    def release(self) -> str | None:
+        """The TensorRT-LLM release (`0.18`) whose tensors the models have, or None when no manifest says it."""
+        found = self.facts.get("release")
+        return None if found is None else str(found)
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """Precision of the engine's weights, arithmetic and KV cache, as far as it is known."""
+        found = {"weights_precision": self._weights_precision()}
+        found |= {key: self._own(key) for key in ("compute_precision", "kv_precision")}
+        return {key: value for key, value in found.items() if value}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one instance of the first core model: tensor × pipeline parallel."""
+        return self.core_models[0].world_size if self.core_models else world_size(self.engine)
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        """The machine that the engine was built on, if a manifest describes it."""
+        found = self.facts.get("machine")
+        return found if isinstance(found, Mapping) else {}
+
+    def cache_warnings(self, kv_blocks: Mapping[str, int]) -> list[str]:
+        """Warn of a KV cache, with these gauges, that is smaller than the longest sequence of the engine."""
+        tokens = kv_blocks.get("max", 0) * kv_blocks.get("tokens_per", 0)
+        longest = int(self.engine.get("build_config", {}).get("max_seq_len", 0))
+        if not 0 < tokens < longest:
+            return []
+        text = (
+            f"The KV cache holds {tokens} tokens, so prompt and answer together end there (max_seq_len {tokens} "
+            f"instead of the engine's {longest}). Raise max_tokens_in_paged_kv_cache or kv_cache_free_gpu_mem_fraction."
+        )
+        return [text]
+
+    def _weights_precision(self) -> str | None:
+        """Return int8 for TensorRT-LLM's W8A16, int4 for W4A16, the name of another algorithm, or the dtype."""
+        pretrained = self.engine.get("pretrained_config", {})
+        algorithm = (pretrained.get("quantization") or {}).get("quant_algo")
+        if algorithm in (None, "NO_QUANT"):
+            algorithm = pretrained.get("dtype")
+        found = {"W8A16": "int8", "W4A16": "int4"}.get(algorithm, algorithm)
+        return None if found is None else str(found)
+
+    def _own(self, key: str) -> str | None:
+        value = self.engine.get("trtserve", {}).get(key)
+        return None if value is None else str(value)
+
+
+def inspect_repository(repository: ModelRepository) -> Served:
+    """Read every model's config; RepositoryError names the file (and line) that Triton would reject."""
+    configs = {path.parent.name: read_config(path) for path in sorted(repository.path.glob("*/config.pbtxt"))}
+    if not configs:
+        raise RepositoryError(
+            f"{repository.path} holds no model: no <model>/config.pbtxt was found.",
+            hint="Give the folder that holds the models' folders, or make one with `trtserve import`.",
+        )
+    for name, config in configs.items():
+        require_program(repository.path / name, config)
+    facts = repository.manifest.facts if repository.manifest is not None else {}
+    preferred = (facts.get("alias"), repository.name, BLS, ENSEMBLE)
+    model = next((str(name) for name in preferred if name in configs), next(iter(configs)))
+    cores = core_models(repository.path, configs, facts)
+    engines = [repository.path / model / "1" for model in (CORE, DRAFT)]
+    folders = {engine.resolve() for engine in (*engines, *(core.engine for core in cores if core.engine is not None))}
+    text = parameter_texts(configs[CORE]).get(_KV_TOKENS, "") if CORE in configs else ""
+    return Served(
+        models=tuple(configs),
+        model=model,
+        backends=frozenset(config.backend for config in configs.values() if config.backend),
+        streaming=any(configs[name].model_transaction_policy.decoupled for name in (model, CORE) if name in configs),
+        engine=_json(engines[0] / "config.json") or (cores[0].config if cores else {}),
+        engine_bytes=sum(
+            path.stat().st_size for folder in folders for pattern in _WEIGHTS for path in folder.glob(pattern)
+        ),
+        facts=facts,
+        ignored_parameters=tuple(_ignored(repository.path, configs)),
+        kv_tokens=int(text) if text.isdigit() else None,
+        core_models=cores,
+        draft=_json(engines[1] / "config.json"),
+        instances={
+            name: sum(group.count or 1 for group in config.instance_group) or 1 for name, config in configs.items()
+        },
+        python_models=frozenset(name for name, config in configs.items() if config.backend == "python"),
+        tokenizer_bytes=max(
+            (path.stat().st_size for path in repository.path.glob("*/1/tokenizer/tokenizer.json")), default=0
+        ),
+    )
+
+
+def _ignored(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the ignored parameters that the models log at load, read from the same files."""
+    for model, config in configs.items():
+        classes = _json(folder / model / "1" / CLASSES_FILE).get("ignored", {})
+        given = parameter_texts(config)
+        for name, entry in classes.items():
+            if given.get(name, "") not in ("", entry["unset"]):
+                yield name if model == CORE else f"{model}.{name}"
+
+
+def read_config(path: Path) -> Any:
+    """Parse a config.pbtxt. Raises RepositoryError with file and line when it is not valid."""
+    text = read_text(path, RepositoryError)
+    for number, left in wrong_placeholders(text):
+        raise RepositoryError(
+            f"{path}, line {number}: the placeholder {left} was never filled in.",
+            hint="Give the parameter its value, or remove it; `trtserve repo` writes complete files.",
+        )
+    return parse_config(text, path)
+
+
+def require_program(folder: Path, config: Any) -> None:
+    """Raise RepositoryError for a Python model without its program: Triton 2.51 would wait forever for its stub."""
+    if config.backend != "python":
+        return
+    file = config.default_model_filename or "model.py"
+    versions = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
+    lacking = next((path for path in versions if not (path / file).exists()), None)
+    if lacking is not None or not versions:
+        raise RepositoryError(
+            f"The model {folder.name} has no {(lacking or folder / '1') / file}.",
+            hint="Make the repository again, or put the file there.",
+        )
+
+
+def require_loadable(repository: ModelRepository) -> None:
+    """Raise RepositoryError for faults that Triton would find only while it loads the models.
+
+    These are engines of the embedded executor with missing files, and parameters that a model refuses.
+    """
+    _require_engines(repository)
+    for path in sorted(repository.path.glob(f"*/1/{CLASSES_FILE}")):
+        config = path.parents[1] / "config.pbtxt"
+        if (reason := refusal(config)) is not None:
+            raise RepositoryError(f"{config}: {reason}", hint="Remove the parameter, or leave its value empty.")
+
+
+def refusal(config: Path) -> str | None:
+    """Return why the model of a config.pbtxt will refuse one of its parameters, or None when it accepts all."""
+    classes = _json(config.parent / "1" / CLASSES_FILE)
+    return refused_parameter(parameter_texts(read_config(config)), classes)
+
+
+def _require_engines(repository: ModelRepository) -> None:
+    for model in (CORE, DRAFT):
+        engine = repository.path / model / "1"
+        config = _json(engine / "config.json")
+        runtime = embedded_runtime(config)
+        files = [] if runtime is None else engine_files(config, runtime)
+        if lacking := [name for name in files if not (engine / name).is_file()]:
+            raise RepositoryError(
+                f"The engine of the model {model} is incomplete: {engine} lacks {' and '.join(lacking)}.",
+                hint="Make the repository again with `trtserve repo` or `trtserve import`.",
+            )
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        return read_json_object(path, RepositoryError)
+    except FileNotFoundError:
+        return {}

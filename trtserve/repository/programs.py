@@ -1,0 +1,112 @@
+"""The folder of each Triton model: its configuration, and its program from modules of `trtserve.programs`."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from trtserve.repository.config import ConfigOptions, config_text
+from trtserve.repository.names import VERSION
+from trtserve.repository.parameters import CLASSES_FILE, classes_json
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    Profile,
+)
+
+LLMAPI, LLMAPI_BLS = "llmapi", "llmapi_bls"
+PACKAGE = "trtserve_models"
+"""Name of the copied package, in the version folder of each model."""
+
+_SOURCES = Path(__file__).parents[1] / "programs"
+_PACKAGES = {
+    PREPROCESSING: "preprocessing",
+    POSTPROCESSING: "postprocessing",
+    CORE: "core",
+    BLS: "bls",
+    LLMAPI: "llmapi",
+    LLMAPI_BLS: "llmapi_bls",
+}
+_ENTRY = '''\
+"""What Triton loads. The model is in trtserve_models, which Triton finds because this folder is on sys.path."""
+
+import shutil
+import sys
+from pathlib import Path
+
+# Leave no compiled modules in the model repository.
+before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+from trtserve_models.{package}.model import TritonPythonModel  # noqa: E402
+
+sys.dont_write_bytecode = before
+shutil.rmtree(Path(__file__).parent / "__pycache__", ignore_errors=True)
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+@cache
+def program_files(model: str) -> dict[str, bytes]:
+    """Path below the version folder → content, for every file of the program of `model`, or empty for the ensemble."""
+    if model == ENSEMBLE:
+        return {}
+    package = _PACKAGES[model]
+    files = {"model.py": _ENTRY.format(package=package).encode()}
+    waiting = [PurePosixPath(package, "model.py")]
+    while waiting:
+        module = waiting.pop()
+        if f"{PACKAGE}/{module}" in files:
+            continue
+        content = (_SOURCES / module).read_bytes()
+        files[f"{PACKAGE}/{module}"] = content
+        waiting += [folder / "__init__.py" for folder in module.parents]
+        waiting += imported_modules(module, content.decode())
+    return dict(sorted(files.items()))
+
+
+@cache
+def imported_modules(module: PurePosixPath, source: str) -> tuple[PurePosixPath, ...]:
+    """Files that `module` imports by relative imports, as paths like its own."""
+    return tuple(
+        module.parents[node.level - 1] / f"{node.module.replace('.', '/')}.py"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.level and node.module
+    )
+
+
+def program_digest(models: Iterable[str]) -> str:
+    """Hash of the programs of `models`, for fingerprints."""
+    digest = hashlib.sha256()
+    for model in models:
+        for name, content in program_files(model).items():
+            digest.update(f"{model}/{name} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def write_program(folder: Path, model: str) -> None:
+    """Write the program of `model` to its new version folder."""
+    folder.mkdir(parents=True)
+    for name, content in program_files(model).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def write_model(folder: Path, template: str, table: Profile, options: ConfigOptions, *, embedded: bool) -> None:
+    """Write the new folder of a model, named like the folder and otherwise like the model `template`."""
+    version = folder / VERSION
+    write_program(version, template)
+    text = config_text(table, template, options, name=folder.name)
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+    if template == ENSEMBLE:
+        # Tools that drop empty folders would make Triton refuse the model.
+        (version / ".tmp").touch()
+    if embedded and (classes := classes_json(template, table.release)):
+        (version / CLASSES_FILE).write_text(classes, encoding="utf-8")

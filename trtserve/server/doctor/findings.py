@@ -1,0 +1,83 @@
+"""The result of a check: a state, the evidence, and what to do. The runtime decides which failures matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from trtserve.errors import MachineError, TrtserveError
+from trtserve.executor.runtimes import RUNTIMES
+
+State = Literal["ok", "warning", "failed", "unneeded"]
+Group = Literal["machine", "python", "triton", "gpu", "tensorrt_llm", "mpi", "tools", "hub"]
+
+GROUPS: tuple[Group, ...] = get_args(Group)
+EVERY = frozenset(RUNTIMES)
+EMBEDDED = frozenset(name for name, runtime in RUNTIMES.items() if runtime.EMBEDDED)
+TENSORRT_LLM = EVERY - EMBEDDED
+"""Runtimes that serve with the TensorRT-LLM of this machine."""
+LLMAPI = frozenset(name for name, runtime in RUNTIMES.items() if not runtime.HAS_ENGINES)
+ENGINES = TENSORRT_LLM - LLMAPI
+"""Runtimes that serve TensorRT engines."""
+GPU = frozenset(name for name, runtime in RUNTIMES.items() if runtime.NEEDS_GPU)
+PYTORCH = EMBEDDED & GPU
+"""Runtimes that run engines on GPUs with PyTorch."""
+NONE: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one check."""
+
+    group: Group
+    name: str
+    state: State
+    evidence: str
+    fix: str = ""
+    """What to do, or empty when the state is ok."""
+    needed_by: frozenset[str] = NONE
+    """Runtimes that cannot work when it has failed; for others the failure becomes `unneeded`."""
+
+    def judged(self, runtime: str) -> Finding:
+        """Return the finding with its severity for one runtime."""
+        return replace(self, state="unneeded") if self.state == "failed" and runtime not in self.needed_by else self
+
+
+Probe = Callable[[], "Finding | Iterable[Finding]"]
+
+
+def look(group: Group, name: str, probe: Probe) -> list[Finding]:
+    """Return the findings of a probe. If the probe itself fails, return that as a finding."""
+    try:
+        found = probe()
+        return [found] if isinstance(found, Finding) else list(found)
+    except Exception as error:  # noqa: BLE001 - one broken probe must not hide the other findings
+        reason = error.message.rstrip(".") if isinstance(error, TrtserveError) else f"{type(error).__name__}: {error}"
+        return [
+            Finding(
+                group=group,
+                name=name,
+                state="warning",
+                evidence=f"could not be checked: {reason}",
+                fix=(error.hint if isinstance(error, TrtserveError) else None) or "Check it yourself.",
+            )
+        ]
+
+
+def failed(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings that prevent a start."""
+    return [finding for finding in findings if finding.state == "failed"]
+
+
+def raise_failed(findings: Iterable[Finding]) -> None:
+    """Raise MachineError, with every fix, when a finding has failed."""
+    wrong = failed(findings)
+    if wrong:
+        raise MachineError(
+            "This machine cannot run the server: "
+            + "; ".join(f"{finding.name}: {finding.evidence}" for finding in wrong)
+            + ".",
+            # One line for each, so that commands can be copied; the same command may fix several findings.
+            hint="\n".join(dict.fromkeys(finding.fix for finding in wrong)),
+        )
