@@ -3,6 +3,8 @@
 The library (docs/reference/library.md) is loaded when one of its names is first used.
 """
 
+from trtserve._version import __version__ as __version__
+
 TYPE_CHECKING = False  # the module `typing` would take most of the time of the import
 
 if TYPE_CHECKING:
@@ -12,8 +14,6 @@ if TYPE_CHECKING:
     from trtserve.library.client import Client, TextStream
     from trtserve.library.importing import import_model
     from trtserve.library.serving import serve
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncClient",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trtserve import __version__
+from trtserve._version import __version__
 from trtserve.errors import ArtifactError
 from trtserve.files import read_json_object
 

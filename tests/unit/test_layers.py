@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from trtserve.checkpoint.architectures import FAMILIES
 
-PACKAGE = Path(__file__).parents[2] / "trtserve"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trtserve"
 
 # From top to bottom: a package imports itself and the packages below it, nothing else.
 FLOORS = (
@@ -38,6 +39,7 @@ FLOORS = (
     "process",
     "progress",
     "errors",
+    "_version",
     "__init__",
 )
 
@@ -76,6 +78,73 @@ CONFINED = {
     ),
     "pynvml": ("host/nvidia.py",),
 }
+
+# Modules that still import themselves in a circle, `__init__` included. This list only shrinks.
+STILL_CIRCULAR: frozenset[str] = frozenset(
+    {
+        "trtserve.bench.protocols.base",
+        "trtserve.bench.protocols.generate",
+        "trtserve.bench.protocols.grpc",
+        "trtserve.bench.protocols.http",
+        "trtserve.bench.protocols.in_process",
+        "trtserve.bench.protocols.openai",
+        "trtserve.cli.commands",
+        "trtserve.cli.environment",
+        "trtserve.cli.parser",
+        "trtserve.cli.unknown",
+        "trtserve.executor.torch.attention_kernels",
+        "trtserve.executor.torch.expert_kernels",
+        "trtserve.executor.torch.kernels",
+        "trtserve.executor.torch.layer_kernels",
+        "trtserve.executor.torch.operations",
+        "trtserve.executor.torch.plain_operations",
+    }
+)
+
+# Names of public classes that still stand in several modules. This list only shrinks.
+STILL_TWICE: frozenset[str] = frozenset(
+    {
+        "Adapter",
+        "Answer",
+        "Client",
+        "Command",
+        "Converter",
+        "Entry",
+        "Failure",
+        "Finding",
+        "Generation",
+        "Group",
+        "Health",
+        "Limits",
+        "Model",
+        "Option",
+        "Outcome",
+        "Parts",
+        "Piece",
+        "Ranks",
+        "Record",
+        "RefusedError",
+        "Report",
+        "Response",
+        "Result",
+        "Rotation",
+        "Row",
+        "Sampler",
+        "Served",
+        "Setup",
+        "Source",
+        "Stage",
+        "Step",
+        "Target",
+        "Tensor",
+        "Triton",
+        "Usage",
+        "Verdict",
+        "Verification",
+        "Weights",
+        "Worker",
+    }
+)
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # The only modules that a Triton container without trtserve is sure to have.
@@ -132,6 +201,86 @@ def test_confined_modules(module: str) -> None:
         and module in {name.split(".")[0] for name in _imports(path)}
     }
     assert not found, f"{module} belongs to {CONFINED[module]}"
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Imports inside functions count, and so do the packages that an import runs."""
+    graph = _import_graph()
+    found = {module for circle in _circles(graph) for module in circle}
+    assert found <= STILL_CIRCULAR, sorted(found - STILL_CIRCULAR)
+
+
+def _import_graph() -> dict[str, set[str]]:
+    """Return each module's imports, with the packages that they run unless the importing module lies in them."""
+    names = {_module_name(path): path for path in MODULES}
+    graph = {}
+    for module, path in names.items():
+        graph[module] = {
+            found
+            for name in _runtime_imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name)
+            for found in _runs(name, module, names)
+        }
+    return graph
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _runtime_imports(node: ast.AST, module: str, file_name: str) -> Iterator[str]:
+    """Yield `a.b.c` for `import a.b.c` and for `from a.b import c`, except under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            package = module.split(".") if file_name == "__init__.py" else module.split(".")[:-1]
+            above = package[: len(package) - child.level + 1] if child.level else []
+            origin = ".".join([*above, *([child.module] if child.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in child.names)
+        else:
+            yield from _runtime_imports(child, module, file_name)
+
+
+def _runs(name: str, module: str, modules: Mapping[str, Path]) -> Iterator[str]:
+    while name not in modules:
+        name, _, rest = name.rpartition(".")
+        if not rest or not name:
+            return
+    if name != module:
+        yield name
+    package = name.rpartition(".")[0]
+    while package:
+        if not module.startswith(f"{package}.") and module != package:
+            yield package
+        package = package.rpartition(".")[0]
+
+
+def _circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        reached[module] = set()
+        todo = list(graph[module])
+        while todo:
+            found = todo.pop()
+            if found not in reached[module]:
+                reached[module].add(found)
+                todo.extend(graph[found])
+    return [{other for other in reached[each] if each in reached[other]} for each in graph if each in reached[each]]
+
+
+def test_no_public_class_name_twice() -> None:
+    """The copied programs may use what names they like."""
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        if _part(path) != "programs":
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1 and name not in STILL_TWICE}
+    assert not twice
 
 
 def test_architectures_holds_nothing_but_families() -> None:

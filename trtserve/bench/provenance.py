@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trtserve import __version__
+from trtserve._version import __version__
 from trtserve.artifacts import Manifest
 from trtserve.bench.requests import TrafficRequest
 from trtserve.errors import ArtifactError

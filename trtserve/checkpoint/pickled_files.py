@@ -18,10 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trtserve.checkpoint.source import PICKLED_SINGLE
 from trtserve.checkpoint.tensor_files import Entry, TensorFile
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
 from trtserve.host.install_command import install_command
+
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED_SINGLE = "pytorch_model.bin"
 
 _LOCAL_HEADER = 30
 _AGAIN = "Fetch the file again, or choose a revision with safetensors."

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.checkpoint.architectures.gemma3 import VISION
+from trtserve.checkpoint.pickled_files import PICKLED_INDEX, PICKLED_SINGLE, PickledFile
 from trtserve.checkpoint.tensor_files import Entry, TensorFile
 from trtserve.errors import (
     ConversionError,
@@ -25,9 +26,6 @@ from trtserve.files import is_below, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Written by torch.save.
-PICKLED_INDEX = "pytorch_model.bin.index.json"
-PICKLED_SINGLE = "pytorch_model.bin"
 # Older exports of ModelOpt and AutoGPTQ describe the quantisation in a separate file.
 _QUANTISATION_BESIDE = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"))
 
@@ -160,11 +158,7 @@ def _tensors(folder: Path) -> Iterator[SourceTensor]:
 
 
 def _opened(path: Path) -> TensorFile:
-    if path.suffix == ".safetensors":
-        return TensorFile(path)
-    from trtserve.checkpoint.pickled_files import PickledFile
-
-    return PickledFile(path)
+    return TensorFile(path) if path.suffix == ".safetensors" else PickledFile(path)
 
 
 def _weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:

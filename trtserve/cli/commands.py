@@ -19,7 +19,7 @@ from typing import Any
 
 import typer
 
-from trtserve import __version__
+from trtserve._version import __version__
 from trtserve.cli.output import say
 from trtserve.cli.parser import Command as TyperCommand
 from trtserve.cli.parser import Group as TyperGroup

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 
-from trtserve import __version__
+from trtserve._version import __version__
 from trtserve.gateway.access import Access
 from trtserve.gateway.asgi import (
     Message,
