@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -74,3 +77,45 @@ def test_a_guided_stream_of_the_core_model(features: ModelServer, features_token
         answers = stream.all("tensorrt_llm", {**NEWEST.core([1, 50], 30, streaming=True), **words})
     tokens = [token for answer in answers for token in answer["output_ids"].reshape(-1).tolist()]
     assert features_tokenizer.decode(tokens, skip_special_tokens=True) == "abababab"
+
+
+EXPENSIVE = '{"type": "integer", "multipleOf": 10000019}'
+OTHERS = 5.0
+"""Seconds that other requests may take here at most."""
+
+
+def test_nobody_waits_for_a_guide_that_takes_too_much(features: ModelServer, url: str) -> None:
+    """Through Triton and through the OpenAI API, which names the bound in an error of its own form."""
+    schema = {"name": "costly", "schema": {**json.loads(EXPENSIVE), "description": "another guide than the first"}}
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    direct = {
+        "text_input": "Say:",
+        "max_tokens": 4,
+        "guided_decoding_guide_type": "json_schema",
+        "guided_decoding_guide": EXPENSIVE,
+    }
+    with ThreadPoolExecutor(2) as pool:
+        refused = pool.submit(features.generate, "tensorrt_llm_bls", direct)
+        over_http = pool.submit(httpx.post, f"{url}/chat/completions", json=chat, timeout=60)
+        for _ in range(3):
+            began = time.monotonic()
+            assert features.generate("ensemble", {"text_input": "Say:", "max_tokens": 4})[0] == 200
+            assert httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200
+            assert time.monotonic() - began < OTHERS
+        status, answer = refused.result()
+        assert status >= 400
+        assert "more than 2 s of CPU time" in str(answer)
+        response = over_http.result()
+    assert response.status_code == 400
+    assert "more than 2 s of CPU time" in response.json()["error"]["message"]
+
+
+def test_a_guide_that_is_too_long(url: str) -> None:
+    body = {"model": "tiny", "prompt": "Hi", "guided_regex": "a" * 200_000}
+    response = httpx.post(f"{url}/completions", json=body, timeout=60)
+    assert response.status_code == 400
+    assert "has 200000 bytes; expected 131072 at most" in response.json()["error"]["message"]

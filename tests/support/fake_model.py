@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.draws import Chosen, Draws
+from trtserve.executor.engine.model import FatalModelError
 from trtserve.executor.engine.sampling import Row, choose_tokens
 from trtserve.host.machine import free_memory
 
@@ -207,7 +208,7 @@ class _FakeStep:
     def compute(self) -> None:
         try:
             self._outcome = self._model.choose(*self._step)
-        except ValueError as error:  # of `FakeModel.failures`
+        except (ValueError, MemoryError, FatalModelError) as error:  # of `FakeModel.failures`
             self._outcome = error
 
     def result(self) -> Chosen:

@@ -46,6 +46,18 @@ class Logger:
 class TritonError(Exception):
     """An error for a client."""
 
+    INTERNAL, UNAVAILABLE = 1, 5
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        super().__init__(message)
+        self._code = code
+
+    def message(self) -> str:
+        return str(self)
+
+    def code(self) -> int:
+        return self._code
+
 
 class TritonModelException(Exception):  # noqa: N818 - Triton's name
     """An error at load."""

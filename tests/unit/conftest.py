@@ -10,7 +10,9 @@ import pytest
 
 from tests.support import python_backend
 from tests.support.executors import Start, executors
+from tests.support.guide_trials import TrialInThisProcess
 from trtserve.client.chat import render
+from trtserve.executor.engine import guided
 
 # The models import it; Triton's own exists in its stub alone.
 sys.modules["triton_python_backend_utils"] = python_backend
@@ -40,6 +42,12 @@ def no_process(template_process: None) -> Iterator[None]:
     _running = True
     yield
     _running = False
+
+
+@pytest.fixture(autouse=True)
+def guide_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try guides in this process."""
+    monkeypatch.setattr(guided, "_trial", TrialInThisProcess)
 
 
 @pytest.fixture

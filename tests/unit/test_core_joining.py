@@ -11,8 +11,9 @@ import triton_python_backend_utils as pb_utils
 from trtserve.executor.interface.results import Response, Result
 from trtserve.programs.core import joining
 from trtserve.programs.core.joining import joined, joined_responses
-from trtserve.programs.core.pending import error_response, response
+from trtserve.programs.core.pending import response
 from trtserve.programs.core.response import Wanted, output_arrays
+from trtserve.programs.shared.triton_errors import error_response
 
 
 @pytest.fixture(autouse=True)

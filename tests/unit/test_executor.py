@@ -182,7 +182,7 @@ def test_failed_step_ends_only_the_active_requests(start: Start, caplog: pytest.
     ids = executor.enqueue_requests([Request([n], 3) for n in (1, 2)])
     model.gate.set()
     for responses in collect(executor, ids).values():
-        assert responses[-1].error_msg == "Encountered an error in forwardAsync function: broken step"
+        assert responses[-1].error_msg == "Encountered an error in forwardAsync function: the step failed: broken step"
     assert "A step failed" in caplog.text
     assert free_blocks(executor) == model.blocks
     assert not answer_of(executor, Request([1], 3)).has_error()

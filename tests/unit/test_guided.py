@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 import trtserve
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.executor.engine import guided
+from trtserve.executor.engine.guide_grammar import PlainVocabulary
+from trtserve.executor.engine.guide_grammar import compiled as compile_grammar
 from trtserve.executor.engine.guided import Guide, GuideFactory
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.sampling import (
@@ -32,6 +34,7 @@ from trtserve.executor.interface.requests import GuidedDecodingParams, SamplingC
 VOCAB = 320
 """Vocabulary size of the engine, larger than the tokenizers'."""
 END = 2
+FACTORIES: list[GuideFactory] = []
 
 
 def byte_tokenizer(folder: Path) -> Tokenizer:
@@ -59,7 +62,19 @@ def sentencepiece_tokenizer(_folder: Path) -> Tokenizer:
 
 def factory_of(tokenizer: Any, vocab_size: int = VOCAB, **settings: Any) -> GuideFactory:
     settings = {"tokenizer_str": tokenizer.to_str()} | settings
-    return GuideFactory(GuidedDecodingConfig(GuidedDecodingBackend.LLGUIDANCE, **settings), vocab_size)
+    return factory_with(GuidedDecodingConfig(GuidedDecodingBackend.LLGUIDANCE, **settings), vocab_size)
+
+
+def factory_with(config: GuidedDecodingConfig | None, vocab_size: int) -> GuideFactory:
+    FACTORIES.append(GuideFactory(config, vocab_size))
+    return FACTORIES[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed_factories() -> Iterator[None]:
+    yield
+    while FACTORIES:
+        FACTORIES.pop().close()
 
 
 @pytest.fixture(params=[byte_tokenizer, sentencepiece_tokenizer])
@@ -218,7 +233,7 @@ def test_invalid_guide_is_refused_with_a_one_line_error(
 
 def test_guides_need_a_guided_decoding_config() -> None:
     with pytest.raises(RuntimeError, match=r"GuidedDecoder is not setup\. Please provide a valid GuidedDecodingConfig"):
-        GuideFactory(None, VOCAB).guide(params(GuideType.JSON))
+        factory_with(None, VOCAB).guide(params(GuideType.JSON))
 
 
 @pytest.mark.parametrize(
@@ -316,14 +331,14 @@ def test_guides_with_an_encoded_vocabulary() -> None:
     config = GuidedDecodingConfig(
         GuidedDecodingBackend.XGRAMMAR, encoded_vocab=["<eos>", "a", "b", "ab", "é", ""], stop_token_ids=[0]
     )
-    guide = GuideFactory(config, 8).guide(params(GuideType.REGEX, "[ab]+é"), end_id=0)
+    guide = factory_with(config, 8).guide(params(GuideType.REGEX, "[ab]+é"), end_id=0)
     for token, expected in ((3, [1, 2, 3]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4]), (0, [0])):
         assert allowed(guide, 8) == expected
         guide.accept(token)
 
 
 def test_encoded_vocabulary_uses_the_longest_token() -> None:
-    vocabulary = guided.PlainVocabulary(["<eos>", "a", "ab", "b", "ab"], [0])
+    vocabulary = PlainVocabulary(["<eos>", "a", "ab", "b", "ab"], [0])
     assert vocabulary(b"abba?b") == [2, 3, 1, 3]
 
 
@@ -338,23 +353,23 @@ def test_guides_with_the_demo_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.token_to_id("</s>") in allowed(guide, tokenizer.get_vocab_size())
 
 
-def test_compiled_guides_are_cached(bytes_alone: Any) -> None:
+def test_compiled_guides_are_kept_up_to_a_size(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone)
-    compiled: list[str | None] = []
+    compiled: list[str] = []
 
-    def counting(tokenizer: Any, parameters: GuidedDecodingParams) -> Any:
-        compiled.append(parameters.guide)
-        return compile_guide(tokenizer, parameters)
+    def counting(tokenizer: Any, grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_grammar(tokenizer, grammar)
 
-    compile_guide: Callable[..., Any] = guided._compile
-    with patch.object(guided, "_compile", counting):
+    with patch.object(guided, "compiled", counting), patch.object(guided, "CACHED_BYTES", 10 * guided._LEAST_BYTES):
         for _ in range(3):
             factory.guide(params(GuideType.REGEX, "a"))
-        for number in range(70):
+        for number in range(20):
             factory.guide(params(GuideType.REGEX, f"b{number}"))
             factory.guide(params(GuideType.REGEX, "a"))
-    assert compiled.count("a") == 1
-    assert len(factory._compiled) == 64
+    assert len(compiled) == 21
+    assert len(factory._known) == 10
+    assert factory._bytes == 10 * guided._LEAST_BYTES
 
 
 def test_guides_from_many_threads(bytes_alone: Any) -> None:

@@ -51,6 +51,10 @@ _HINTS = (
         "A process of the server has died. Find the server with `trtserve status`, stop it and start it again.",
     ),
     (
+        re.compile("executor has stopped working"),
+        "With --restart on-failure the server starts again by itself; otherwise start it again.",
+    ),
+    (
         re.compile("exceeds maximum input length", re.IGNORECASE),
         "Shorten the prompt, or build with a larger --max-input-len if the model allows it.",
     ),

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtserve.programs.shared.run_folder import HEARTBEATS
+from trtserve.programs.shared.run_folder import HEARTBEATS, STOPPED
 
 _SILENT = 15.0
 _STALLED = 60.0
@@ -55,7 +55,7 @@ def read_heartbeats(folder: Path) -> list[Heartbeat]:
                 age=now - record["time"],
                 stalled=now - record["moved"],
                 open_requests=record["open_requests"],
-                failure=record["failure"],
+                failure=None if record["failure"] is None else record["failure"].removeprefix(f"{STOPPED}: "),
             )
         )
     return found

@@ -27,6 +27,7 @@ from trtserve.gateway.asgi import (
 from trtserve.gateway.bodies import receive_body, replayed
 from trtserve.gateway.gate import Exchange, Gate
 from trtserve.gateway.health import Health
+from trtserve.gateway.openai.errors import error_type
 from trtserve.gateway.openai.measures import Measures
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
@@ -200,7 +201,8 @@ class _Answer:
         headers = {**refusal.headers, "connection": "close"} if refusal.status in _BEFORE_BODY else refusal.headers
         content: object = {"error": refusal.text}
         if self._openai:
-            content = {"error": {"message": refusal.text, "type": "invalid_request_error", "param": None, "code": None}}
+            kind = error_type(refusal.status)
+            content = {"error": {"message": refusal.text, "type": kind, "param": None, "code": None}}
         if not self._begun:
             await send_answer(self, refusal.status, content, headers)
         elif self._events:

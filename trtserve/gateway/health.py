@@ -50,7 +50,7 @@ class Health:
     def require(self, needed: Iterable[str]) -> None:
         """Raise RefusedError when a process of one of these models has ended."""
         if (reason := self._reason(needed)) is not None:
-            raise RefusedError(503, reason)
+            raise _unavailable(reason)
 
     async def watch(self) -> None:
         """Look for stubs that have ended, until cancelled; requests that need them are ended with an error."""
@@ -74,7 +74,7 @@ class Health:
         ailing = {each.model: f"{each.model}: {each.ailment}" for each in beats if each.ailment}
         for name in ailing.keys() - self._ailing.keys():
             _LOG.error(ailing[name])
-            self._gate.end_all(RefusedError(503, ailing[name]), needing=name)
+            self._gate.end_all(_unavailable(ailing[name]), needing=name)
         self._ailing = ailing
 
     async def _note(self, lacking: Iterable[str]) -> None:
@@ -84,7 +84,7 @@ class Health:
         self._lost = {name: f"a process of the model {name} has ended; start the server again" for name in lost}
         for name in new:
             _LOG.error(self._lost[name])
-            self._gate.end_all(RefusedError(503, self._lost[name]), needing=name)
+            self._gate.end_all(_unavailable(self._lost[name]), needing=name)
 
     def _reason(self, needed: Iterable[str]) -> str | None:
         known = self._ailing | self._lost
@@ -95,6 +95,10 @@ class Health:
             return (await self._triton.model(model)).needs
         except RefusedError:
             return (model,)  # Triton itself says what is wrong with it
+
+
+def _unavailable(reason: str) -> RefusedError:
+    return RefusedError(503, reason, headers={"retry-after": "1"})
 
 
 def _stubs_of(process: ProcessId) -> dict[ProcessId, str]:

@@ -40,6 +40,12 @@ _BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
 _NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
 _OWN_ID = "door-"
 _STREAM = "text/event-stream"
+# What an error contains that is no fault of its request → status. Triton 2.51 answers most errors of models with 400.
+_SERVER_ERRORS = (
+    (re.compile(rb"executor has stopped working|Stub process '[^']*' is not healthy"), 503),
+    (re.compile(rb"in forwardAsync function: the step failed"), 500),
+)
+_ERROR, _UNAVAILABLE = 400, 503
 _MAX_DIGITS = 19
 _STOP_SECONDS = 10.0
 _STOP_AGAIN = 0.5
@@ -165,7 +171,7 @@ async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
     """Pass Triton's answer on as it arrives, without the id that the client did not give."""
     added = f'"id":"{own_id}",'.encode()
     headers = [(name, value) for name, value in response.raw_headers if name.lower() not in _NOT_PASSED_ON]
-    length = response.content_length
+    length, status = response.content_length, response.status
     first = b""
     if own_id and response.content_type != _STREAM:
         given = response.headers.get(_JSON_LENGTH)
@@ -175,9 +181,16 @@ async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
         if given is not None:
             headers.append((_JSON_LENGTH.encode(), str(len(first)).encode()))
         length = None if length is None else length - len(whole) + len(first)
+    elif status >= _ERROR:
+        whole = await response.read()
+        first = whole.replace(added, b"") if own_id else whole
+        length = None if length is None else length - len(whole) + len(first)
+    if status >= _ERROR:
+        status = next((code for pattern, code in _SERVER_ERRORS if pattern.search(first)), status)
+        headers += [(b"retry-after", b"1")] if status == _UNAVAILABLE else []
     if length is not None:
         headers.append((b"content-length", str(length).encode()))
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     if first:
         await send({"type": "http.response.body", "body": first, "more_body": True})
     async for chunk in response.content.iter_any():

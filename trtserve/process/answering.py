@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trtserve.process import how_it_ended
@@ -16,11 +16,13 @@ from trtserve.process import how_it_ended
 class AnsweringProcess:
     """Starts a command with its first request and keeps it; each request and each answer is one line of JSON.
 
-    The command ends when its input ends. It may end earlier; the next request starts it again.
+    The command ends when its input ends. It may end earlier; the next request starts it again. `greeting` makes a
+    request that each process gets first, for what it should know; its answer is not used.
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], greeting: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self._argv = argv
+        self._greeting = greeting
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         atexit.register(self._end)
@@ -37,11 +39,21 @@ class AnsweringProcess:
             raise TimeoutError
         raise ChildProcessError(how_it_ended(code))
 
+    def close(self) -> None:
+        """End the process, after the request that it answers now. A further request starts it again."""
+        with self._lock:
+            self._end()
+        atexit.unregister(self._end)
+
     def _answer(self, request: Mapping[str, Any]) -> tuple[bytes, int | None]:
         """Return the line that the process answers, or the exit code with which it ended instead."""
-        if self._child is None or self._child.poll() is not None:
+        requests = [request]
+        child = self._child
+        if child is None or child.poll() is not None:
             self._end()
-            self._child = subprocess.Popen(
+            if self._greeting is not None:
+                requests.insert(0, self._greeting())
+            child = self._child = subprocess.Popen(
                 self._argv,
                 cwd="/",  # Python imports modules from the working directory
                 stdin=subprocess.PIPE,
@@ -49,19 +61,21 @@ class AnsweringProcess:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for us
             )
-        stdin, stdout = self._child.stdin, self._child.stdout
+        stdin, stdout = child.stdin, child.stdout
         assert stdin is not None
         assert stdout is not None
+        answer = b""
         try:
-            stdin.write(json.dumps(request).encode() + b"\n")
-            stdin.flush()
-            answer = stdout.readline()
+            for each in requests:
+                stdin.write(json.dumps(each).encode() + b"\n")
+                stdin.flush()
+                answer = stdout.readline()
         except BrokenPipeError:
             answer = b""
-        return answer, None if answer.endswith(b"\n") else self._child.wait()
+        return answer, None if answer.endswith(b"\n") else child.wait()
 
     def _end(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
-            self._child = None
+        child, self._child = self._child, None  # at the end of the program, another thread may do the same
+        if child is not None:
+            child.kill()
+            child.communicate()

@@ -32,22 +32,34 @@ class Ended:
     """The instance whose log explains it; None for a door and the reverse proxy, which have logs of their own."""
     ranks: Sequence[int] = ()
     """Its ranks that had ended by then."""
+    explained: bool = False
+    """Whether `what` says why, and no log has to."""
 
 
 def ended(server: Server, store: Store) -> Ended | None:
     """Return the first part of a server that has ended, or None while all of them work."""
+    failure = _failed_executor(server, store)
     for instance in server.instances:
         if what := _ended_in(instance):
+            if failure is not None:  # the process of an executor that has stopped ends soon after
+                return failure
             return Ended(what=what, log=instance.log, instance=instance, ranks=instance.dead_ranks)
         if instance.door is not None and instance.door.dead:
             how = how_it_ended(exit_code(instance.door.process))
             return Ended(what=f"its door, which answers HTTP requests, {how}", log=instance.door.log)
-    for heartbeat in read_heartbeats(run_folder(server.name, store)):
-        if heartbeat.failure is not None:
-            what = f"the executor of {heartbeat.model} has stopped working: {heartbeat.failure}"
-            return Ended(what=what, log=server.instances[0].log, instance=server.instances[0])
+    if failure is not None:
+        return failure
     if server.proxy is not None and server.proxy.dead:
         return Ended(what="its reverse proxy (nginx) has ended", log=server.proxy.log)
+    return None
+
+
+def _failed_executor(server: Server, store: Store) -> Ended | None:
+    for heartbeat in read_heartbeats(run_folder(server.name, store)):
+        if heartbeat.failure is not None:
+            instance = server.instances[0]
+            what = f"the executor of {heartbeat.model} has stopped working: {heartbeat.failure}"
+            return Ended(what=what, log=instance.log, instance=instance, ranks=instance.dead_ranks, explained=True)
     return None
 
 
@@ -82,12 +94,12 @@ def died_error(server: Server, end: Ended) -> ServerDiedError:
         return ServerDiedError(f"{server.name}: {end.what}. Last lines:\n{last_lines(end.log)}", log=end.log)
     instance, problem = end.instance, end.what
     lines = last_lines(instance.log)
-    deadline = time.monotonic() + (_EXPLANATION if instance.ranks else 0)
+    deadline = time.monotonic() + (_EXPLANATION if instance.ranks and not end.explained else 0)
     while instance.process.alive() and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
     text = server_log.read(instance.log)
     # Ranks in a container do not descend from our process, so only mpirun's own message tells how they ended.
-    first = server_log.first_end(text)
+    first = None if end.explained else server_log.first_end(text)
     if end.ranks and first is not None and first.rank not in end.ranks:
         first = None  # mpirun saw nothing wrong with the end of that rank, but with the end of the others afterwards
     if instance.ranks or first is not None:
@@ -96,7 +108,7 @@ def died_error(server: Server, end: Ended) -> ServerDiedError:
         own = server_log.significant("\n".join(server_log.lines_of(text, rank)))
         lines = indented(own[-5:]) or "  (it wrote nothing)"
     reported = "[ERROR]" in lines or server_log.failures("\n".join(server_log.significant(text)[-5:]))
-    killed = not reported if first is None else first.code < 0
+    killed = not (reported or end.explained) if first is None else first.code < 0
     hint = "A process that ends without an error line was killed, usually for lack of memory." if killed else None
     name = f"{server.name}, HTTP port {instance.address.http_port}" if len(server.instances) > 1 else server.name
     return ServerDiedError(f"{name}: {problem}. Last lines:\n{lines}", hint=hint, log=instance.log)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -12,7 +11,13 @@ import numpy.typing as npt
 
 from trtserve.executor.engine import checks
 from trtserve.executor.engine.drafts import DraftLogits
-from trtserve.executor.engine.guided import GuideFactory
+from trtserve.executor.engine.guided import (
+    UNGUIDED,
+    CompiledGuide,
+    Done,
+    GuideFactory,
+    Wanted,
+)
 from trtserve.executor.engine.kv_cache import BlockUse, CacheKey
 from trtserve.executor.engine.limits import Limits
 from trtserve.executor.engine.logits_processing import LogitsProcessor
@@ -57,10 +62,32 @@ class Admission:
         # Requests arrive and sequences end on different threads.
         self._adapters_lock = threading.Lock()
         self._guides = GuideFactory(config.guided_decoding_config, limits.vocab_size)
+        self._guides.prepare()
         self._post_processors = post_processors
 
-    def admit(self, request: Request, id: int) -> list[Sequence]:  # noqa: A002 - the interface's name
-        """Return the sequences of `request`.
+    def guide(self, request: Request) -> CompiledGuide | None:
+        """Return the guide of `request`, also when it has none. None: it has to be compiled first."""
+        guided = request.guided_decoding_params
+        return UNGUIDED if guided is None else self._guides.ready(guided)
+
+    def compile_guide(self, request: Request, done: Done, wanted: Wanted) -> None:
+        """Compile the guide of `request` in the background. Raises RuntimeError when too many guides wait."""
+        assert request.guided_decoding_params is not None
+        self._guides.compile(request.guided_decoding_params, done, wanted)
+
+    def close(self) -> None:
+        """End the compilation of guides."""
+        self._guides.close()
+
+    def admit(
+        self,
+        request: Request,
+        id: int,  # noqa: A002 - the interface's name
+        guide: CompiledGuide,
+        *,
+        arrival: float,
+    ) -> list[Sequence]:
+        """Return the sequences of `request`, which has come at the time `arrival`.
 
         Raises RuntimeError with the message of its error Response if it is invalid.
 
@@ -68,12 +95,12 @@ class Admission:
         """
         checks.check_sampling(request, self._limits)
         refuse_unsupported(request)
-        first = self._first_sequence(request, id)
+        first = self._first_sequence(request, id, guide, arrival)
         if request.lora_config is not None:
             with self._adapters_lock:
                 first.adapter = first.group.adapter = self._adapters.resolve(request.lora_config)
             first.key = replace(first.key, adapter=first.adapter.content)
-        return [first, *(self._sibling(first, request, index) for index in range(1, first.group.size))]
+        return [first, *(self._sibling(first, request, index, guide) for index in range(1, first.group.size))]
 
     def require_post_processors(self, requests: list[Request]) -> None:
         """Raise RuntimeError if a request names a logits post-processor that the executor does not have."""
@@ -89,7 +116,7 @@ class Admission:
                 with self._adapters_lock:
                     self._adapters.release(adapter)
 
-    def _first_sequence(self, request: Request, number: int) -> Sequence:
+    def _first_sequence(self, request: Request, number: int, guide: CompiledGuide, arrival: float) -> Sequence:
         limits, wanted = self._limits, request.output_config
         prompt = as_tokens(request.input_token_ids)
         checks.check_prompt(request, prompt, self._model, limits, reuse=self._reuse)
@@ -98,7 +125,7 @@ class Admission:
         end_id = checks.allowed_end_id(request.end_id, limits)
         words = tuple(tuple(word) for word in request.stop_words or () if word)
         parameters = SamplingParameters.of(request.sampling_config)
-        arrival, count = time.monotonic(), checks.sequence_count(request)
+        count = checks.sequence_count(request)
         length = len(request.input_token_ids)
         max_tokens = checks.allowed_max_tokens(request, length, len(draft), self._limits)
         if request.streaming and not self._static:
@@ -116,7 +143,7 @@ class Admission:
             end_id=end_id,
             stop_words=StopWords(words, prompt) if words else None,
             parameters=parameters,
-            processor=self._processor(request, prompt, parameters, end_id),
+            processor=self._processor(request, prompt, parameters, end_id, guide),
             group=RequestGroup(count, count),
             priority=request.priority,
             key=self._key(request, prompt, len(prompt) + max_tokens),
@@ -138,7 +165,7 @@ class Admission:
             log_probs=[] if wanted.return_log_probs else None,
         )
 
-    def _sibling(self, first: Sequence, request: Request, index: int) -> Sequence:
+    def _sibling(self, first: Sequence, request: Request, index: int, guide: CompiledGuide) -> Sequence:
         """Return another sequence of the same request, with its own state; everything else is shared."""
         parameters = SamplingParameters.of(request.sampling_config, index=index)
         return replace(
@@ -146,7 +173,7 @@ class Admission:
             index=index,
             parameters=parameters,
             drafter=None if first.drafter is None else self._drafter(first.prompt, parameters),
-            processor=self._processor(request, first.prompt, parameters, first.end_id),
+            processor=self._processor(request, first.prompt, parameters, first.end_id, guide),
             logits=self._logits(request, first.prompt_length),
             metrics=_metrics(first.arrival) if first.metrics is not None else None,
             log_probs=None if first.log_probs is None else [],
@@ -160,7 +187,12 @@ class Admission:
         return NgramDrafter(prompt.tolist(), vocab_size=self._limits.vocab_size)
 
     def _processor(
-        self, request: Request, prompt: npt.NDArray[np.int64], parameters: SamplingParameters, end_id: int
+        self,
+        request: Request,
+        prompt: npt.NDArray[np.int64],
+        parameters: SamplingParameters,
+        end_id: int,
+        guide: CompiledGuide,
     ) -> LogitsProcessor:
         guided = request.guided_decoding_params
         return LogitsProcessor(
@@ -170,7 +202,9 @@ class Admission:
             end_id=end_id,
             bad_words=[word for word in request.bad_words or () if word],
             bias=checks.allowed_bias(request.embedding_bias, self._limits),
-            guide=None if guided is None else self._guides.guide(guided, end_id=end_id),
+            guide=None
+            if guided is None or guide is UNGUIDED
+            else self._guides.guide(guided, end_id=end_id, guide=guide),
         )
 
     def _key(self, request: Request, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:

@@ -45,6 +45,13 @@ class BlockPool:
         self._references[node.block] = 1
         return node.block
 
+    def discard(self, node: Node) -> list[Node]:
+        """Remove `node` and all that follow it from the tree and return them; unreferenced blocks become empty ones."""
+        assert self._tree is not None  # the node comes from it
+        removed = self._tree.discard(node)
+        self._free += [each.block for each in removed if self._references[each.block] == 0]
+        return removed
+
     def share(self, block: int) -> None:
         """Add a reference to a block that is in use or in the tree."""
         if self._references[block] < 1:

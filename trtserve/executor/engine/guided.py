@@ -1,71 +1,300 @@
 """Guided decoding with llguidance: restrict tokens to a JSON schema, a regular expression or a grammar.
 
 Follows TensorRT-LLM's LLGUIDANCE backend, which uses the same library. Guides written for xgrammar, including its EBNF,
-have the same meaning here.
+have the same meaning here. A guide that is new is tried in a process of its own first, and only one that keeps within
+its bounds there is compiled here, on threads of its own: nobody else waits for it.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-import re
+import sys
 import threading
+import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.executor.engine.guide_grammar import (
+    FIRST_SECONDS,
+    TOKEN_SECONDS,
+    compiled,
+    limit_reason,
+    read_tokenizer,
+    sentence,
+    tokenizer_settings,
+)
 from trtserve.executor.interface.configs import GuidedDecodingConfig
 from trtserve.executor.interface.enums import GuideType
 from trtserve.executor.interface.requests import GuidedDecodingParams
+from trtserve.process import how_it_ended
+from trtserve.process.answering import AnsweringProcess
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Floats = npt.NDArray[np.float32]
 
+LONGEST_GUIDE = 128 << 10
+"""Bytes of a guide."""
+CACHED_BYTES = 256 << 20
+"""Bytes of memory of the compiled guides that are kept for further requests, about."""
+LONGEST_QUEUE = 64
+"""Different guides that may be compiled or wait for that."""
+
 _NOT_SET_UP = (
     "Request is specified with GuidedDecodingParams, but GuidedDecoder is not setup. "
     "Please provide a valid GuidedDecodingConfig to setup GuidedDecoder."
 )
-_ANY_OBJECT = '{"type": "object"}'
-_CACHED_GRAMMARS = 64
+_AT_ONCE = 2  # guides that are compiled at the same time
+_LEAST_BYTES = 128 << 10  # what a compiled guide takes, at least
+_NO_BITS = np.zeros(0, dtype=np.uint8)
+_REMEMBERED = 4096  # refused guides
+_STACK = 16 << 20  # of the threads that compile: more than in the process that tried the guide
+_RUN = """import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from trtserve.executor.engine.guide_process import main
+main()"""
+
+_Key = tuple[GuideType, bytes]
+
+
+@dataclass(frozen=True)
+class CompiledGuide:
+    """A guide that can be followed, the reason why not, or neither for a request that will not need it."""
+
+    matcher: LLMatcher | None = None
+    error: str | None = None
+    size: int = 0
+    """Bytes of memory, about."""
+
+
+UNGUIDED = CompiledGuide()
+
+Done = Callable[[CompiledGuide], None]
+Wanted = Callable[[], bool]
+
+
+@dataclass(eq=False)
+class _Job:
+    params: GuidedDecodingParams
+    waiting: list[tuple[Done, Wanted]] = field(default_factory=list)
+    begun: bool = False
 
 
 class GuideFactory:
     """Compiles guides for the vocabulary of one engine. Thread-safe.
 
-    The tokenizer is read for the first guide; the latest 64 compiled guides are cached.
+    Compiled guides are kept up to CACHED_BYTES, and of refused ones the reason is remembered.
     """
 
     def __init__(self, config: GuidedDecodingConfig | None, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._tokenizer_lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[GuideType, str | None], LLMatcher] = OrderedDict()
+        self._known: OrderedDict[_Key, CompiledGuide] = OrderedDict()
+        self._refused: OrderedDict[_Key, CompiledGuide] = OrderedDict()
+        self._bytes = 0
+        self._jobs: OrderedDict[_Key, _Job] = OrderedDict()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
-    def guide(self, params: GuidedDecodingParams, *, end_id: int = -1) -> Guide:
+    def prepare(self) -> None:
+        """Read the tokenizer: one of 128,000 tokens takes seconds, in which no other thread of Python runs.
+
+        Whoever asks for a guide is told why it cannot be read.
+        """
+        if self._config is not None:
+            with suppress(RuntimeError, ImportError):
+                self._read_tokenizer()
+
+    def ready(self, params: GuidedDecodingParams) -> CompiledGuide | None:
+        """Return the guide if it is known, or why there can be none. None: it has to be compiled."""
+        if self._config is None:
+            return CompiledGuide(error=_NOT_SET_UP)
+        if (length := _length(params)) > LONGEST_GUIDE:
+            return CompiledGuide(
+                error=f"The guide of type {params.guide_type.name} has {length} bytes; expected {LONGEST_GUIDE} at "
+                "most. Make it shorter"
+            )
+        key = _key(params)
+        with self._lock:
+            for cache in (self._known, self._refused):
+                if key in cache:
+                    cache.move_to_end(key)
+                    return cache[key]
+        return None
+
+    def compile(self, params: GuidedDecodingParams, done: Done, wanted: Wanted = lambda: True) -> None:
+        """Compile a guide that is not `ready`, and call `done` from another thread.
+
+        A guide is skipped when its turn comes and none of those who asked for it wants it any more. Raises RuntimeError
+        when too many guides wait.
+        """
+        key = _key(params)
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                if len(self._jobs) >= LONGEST_QUEUE:
+                    raise RuntimeError(
+                        f"The queue of guides to compile is full: {LONGEST_QUEUE} are in it. Please try again later"
+                    )
+                job = self._jobs[key] = _Job(params)
+            job.waiting.append((done, wanted))
+            if len(self._threads) < min(_AT_ONCE, len(self._jobs)):
+                self._threads.append(_thread(self._work, f"guides-{len(self._threads)}"))
+            self._lock.notify()
+
+    def guide(self, params: GuidedDecodingParams, *, end_id: int = -1, guide: CompiledGuide | None = None) -> Guide:
         """Return the guide of `params` for a sequence that ends with `end_id` (-1: the tokenizer's end token).
 
-        Raises RuntimeError if the executor has no GuidedDecodingConfig, its tokenizer cannot be read, or the guide is
-        invalid.
+        `guide` is what `ready` or `compile` gave; without, it is compiled now. Raises RuntimeError if the executor has
+        no GuidedDecodingConfig, its tokenizer cannot be read, or the guide is invalid or takes too much.
         """
-        if self._config is None:
-            raise RuntimeError(_NOT_SET_UP)
+        found = guide or self.ready(params) or self._wait(params)
+        if found.matcher is None:
+            raise RuntimeError(found.error)
+        assert self._tokenizer is not None
+        return Guide(found.matcher.deep_copy(), self._tokenizer.eos_tokens, self._vocab_size, end_id)
+
+    def close(self) -> None:
+        """End the threads and processes; guides that wait are dropped."""
         with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    def _wait(self, params: GuidedDecodingParams) -> CompiledGuide:
+        found: list[CompiledGuide] = []
+        event = threading.Event()
+
+        def done(guide: CompiledGuide) -> None:
+            found.append(guide)
+            event.set()
+
+        self.compile(params, done)
+        event.wait()
+        return found[0]
+
+    def _work(self) -> None:
+        """Compile guides, one after the other."""
+        trial: AnsweringProcess | None = None
+        while (job := self._next()) is not None:
+            try:
+                trial = trial or _trial(self._config)
+                guide, lasting = self._compile(job.params, trial)
+            except BaseException as error:  # noqa: BLE001 - a panic of llguidance must not end the thread
+                guide, lasting = CompiledGuide(error=f"The guide could not be compiled: {error}"), False
+            for done, _ in self._finish(job.params, guide, lasting=lasting):
+                done(guide)
+        if trial is not None:
+            trial.close()
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            while True:
+                if self._closed:
+                    return None
+                for key, job in list(self._jobs.items()):
+                    if job.begun:
+                        continue
+                    if any(wanted() for _, wanted in job.waiting):
+                        job.begun = True
+                        return job
+                    del self._jobs[key]
+                self._lock.wait()
+
+    def _finish(
+        self, params: GuidedDecodingParams, guide: CompiledGuide, *, lasting: bool
+    ) -> list[tuple[Done, Wanted]]:
+        """Remember a guide if that will be the same next time, and return who waits for it."""
+        key = _key(params)
+        with self._lock:
+            if lasting and guide.matcher is not None:
+                self._known[key] = guide
+                self._bytes += guide.size
+                while self._bytes > CACHED_BYTES:
+                    self._bytes -= self._known.popitem(last=False)[1].size
+            elif lasting:
+                self._refused[key] = guide
+                while len(self._refused) > _REMEMBERED:
+                    self._refused.popitem(last=False)
+            return self._jobs.pop(key).waiting
+
+    def _compile(self, params: GuidedDecodingParams, trial: AnsweringProcess) -> tuple[CompiledGuide, bool]:
+        """Return the guide, and whether another attempt would give the same."""
+        kind, text = params.guide_type.name, params.guide or ""
+        try:
+            tokenizer = self._read_tokenizer()
+        except RuntimeError as error:
+            return CompiledGuide(error=str(error)), False
+        try:
+            answer = trial.ask({"kind": kind, "guide": text})
+        except ChildProcessError as error:
+            return CompiledGuide(error=f"The guide could not be compiled: the process that tries it {error}"), False
+        if "invalid" in answer:
+            return CompiledGuide(error=f"The guide of type {kind} is invalid: {answer['invalid']}"), True
+        if "excess" in answer:
+            reason = f"The guide of type {kind} takes too much: it needs {answer['excess']}. Make it simpler"
+            return CompiledGuide(error=reason), True
+        if "died" in answer:
+            reason = f"The guide of type {kind} could not be compiled: the attempt {how_it_ended(answer['died'])}"
+            return CompiledGuide(error=reason), False
+        matcher = compiled(tokenizer, answer["grammar"])
+        return CompiledGuide(matcher, size=max(_LEAST_BYTES, answer["bytes"])), True
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
             if self._tokenizer is None:
-                self._tokenizer = _read_tokenizer(self._config)
-            tokenizer = self._tokenizer
-            known = self._compiled.get((params.guide_type, params.guide))
-        matcher = known or _compile(tokenizer, params)
-        with self._lock:
-            self._compiled[params.guide_type, params.guide] = matcher
-            self._compiled.move_to_end((params.guide_type, params.guide))
-            while len(self._compiled) > _CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-        return Guide(matcher.deep_copy(), tokenizer.eos_tokens, self._vocab_size, end_id)
+                assert self._config is not None
+                self._tokenizer = read_tokenizer(self._config)
+            return self._tokenizer
+
+
+def _length(params: GuidedDecodingParams) -> int:
+    """Return the bytes of a guide; of a very long one only its characters."""
+    text = params.guide or ""
+    return len(text) if len(text) > LONGEST_GUIDE else len(text.encode(errors="surrogatepass"))
+
+
+def _key(params: GuidedDecodingParams) -> _Key:
+    return params.guide_type, hashlib.sha256((params.guide or "").encode(errors="surrogatepass")).digest()
+
+
+def _trial(config: GuidedDecodingConfig | None) -> AnsweringProcess:
+    """Return a process that tries guides; it starts with the first."""
+    assert config is not None
+    places = [place for place in sys.path if Path(place).is_absolute()]
+    argv = (_python(), "-c", _RUN, json.dumps(places))
+    return AnsweringProcess(argv, lambda: {"tokenizer": tokenizer_settings(config)})
+
+
+def _python() -> str:
+    """Return the interpreter: `sys.executable` names another program where Python is embedded, as in Triton's stub."""
+    running = Path(sys.executable or "")
+    if running.name.startswith("python"):
+        return str(running)
+    return str(Path(sys.prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def _thread(target: Callable[[], Any], name: str) -> threading.Thread:
+    """Start a thread with a stack of _STACK."""
+    before = threading.stack_size(_STACK)
+    try:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread
 
 
 class Guide:
@@ -76,15 +305,20 @@ class Guide:
         self.matcher = matcher
         self._ends = [end for end in ends if end < vocab_size]
         self._end_id = end_id
+        self._allowed_seconds = FIRST_SECONDS
 
     def mask(self, row: Floats) -> None:
         """Set the logits f32[V] of tokens that cannot come next to −∞; all of them if the guide has failed.
 
         Where the guide may end, `end_id` is allowed. Ids outside the tokenizer's vocabulary are never allowed.
         """
-        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        if self.matcher.is_error():
-            self._fail(self.matcher.get_error())
+        bits = _NO_BITS
+        if self.failure is None:
+            began = time.thread_time()
+            bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+            self._spend(time.thread_time() - began)
+            if self.matcher.is_error():
+                self._fail(limit_reason(self.matcher.get_error()))
         if self.failure is not None:
             row[:] = -np.inf
             return
@@ -98,9 +332,14 @@ class Guide:
 
     def accept(self, token: int) -> None:
         """Advance to the state after `token`; `end_id` and tokens after the end of the guide change nothing."""
-        ended = token == self._end_id or self.matcher.is_stopped()
-        if not ended and self.matcher.try_consume_tokens([token]) != 1:
-            self._fail(f"token {token} does not fit it")
+        if self.failure is not None or token == self._end_id or self.matcher.is_stopped():
+            return
+        began = time.thread_time()
+        taken = self.matcher.try_consume_tokens([token])
+        if taken != 1:
+            error = self.matcher.get_error()
+            self._fail(limit_reason(error) if error else f"token {token} does not fit it")
+        self._spend(time.thread_time() - began - TOKEN_SECONDS)
 
     def fork(self) -> Guide:
         """Return an independent guide in the same state."""
@@ -108,135 +347,15 @@ class Guide:
         twin.matcher = self.matcher.deep_copy()
         return twin
 
+    def _spend(self, seconds: float) -> None:
+        """Fail when the tokens took longer than FIRST_SECONDS and TOKEN_SECONDS for each."""
+        self._allowed_seconds = min(self._allowed_seconds - seconds, FIRST_SECONDS)
+        if self._allowed_seconds < 0:
+            self._fail(
+                f"it takes too long: more than {TOKEN_SECONDS:g} s of CPU time for a token, and {FIRST_SECONDS:g} s "
+                "besides. Make it simpler"
+            )
+
     def _fail(self, reason: str) -> None:
         if self.failure is None:
-            self.failure = f"The guide cannot be followed any further: {_sentence(reason)}"
-
-
-def _read_tokenizer(config: GuidedDecodingConfig) -> LLTokenizer:
-    """Read the tokenizer from `tokenizer_str` (a tokenizer.json), else from the plain tokens of `encoded_vocab`."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    ends = config.stop_token_ids or None
-    try:
-        if config.tokenizer_str:
-            return LLTokenizer(config.tokenizer_str, eos_token=ends)
-        if config.encoded_vocab and ends:
-            return LLTokenizer(TokenizerWrapper(PlainVocabulary(config.encoded_vocab, ends)), eos_token=ends)
-    except ValueError as error:
-        raise RuntimeError(f"The tokenizer for guided decoding cannot be read: {_sentence(str(error))}") from error
-    raise RuntimeError("guided_decoding_config needs tokenizer_str, or encoded_vocab and stop_token_ids")
-
-
-class PlainVocabulary:
-    """A vocabulary of plain text tokens, with the interface that llguidance expects."""
-
-    def __init__(self, vocabulary: list[str], ends: list[int]) -> None:
-        self.eos_token_id = ends[0]
-        self.bos_token_id = None
-        self.special_token_ids = ends
-        self.tokens = [token.encode() for token in vocabulary]
-        self._ids = {token: number for number, token in reversed(list(enumerate(self.tokens))) if token}
-        self._longest = max(map(len, self._ids), default=0)
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Encode with the longest token at each position; bytes that start no token are skipped."""
-        ids: list[int] = []
-        start = 0
-        while start < len(text):
-            pieces = (text[start : start + length] for length in range(self._longest, 0, -1))
-            piece = next((piece for piece in pieces if piece in self._ids), None)
-            if piece is not None:
-                ids.append(self._ids[piece])
-            start += len(piece or b" ")
-        return ids
-
-
-def _compile(tokenizer: LLTokenizer, params: GuidedDecodingParams) -> LLMatcher:
-    """Compile the guide of `params`. Raises RuntimeError if it is invalid."""
-    from llguidance import LLMatcher
-
-    try:
-        matcher = LLMatcher(tokenizer, _grammar(params), log_level=0)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise _invalid_guide(params, str(error)) from error
-    if matcher.is_error():
-        raise _invalid_guide(params, matcher.get_error())
-    trial = matcher.deep_copy()
-    trial.compute_bitmask()
-    if trial.is_error():
-        reason = trial.get_error()
-        raise _invalid_guide(params, "no text matches it" if reason.startswith("NoExtension") else reason)
-    return matcher
-
-
-def _grammar(params: GuidedDecodingParams) -> str:
-    """Convert the guide to llguidance's notation. Raises ValueError if it cannot be read."""
-    from llguidance import LLMatcher, grammar_from
-
-    guide = params.guide or ""
-    grammar: str
-    if params.guide_type is GuideType.JSON:
-        grammar = LLMatcher.grammar_from_json_schema(_ANY_OBJECT)
-    elif params.guide_type is GuideType.JSON_SCHEMA:
-        json.loads(guide)
-        grammar = LLMatcher.grammar_from_json_schema(guide)
-    elif params.guide_type is GuideType.REGEX:
-        grammar = LLMatcher.grammar_from_regex(guide)
-    elif params.guide_type is GuideType.EBNF_GRAMMAR:
-        grammar = grammar_from("ebnf", _join_rule_lines(guide) if "::=" in guide else guide)
-    else:
-        raise ValueError("this type of guide is not supported")
-    return grammar
-
-
-def _invalid_guide(params: GuidedDecodingParams, reason: str) -> RuntimeError:
-    return RuntimeError(f"The guide of type {params.guide_type.name} is invalid: {_sentence(reason)}")
-
-
-def _sentence(text: str) -> str:
-    """Shorten a message of llguidance to one line: its first line and the errors of a regular expression."""
-    lines = [line.strip() for line in text.strip().splitlines()] or ["no reason given"]
-    errors = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
-    return " ".join([lines[0], *errors])
-
-
-_EBNF_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*')
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_RULE_START = re.compile(r"\s*[\w-]+\s*::=")
-
-
-def _join_rule_lines(grammar: str) -> str:
-    """Convert EBNF as xgrammar reads it to the narrower form that llguidance converts.
-
-    llguidance expects one rule per line, no comments inside a rule, and fewer escapes.
-    """
-    rules: list[str] = []
-    for line in _EBNF_PARTS.sub(_plain_part, grammar).splitlines():
-        if rules and not _RULE_START.match(line):
-            rules[-1] += " " + line.strip()
-        else:
-            rules.append(line.strip())
-    return "\n".join(rules) + "\n"
-
-
-def _plain_part(match: re.Match[str]) -> str:
-    text = match[0]
-    if text.startswith("#"):
-        return ""
-    special = '"\\' if text.startswith('"') else '"\\[]'
-    return text[0] + _ESCAPE.sub(lambda escape: _plain_escape(escape, special), text[1:-1]) + text[-1]
-
-
-def _plain_escape(escape: re.Match[str], special: str) -> str:
-    """Return an escape that both notations have, or the character itself."""
-    *codes, letter = escape.groups()
-    code = next((each for each in codes if each), None)
-    if code is None and letter in "nrt":
-        return escape[0]
-    character = chr(int(code, 16)) if code else str(letter)
-    if character in special:
-        return "\\" + character
-    if character in "-^" and "[" in special:  # operators of a character class
-        return f"\\x{ord(character):02x}"
-    return character if character >= " " else f"\\x{ord(character):02x}"
+            self.failure = f"The guide cannot be followed any further: {sentence(reason)}"

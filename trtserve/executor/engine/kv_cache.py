@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -108,6 +109,7 @@ class KvCache:
         self._outstanding = 0
         self._uses = [BlockUse()] * max_rows
         self._prefixes: list[_StoredPrefix | None] = [None] * max_rows
+        self._unfinished: deque[list[Node]] = deque()  # of each step on its way: what became known since it began
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that `tokens` tokens need."""
@@ -322,7 +324,40 @@ class KvCache:
         """Store the next block of a prefix in the tree."""
         key, first = prefix.key, prefix.blocks * self.tokens_per_block
         retention = retention_of(key.retention, first, generated=first >= len(key.tokens))
-        return self.tree.insert(prefix.last, encode(tokens, key.extra_ids, first), block, retention)
+        node = self.tree.insert(prefix.last, encode(tokens, key.extra_ids, first), block, retention)
+        if self._unfinished and node.block == block:
+            self._unfinished[-1].append(node)
+        return node
+
+    def step_started(self) -> None:
+        """Note that a step is on its way: blocks that become known now may hold what only this step writes."""
+        self._unfinished.append([])
+
+    def step_finished(self) -> None:
+        """Note that the oldest step on its way has succeeded."""
+        if self._unfinished:
+            self._unfinished.popleft()
+
+    def steps_failed(self) -> None:
+        """Forget the blocks that may lack what the steps on their way should have written."""
+        while self._unfinished:
+            for node in self._unfinished.popleft():
+                self._discard(node)
+
+    def distrust(self, slot: int) -> None:
+        """Forget the blocks of `slot` and all that follow them: their keys and values have given no finite logits."""
+        first = self.tree.known(int(self.table[slot, 0])) if self.reuse and self.counts[slot] else None
+        if first is not None:
+            self._discard(first)
+        self._prefixes[slot] = None
+
+    def _discard(self, node: Node) -> None:
+        """Remove `node` and all that follow it from the tree; sequences that run on them store no more blocks."""
+        removed = set(map(id, self.pool.discard(node)))
+        if removed:
+            self._prefixes = [
+                None if prefix is not None and id(prefix.last) in removed else prefix for prefix in self._prefixes
+            ]
 
     def finish(self, slots: tuple[int, ...], tokens: Int64s | list[int]) -> None:
         """Free the rows `slots` and their reservations; blocks that hold `tokens` may be reused.

@@ -21,6 +21,13 @@ Int64s = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 
 
+class FatalModelError(RuntimeError):
+    """A model cannot compute any more, whatever it is asked for: its executor stops, and with it the process.
+
+    Any other exception of a step ends the requests of that step only. A MemoryError says that they needed too much.
+    """
+
+
 @runtime_checkable
 class Follower(Protocol):
     """A rank that computes its part of what another process, rank 0, asks its own `Model`."""
@@ -31,7 +38,10 @@ class Follower(Protocol):
 
 class Model(Protocol):
     """A model with paged attention. `paged_model.PagedModel` implements it with OpenVINO;
-    `loaders.MODELS` lists all."""
+    `loaders.MODELS` lists all.
+
+    Every method that computes may raise FatalModelError.
+    """
 
     vocab_size: int
     """Width of the logits; larger token ids refer to rows of a prompt table."""

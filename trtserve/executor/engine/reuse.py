@@ -158,6 +158,32 @@ class BlockTree:
             self._roots.pop(parent.key, None)
         self._add_evictable(parent)
 
+    def discard(self, node: Node) -> list[Node]:
+        """Remove `node` and all that follow it, referenced or not, so that none is matched again; return them."""
+        if self._nodes.get(node.block) is not node:  # it was removed before
+            return []
+        parent = node.parent
+        assert parent is not None  # roots have no block
+        del parent.children[node.key]
+        del parent.order[bisect_left(parent.order, node.key)]
+        if parent.parent is None and not parent.children:
+            self._roots.pop(parent.key, None)
+        self._add_evictable(parent)
+        removed, left = [], [node]
+        while left:
+            each = left.pop()
+            left += each.children.values()
+            each.children, each.order = {}, []
+            if each.free:
+                self.claim(each.block)
+            del self._nodes[each.block]
+            removed.append(each)
+        return removed
+
+    def known(self, block: int) -> Node | None:
+        """Return the node of `block`, or None when its contents are not known."""
+        return self._nodes.get(block)
+
     def evict(self) -> int:
         """Remove the least recently used free leaf of the lowest priority. Raises IndexError when none is free."""
         self._expire()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,9 +12,14 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.batch import Batch, Step
 from trtserve.executor.engine.drafts import verify_draft
-from trtserve.executor.engine.draws import ChoosingModel, Draws, PendingStep
+from trtserve.executor.engine.draws import (
+    ChoosingModel,
+    Chosen,
+    Draws,
+    PendingStep,
+)
 from trtserve.executor.engine.kv_cache import KvCache
-from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.model import FatalModelError, Model
 from trtserve.executor.engine.sampling import (
     EXHAUSTED,
     UNDEFINED,
@@ -28,6 +32,9 @@ from trtserve.executor.interface.enums import FinishReason
 
 Logits = npt.NDArray[np.float32]
 
+# A device that owes a step for so many seconds, and for so many times the longest wait so far, will not answer.
+_LONGEST_WAIT = 20.0
+_SLOWER = 10.0
 _NO_LOGITS = np.zeros((0, 0), dtype=np.float32)
 
 
@@ -81,6 +88,8 @@ class Stepper:
         self._normalize = normalize_log_probs
         self._post_process = post_process
         self._failures: dict[Sequence, str] = {}
+        self._awaited_since: float | None = None
+        self._longest_wait = 0.0
 
     def start(self, plan: StepPlan, iteration: int) -> RunningStep:
         """Start the step; exceptions of the model are not caught. A model that does not choose tokens computes it."""
@@ -94,6 +103,7 @@ class Stepper:
             running = RunningStep(plan, step, begin, self._model.forward(**step.inputs))
         else:
             running = self._send(self._choosing, plan, step, begin)
+        self._cache.step_started()
         for sequence, size in plan.chunks:
             sequence.computed += size
         for sequence in plan.generations:
@@ -128,7 +138,7 @@ class Stepper:
         sampled, drawn = step.sampled, running.drawn
         chosen = None
         if running.pending is not None:
-            chosen = running.pending.result()
+            chosen = self._await(running.pending)
             logits = chosen.logits
             for sequence in [*step.sampled, *(span.sequence for span in step.spans)]:
                 sequence.ahead -= 1
@@ -151,13 +161,39 @@ class Stepper:
                 else:
                     (self._verify if span.sequence.search is None else self._search)(span.sequence, rows, outcome)
         _note_metrics(outcome, iteration)
+        self._cache.step_finished()
         return outcome
 
     def abandon(self, running: RunningStep) -> None:
-        """Wait for a step whose sequences have ended."""
-        if running.pending is not None:
-            with contextlib.suppress(Exception):  # nobody needs its results
-                running.pending.result()
+        """Wait for a step whose sequences have ended. Raises FatalModelError; nobody needs its other results."""
+        try:
+            if running.pending is not None:
+                self._await(running.pending)
+        except FatalModelError:
+            raise
+        except Exception:  # noqa: BLE001 - see above
+            self._cache.steps_failed()
+        else:
+            self._cache.step_finished()
+
+    def hung(self) -> float | None:
+        """Return for how many seconds a device has owed a step, if that is longer than any step takes. Thread-safe.
+
+        Only the wait for a device counts: what the host does itself, such as compiling a kernel or computing a long
+        prompt, may take as long as it takes. Steps over ever more context become slower little by little.
+        """
+        since = self._awaited_since
+        seconds = 0.0 if since is None else time.monotonic() - since
+        return seconds if seconds > max(_LONGEST_WAIT, _SLOWER * self._longest_wait) else None
+
+    def _await(self, pending: PendingStep) -> Chosen:
+        """Wait for a step, and note since when and how long."""
+        self._awaited_since = begin = time.monotonic()
+        try:
+            return pending.result()
+        finally:
+            self._awaited_since = None
+            self._longest_wait = max(self._longest_wait, time.monotonic() - begin)
 
     def _register_blocks(self, generations: list[Sequence]) -> None:
         """Make blocks that generated tokens have filled available to other sequences."""
@@ -214,7 +250,7 @@ class Stepper:
                 continue
             sequence.iterations += 1
             if choice.token < 0:
-                outcome.failed.append((sequence, self._failure_reason(choice.token, sequence)))
+                self._fail(sequence, choice.token, outcome)
             else:
                 advanced.append((sequence, sequence.accept(choice)))
 
@@ -232,7 +268,7 @@ class Stepper:
         sequence.computed += verification.accepted
         self._note_draft(sequence, len(sequence.draft), verification.accepted, outcome)
         if verification.token < 0:
-            outcome.failed.append((sequence, self._failure_reason(verification.token, sequence)))
+            self._fail(sequence, verification.token, outcome)
             return
         ended = verification.reason is not FinishReason.NOT_FINISHED
         outcome.advanced.append((sequence, verification.reason if ended else FinishReason.LENGTH))
@@ -257,7 +293,7 @@ class Stepper:
         if verification.token >= 0 or verification.accepted:
             outcome.advanced.append((sequence, verification.reason))
         if verification.token < 0:
-            outcome.failed.append((sequence, self._failure_reason(verification.token, sequence)))
+            self._fail(sequence, verification.token, outcome)
 
     def _note_draft(self, sequence: Sequence, drafted: int, accepted: int, outcome: Outcome) -> None:
         outcome.drafts.append((drafted, accepted))
@@ -276,7 +312,7 @@ class Stepper:
         first = not search.beams[0].tokens
         log_probs = search.log_probs(logits)
         if np.isnan(log_probs).any():
-            outcome.failed.append((sequence, self._failure_reason(UNDEFINED, sequence)))
+            self._fail(sequence, UNDEFINED, outcome)
             return
         parents, _ = search.step(log_probs)
         if search.done:
@@ -284,7 +320,7 @@ class Stepper:
             if ranked:
                 outcome.advanced.append((sequence, ranked[0].reason))
             else:
-                outcome.failed.append((sequence, self._failure_reason(EXHAUSTED, sequence)))
+                self._fail(sequence, EXHAUSTED, outcome)
             return
         if first:
             self._cache.fork(sequence.slots, sequence.computed)
@@ -295,6 +331,12 @@ class Stepper:
             )
         sequence.capacity = 0
         outcome.advanced.append((sequence, FinishReason.NOT_FINISHED))
+
+    def _fail(self, sequence: Sequence, token: int, outcome: Outcome) -> None:
+        """End a sequence for which no token could be chosen. What gave undefined logits is not kept for others."""
+        outcome.failed.append((sequence, self._failure_reason(token, sequence)))
+        if token != EXHAUSTED and sequence.slots:
+            self._cache.distrust(sequence.slots[0])
 
     def _failure_reason(self, token: int, sequence: Sequence) -> str:
         """Return why no token could be chosen for this sequence; the rest of the batch is not affected."""

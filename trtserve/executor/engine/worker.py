@@ -7,15 +7,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
 
 from trtserve.executor.engine.admission import Admission
 from trtserve.executor.engine.batch import Batch
 from trtserve.executor.engine.checks import sequence_count
+from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.limits import Limits
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
 from trtserve.executor.engine.mailbox import Mailbox
-from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.model import FatalModelError, Model
 from trtserve.executor.engine.post_processing import PostProcessors
 from trtserve.executor.engine.recorder import Recorder
 from trtserve.executor.engine.responses import ended_response, error_response, next_responses
@@ -33,6 +36,19 @@ from trtserve.executor.interface.requests import Request
 from trtserve.executor.interface.results import Response
 
 logger = logging.getLogger(__name__)
+
+# So many steps that fail one after the other are no fault of their requests. For lack of memory it can be: a client may
+# ask again and again for more than fits.
+_FAILED_STEPS = 3
+_STEPS_WITHOUT_MEMORY = 30
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A request whose guide is being compiled."""
+
+    request: Request
+    arrival: float
 
 
 class Worker:
@@ -71,16 +87,20 @@ class Worker:
         self._enqueue_lock = threading.Lock()
         self._wake = threading.Condition()
         self._queue: deque[Sequence] = deque()
+        self._compiling: dict[int, _Arrived] = {}  # changed under both locks
         self._cancelled: set[int] = set()
         self._timed: list[Sequence] = []
         self._next_id = 1
         self._terminating = False
         self._failure: str | None = None
+        self._failed_steps = 0  # since the last one that succeeded
+        self._without_memory = 0
 
     def enqueue(self, requests: list[Request]) -> list[int]:
         """Queue `requests`.
 
-        Raises RuntimeError when the queue cannot take all. Invalid requests get an error response.
+        Raises RuntimeError when the queue cannot take all. Invalid requests get an error response. One whose guide has
+        to be compiled joins the queue after that.
         """
         with self._enqueue_lock:
             if self._failure is not None:
@@ -88,26 +108,68 @@ class Worker:
             if self._terminating:
                 raise RuntimeError("Shutdown called")
             limit = self._max_queue_size
-            if limit is not None and len(self._queue) + sum(map(sequence_count, requests)) > limit:
+            waiting = [*requests, *(each.request for each in self._compiling.values())]
+            if limit is not None and len(self._queue) + sum(map(sequence_count, waiting)) > limit:
                 raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
             self._admission.require_post_processors(requests)
             ids = list(range(self._next_id, self._next_id + len(requests)))
             self._next_id += len(requests)
             self.mailbox.expect({id_: request.client_id for request, id_ in zip(requests, ids, strict=True)})
-            checked = [self._admit(request, id_) for request, id_ in zip(requests, ids, strict=True)]
+            now = time.monotonic()
+            checked = [
+                self._admit_or_compile(id_, _Arrived(each, now)) for each, id_ in zip(requests, ids, strict=True)
+            ]
             with self._wake:
-                for each in checked:
-                    for sequence in each if isinstance(each, list) else ():
-                        insert_by_priority(self._queue, sequence)
-                self._wake.notify()
-            refused = [each for each in checked if isinstance(each, Response)]
-            if refused:
-                self.mailbox.deliver(refused)
+                self._add(checked)
+            self._refuse(checked)
         return ids
 
-    def _admit(self, request: Request, id_: int) -> list[Sequence] | Response:
+    def _add(self, checked: SequenceOf[list[Sequence] | Response]) -> None:
+        """Queue what was admitted; the caller holds `_wake`."""
+        for each in checked:
+            for sequence in each if isinstance(each, list) else ():
+                insert_by_priority(self._queue, sequence)
+        self._wake.notify()
+
+    def _refuse(self, checked: SequenceOf[list[Sequence] | Response]) -> None:
+        refused = [each for each in checked if isinstance(each, Response)]
+        if refused:
+            self.mailbox.deliver(refused)
+
+    def _admit_or_compile(self, id_: int, arrived: _Arrived) -> list[Sequence] | Response:
+        """Admit a request whose guide is known; of another, have the guide compiled, which ends in `_compiled`."""
+        guide = self._admission.guide(arrived.request)
+        if guide is None:
+            with self._wake:
+                self._compiling[id_] = arrived
+            try:
+                self._admission.compile_guide(
+                    arrived.request, partial(self._compiled, id_), lambda: id_ in self._compiling
+                )
+            except RuntimeError as error:
+                guide = CompiledGuide(error=str(error))
+                with self._wake:
+                    del self._compiling[id_]
+            else:
+                return []
+        return self._admit(id_, arrived, guide)
+
+    def _compiled(self, id_: int, guide: CompiledGuide) -> None:
+        """Admit a request whose guide has been compiled, or is not needed any more."""
+        with self._enqueue_lock:
+            arrived = self._compiling.get(id_)
+            if arrived is None:  # it was cancelled, or the executor has failed
+                return
+            checked = self._admit(id_, arrived, guide)
+            with self._wake:
+                del self._compiling[id_]
+                self._add([checked])
+            self._refuse([checked])
+
+    def _admit(self, id_: int, arrived: _Arrived, guide: CompiledGuide) -> list[Sequence] | Response:
+        request = arrived.request
         try:
-            return self._admission.admit(request, id_)
+            return self._admission.admit(request, id_, guide, arrival=arrived.arrival)
         except NotCachedError as error:  # clients recognise exactly this text and send the weights
             return Response(id_, str(error), request.client_id)
         except RuntimeError as error:
@@ -116,8 +178,11 @@ class Worker:
     def cancel(self, id_: int) -> None:
         """Cancel a request; a queued one ends when it becomes active, unknown ids are ignored."""
         with self._wake:
+            compiling = id_ in self._compiling
             self._cancelled.add(id_)
             self._wake.notify()
+        if compiling:
+            self._compiled(id_, UNGUIDED)  # it becomes active, and ends
 
     def terminate(self) -> None:
         """Let `run` return when all queued requests have ended."""
@@ -126,19 +191,23 @@ class Worker:
             self._wake.notify()
 
     def run(self) -> None:
-        """Work until terminated. If the loop fails, every open request gets an error response."""
+        """Work until terminated. If the loop or the model fails for good, every open request gets an error response."""
         try:
             while self._collect():
                 self._step()
         except BaseException as error:
             logger.critical("The executor has stopped: %r", error, exc_info=error)
-            message = f"The executor has stopped working: {type(error).__name__}: {error}"
+            cause = str(error) if isinstance(error, FatalModelError) else f"{type(error).__name__}: {error}"
+            message = f"The executor has stopped working: {cause}"
             with self._enqueue_lock:  # no request is half enqueued
                 self._failure = message
                 self._queue.clear()
+                self._compiling.clear()
                 self.mailbox.fail(message)
         else:
             self.mailbox.close()
+        finally:
+            self._admission.close()
 
     def _collect(self) -> bool:
         """Take new requests and cancellations, or sleep while there is no work.
@@ -147,8 +216,8 @@ class Worker:
         """
         with self._wake:
             while not (self._queue or self.scheduler.active):
-                self._cancelled.clear()  # these requests have ended
-                if self._terminating:
+                self._cancelled &= self._compiling.keys()  # the others have ended
+                if self._terminating and not self._compiling:
                     return False
                 self._wake.wait()
             while self._queue and (sequence := self.scheduler.take(self._queue)) is not None:
@@ -170,7 +239,7 @@ class Worker:
     def _take_cancelled(self) -> list[Sequence]:
         """Return the active sequences that were cancelled; cancellations of queued ones are kept."""
         active = [sequence for sequence in self.scheduler.active if sequence.id in self._cancelled]
-        self._cancelled &= {sequence.id for sequence in self._queue}
+        self._cancelled &= {sequence.id for sequence in self._queue} | self._compiling.keys()
         return active
 
     def _end_early(self, sequences: list[Sequence], reason: FinishReason) -> None:
@@ -178,21 +247,43 @@ class Worker:
             self._end(sequences, [ended_response(sequence, reason) for sequence in sequences])
 
     def _step(self) -> None:
-        """Run one step of the active sequences. An exception ends them with an error; the executor goes on."""
+        """Run one step of the active sequences. An exception ends them with an error; the executor goes on.
+
+        Raises FatalModelError when the model cannot go on, or when too many steps have failed in a row.
+        """
         if not self.scheduler.active:
             self._record_if_idle()
             return
         try:
             self._run_step()
+        except FatalModelError:
+            raise
         except Exception as error:
             logger.exception("A step failed")
+            self._count_failure(error)
+            self.cache.steps_failed()
             while self._running:
                 self._stepper.abandon(self._running.popleft())
             finished: list[Sequence] = []
             responses: list[Response] = []
-            self._fail([(sequence, str(error)) for sequence in self.scheduler.active], finished, responses)
+            text = f"the step failed: {error}"
+            self._fail([(sequence, text) for sequence in self.scheduler.active], finished, responses)
             self._end(finished, responses, trusted=False)
             self._record_if_idle()
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count a step that failed. Raises FatalModelError after too many without one that succeeded."""
+        self._failed_steps += not isinstance(error, MemoryError)
+        self._without_memory += isinstance(error, MemoryError)
+        if self._failed_steps >= _FAILED_STEPS or self._without_memory >= _STEPS_WITHOUT_MEMORY:
+            count = self._failed_steps + self._without_memory
+            last = f"{type(error).__name__}: {error}"
+            raise FatalModelError(f"{count} steps in a row have failed, the last one with {last}") from error
+
+    def hang(self) -> str | None:
+        """Return that and how long a step has not come back from its device, or None. For other threads."""
+        seconds = self._stepper.hung()
+        return None if seconds is None else f"A step has not come back from its device for {seconds:.0f} s"
 
     def _run_step(self) -> None:
         """Run a step, or, where steps overlap, start one and then finish the one before it."""
@@ -214,6 +305,7 @@ class Worker:
     def _finish(self, running: RunningStep) -> None:
         """Finish a step and deliver its responses."""
         outcome = self._stepper.finish(running, self.recorder.iteration)
+        self._failed_steps = self._without_memory = 0
         for drafted, accepted in outcome.drafts:
             self.recorder.verified(drafted, accepted)
         now = time.perf_counter()

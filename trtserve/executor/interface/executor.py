@@ -129,6 +129,11 @@ class Executor:
             return mailbox.fetch_each(list(id) if ids is None else ids, seconds)  # type: ignore[arg-type]
         return mailbox.fetch(id, seconds)
 
+    def hang(self) -> str | None:
+        """Return why no step is made although requests are open, when that is certain, or None. Thread-safe."""
+        worker = self._worker
+        return None if worker is None else worker.hang()
+
     def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 - the interface's name
         """Return the number of ready responses, of one request or of all."""
         return self._running().mailbox.count(id)

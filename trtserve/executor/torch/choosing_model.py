@@ -12,6 +12,7 @@ import torch
 from trtserve.executor.engine.draws import Chosen, Draws
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter
 from trtserve.executor.torch.model import TorchModel, max_rows
+from trtserve.executor.torch.step_faults import StepFaults
 
 if TYPE_CHECKING:
     from trtserve.executor.torch.graphs import DecodeGraphs
@@ -49,11 +50,13 @@ class _Pending:
     log_probs: Tensor | None
     logits: Tensor | None
     arrived: Any
+    faults: StepFaults
 
     def result(self) -> Chosen:
         """See `PendingStep.result`. The GIL is released while the GPU computes."""
         if self.arrived is not None:
-            self.arrived.synchronize()
+            with self.faults:
+                self.arrived.synchronize()
         numbers = self.draws.numbers
         log_probs = np.zeros((len(numbers), 2), np.float32)
         if self.log_probs is not None:
@@ -92,7 +95,7 @@ class ChoosingTorchModel(TorchModel):
 
     def launch(self, draws: DrawArrays, **inputs: Any) -> _Pending:
         """Send a step whose draws are arrays, as every rank of a group does."""
-        with torch.inference_mode():
+        with self.faults, torch.inference_mode():
             for entry, tokens, numbers in draws.new_rows:
                 self._table[entry].zero_()
                 self._table[entry, self._copy(tokens)] = self._copy(numbers)
@@ -155,7 +158,7 @@ class ChoosingTorchModel(TorchModel):
         if self.device != "cpu":
             arrived = torch.cuda.Event()
             arrived.record()
-        return _Pending(draws, tokens, log_probs, others, arrived)
+        return _Pending(draws, tokens, log_probs, others, arrived, self.faults)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if self.device == "cpu":

@@ -26,6 +26,7 @@ from trtserve.executor.torch.adapters import AdapterWeights
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.group import ALONE, Alone, Group
 from trtserve.executor.torch.operations import Device, operations_for
+from trtserve.executor.torch.step_faults import StepFaults
 from trtserve.executor.torch.weights import EngineWeights, Weights
 from trtserve.host.machine import free_memory
 
@@ -89,6 +90,7 @@ class TorchModel:
             self._step_bytes += captured_bytes(max_rows(config), sizes.vocab)
         self.caches: list[Tensor] = []
         self.spare_block = 0
+        self.faults = StepFaults(device)
 
     def free_memory(self) -> int:
         """Return the free bytes of the memory that holds the KV cache; on a GPU, besides those of the largest step."""
@@ -133,7 +135,7 @@ class TorchModel:
         long_sequences: npt.NDArray[np.bool_] | None = None,
     ) -> Logits:
         """See `Model.forward`."""
-        with torch.inference_mode():
+        with self.faults, torch.inference_mode():
             inputs = self.inputs(
                 token_ids=token_ids,
                 positions=positions,
@@ -206,8 +208,9 @@ class TorchModel:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy keys and values of block `source` to block `target`, in every layer."""
-        for cache in self.caches:
-            cache[target] = cache[source]
+        with self.faults:
+            for cache in self.caches:
+                cache[target] = cache[source]
 
 
 def load_model(

@@ -23,8 +23,11 @@ _TYPES = {
     501: "not_implemented_error",
     503: "service_unavailable",
 }
-# What the engine's error contains → status and code. Anything else that the engine refuses is the request's fault.
+# What the engine's error contains → status and code; the first one counts, since the first two quote anything.
+# Whatever else the engine refuses is the request's fault.
 _ENGINE_ERRORS: tuple[tuple[re.Pattern[str], int, str | None], ...] = (
+    (re.compile("executor has stopped working"), 503, None),
+    (re.compile("in forwardAsync function: the step failed"), 500, None),
     (re.compile("queue", re.IGNORECASE), 429, "queue_full"),
     (re.compile("is not healthy|is not ready|unexpectedly|shut ?down", re.IGNORECASE), 503, None),
     (re.compile("exceeds maximum input length", re.IGNORECASE), 400, "context_length_exceeded"),
@@ -42,6 +45,11 @@ _REFUSED = {
 }
 
 
+def error_type(status: int) -> str:
+    """Return OpenAI's name for errors with this status."""
+    return _TYPES.get(status, "invalid_request_error")
+
+
 class ApiError(Exception):
     """An error that the client gets as OpenAI's JSON."""
 
@@ -51,7 +59,7 @@ class ApiError(Exception):
         self.body = {
             "error": {
                 "message": message,
-                "type": _TYPES.get(status, "invalid_request_error"),
+                "type": error_type(status),
                 "param": param,
                 "code": code,
             }

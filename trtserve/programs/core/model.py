@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -20,12 +21,13 @@ from ..shared.guarded_sender import GuardedSender
 from ..shared.parameter_classes import check_classes
 from ..shared.parameters import ModelParameters, check_request_type
 from ..shared.periodic import Turns, repeat
-from ..shared.run_folder import Heartbeat
+from ..shared.run_folder import STOPPED, Heartbeat
+from ..shared.triton_errors import error_response
 from .executor_module import load_executor_module
 from .guides import guided_decoding_config
 from .joining import joined, joined_responses
 from .metrics import MetricsReporter
-from .pending import Pending, PendingTable, client_id, error_response, response
+from .pending import Pending, PendingTable, client_id, response
 from .request import RequestFactory, vocabulary_to_wrap
 from .response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
 from .row import Inputs
@@ -35,6 +37,9 @@ from .settings import executor_config
 # this is not a polling period.
 _AWAIT = timedelta(seconds=0.5)
 _BEAT = 1.0
+# The process of an executor that has stopped ends after so many seconds: its requests are answered by then, and the
+# supervisor has read why.
+_LAST_WORDS = 2.0
 _NEEDED_OUTPUTS = ("output_ids", "sequence_length")
 
 
@@ -136,6 +141,8 @@ class TritonPythonModel:
             self._cancel(self._pending.stop(request_id))
             sender.send(None if self._decoupled else response([]), final=True)
             return
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         check_request_type(request.parameters())
         missing = [name for name in _NEEDED_OUTPUTS if name not in request.requested_output_names()]
         if missing:
@@ -193,11 +200,9 @@ class TritonPythonModel:
             try:
                 answers = self._executor.await_responses(timeout=_AWAIT)
             except RuntimeError as error:  # the executor has shut down, or its thread has failed
-                if not self._stopping.is_set():
-                    self._failure = str(error)
-                    self._beat()
+                self._end_process(str(error))
                 return
-            self._answers += len(answers)
+            self._answers += sum(not answer.has_error() for answer in answers)
             for answer, earlier in joined(answers):
                 self._forward(answer, earlier)
 
@@ -245,14 +250,39 @@ class TritonPythonModel:
 
     def _report_statistics(self) -> None:
         records = self._executor.get_latest_iteration_stats()
-        if records:
-            self._steps = records[-1].iter
+        self._steps += sum(map(_made_a_step, records))
         self._metrics.report(records)
 
     def _beat(self) -> None:
+        if self._failure is None and (hang := self._hang()) is not None:
+            self._end_process(f"{STOPPED}: {hang}")
+            return
         self._heartbeat.beat(
             open_requests=len(self._pending.all()), progress=self._answers + self._steps, failure=self._failure
         )
+
+    def _hang(self) -> str | None:
+        """Return why the embedded executor will make no step any more although it does not say so, or None."""
+        return self._executor.hang() if hasattr(self._executor, "hang") else None
+
+    def _end_process(self, failure: str) -> None:
+        """Show why the executor has stopped, answer what is open, and end this process unless Triton does so first.
+
+        A process whose GPU has failed can do nothing but end. The file of its heartbeats stays, and tells why.
+        """
+        if self._stopping.is_set():
+            return
+        self._failure = failure
+        self._heartbeat.beat(open_requests=0, progress=self._answers + self._steps, failure=failure)
+        for pending in self._pending.all():  # none, unless the executor hangs
+            for executor_id in list(pending.open_rows):
+                self._pending.close(executor_id)
+            pending.fail(failure)
+        if self._stopping.wait(_LAST_WORDS):
+            return
+        pb_utils.Logger.log_error(f"The process of the core model ends: {failure}")
+        logging.shutdown()
+        os._exit(1)
 
     def finalize(self) -> None:
         """Cancel open requests, then end the threads and the executor."""
@@ -262,6 +292,13 @@ class TritonPythonModel:
         for thread in self._threads:
             thread.join(timeout=5)
         if self._threads:
-            self._executor.shutdown()
+            if self._hang() is None:
+                self._executor.shutdown()
             self._metrics.close()
             self._heartbeat.close()
+
+
+def _made_a_step(record: Any) -> bool:
+    """Return whether an iteration computed something: the record that follows a failed step has no requests."""
+    batches = (record.inflight_batching_stats, record.static_batching_stats)
+    return any(batch is not None and batch.num_scheduled_requests > 0 for batch in batches)

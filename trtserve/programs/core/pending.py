@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from ..shared.fetched_answers import FetchedSender
 from ..shared.guarded_sender import GuardedSender
+from ..shared.triton_errors import error_response
 from .response import Outputs, Wanted
 
 _REMEMBERED = 1024
@@ -73,11 +74,6 @@ class Pending:
     def total(self, executor_id: int) -> int:
         """Return the tokens of all sequences of an executor request."""
         return sum(tokens for (number, _), tokens in self.generated.items() if number == executor_id)
-
-
-def error_response(message: str) -> Any:
-    """Return a response with an error."""
-    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,8 @@ VARIABLE = "TRTSERVE_RUN_FOLDER"
 DRAINING = "draining"
 """File that `trtserve stop --drain` makes."""
 HEARTBEATS = "*.heartbeat"
+STOPPED = "The executor has stopped working"
+"""How the embedded executor begins to say that it will answer nothing any more."""
 _SIZE = 2048
 
 

@@ -16,6 +16,7 @@ from .guarded_sender import GuardedSender
 from .inner_models import InnerModelError, Tensors, finished_calls, forget_calls
 from .parameters import ModelParameters, check_request_type
 from .periodic import Turns, repeat
+from .triton_errors import error_response
 
 # Requests served at once, each in a thread that mostly waits for other models; further requests queue.
 _MOST_AT_ONCE = 256
@@ -106,8 +107,7 @@ class TextModel:
                 del self._active[inner_id]
 
     def _fail(self, sender: GuardedSender, message: str) -> None:
-        error = pb_utils.TritonError(message)
-        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
+        sender.send(error_response(message), final=True)
 
     def _watch_cancellation(self) -> None:
         """Pass cancellations by clients on to the called models."""

@@ -1,0 +1,153 @@
+"""An engine that turns bad while it serves, as one does whose GPU has failed: nobody is told that it was the client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import HOST
+from tests.support.supervised import ALL, Supervised, measured, seconds_until, supervised
+from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_until
+from trtserve.artifacts import Model
+from trtserve.pipeline.build import build_engine
+from trtserve.pipeline.convert import convert_model
+from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+
+pytestmark = pytest.mark.triton
+
+# What the core model's program does besides: once the file ORDER is there, steps fail as it says, until a new start.
+# The first one takes a second, so that other requests wait for it.
+FAULTS = """
+import time
+from pathlib import Path
+
+from trtserve.executor import step
+from trtserve.executor.model import FatalModelError
+
+ORDER = Path({order!r})
+start, faults = step.Stepper.start, []
+step._LONGEST_WAIT = 1.0
+
+
+def failing(self, plan, iteration):
+    if ORDER.exists():
+        faults.append(ORDER.read_text())
+        ORDER.unlink()
+        time.sleep(1.0)
+    if faults == ["lost"]:
+        raise FatalModelError("AcceleratorError: CUDA error: an illegal memory access was encountered")
+    if faults == ["errors"]:
+        raise RuntimeError("CUDA error: something that nobody knows")
+    if faults == ["hangs"]:
+        self._awaited_since = time.monotonic()
+        time.sleep(10_000)
+    return start(self, plan, iteration)
+
+
+step.Stepper.start = failing
+"""
+# The state file and the health page tell within 5 s; the rest is time for a machine that is busy.
+NOTICED = 30.0
+PROMPT = {"prompt": "hello", "max_tokens": 16, "temperature": 0}
+GENERATED = {"text_input": "hello", "max_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("order") / "fault"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Path:
+    root = tmp_path_factory.mktemp("engine")
+    model = write_tiny_model(root / "model")
+    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
+    engine = build_engine(checkpoint, BuildSpec(runtime="openvino", max_batch_size=8), out=root / "engine")
+    spec = RepositorySpec(name="tiny", ngram_max_draft_len=0)
+    path = assemble_repository(plan_repository(engine, model, spec, out=root / "repository")).path
+    program = path / "tensorrt_llm" / "1" / "model.py"
+    text = program.read_text() + FAULTS.format(order=str(order))
+    program.unlink()  # it may be linked from elsewhere
+    program.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def answer(one: Supervised, path: str, body: object = None) -> tuple[int, str]:
+    """Ask the door and return the status and the body of its answer; 0 without an answer."""
+    connection = http.client.HTTPConnection(HOST, one.record().endpoint.http_port, timeout=30)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    except (OSError, http.client.HTTPException):
+        return 0, ""
+    finally:
+        connection.close()
+
+
+def completion(one: Supervised) -> tuple[int, str]:
+    """Return the status and the text, or the error, of OpenAI's API."""
+    status, body = answer(one, "/v1/completions", {"model": "tiny", **PROMPT})
+    return status, json.loads(body)["choices"][0]["text"] if status == 200 else body
+
+
+def healthy(one: Supervised) -> bool:
+    return answer(one, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("fault", ["lost", "errors", "hangs"] if ALL else ["lost"])
+def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, repository: Path, home: Path) -> None:
+    with supervised(repository, home, "--restart", "on-failure", "--no-verify", door=True) as one:
+        one.ready()
+        status, text = completion(one)
+        assert (status, healthy(one)) == (200, True), text
+        order.write_text(fault)
+        asked: list[Callable[[], tuple[int, str]]] = [
+            partial(completion, one),
+            partial(answer, one, "/v2/models/ensemble/generate", GENERATED),
+            partial(answer, one, "/v2/models/tensorrt_llm_bls/generate", GENERATED),
+        ]
+        if fault == "errors":
+            # Nobody knows yet that it is no single step that fails; not even then is it the client's fault.
+            assert [completion(one)[0] for _ in range(2)] == [500, 500]
+            asked = asked[:1]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            calls = [threads.submit(each) for each in asked]
+            unhealthy = seconds_until(lambda: not healthy(one), NOTICED)
+            answers = [call.result() for call in calls]
+        assert [status for status, _ in answers] == [503] * len(asked), answers
+        assert all("stopped working" in body for _, body in answers), answers
+        settled = seconds_until(lambda: one.record().restarts == 1 and one.state() == "ready", 120)
+        one.ready()
+        wait_until(lambda: healthy(one))
+        assert completion(one) == (200, text)
+    measured("failing engine", how=fault, unhealthy_s=unhealthy, settled_s=settled)
+
+
+@pytest.mark.skipif(not ALL, reason="make faults")
+def test_a_server_whose_engine_fails_ends(order: Path, repository: Path, home: Path) -> None:
+    with supervised(repository, home, "--no-verify", door=True) as one:
+        one.ready()
+        order.write_text("lost")
+        assert completion(one)[0] == 503
+        settled = seconds_until(lambda: one.record().state == "failed", NOTICED)
+        failure = one.record().failure
+        assert failure is not None
+        assert "stopped working: AcceleratorError: CUDA error: an illegal memory access" in failure.message
+    measured("failing engine", how="lost", policy="never", settled_s=settled)

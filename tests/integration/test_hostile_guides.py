@@ -1,0 +1,192 @@
+"""Guides of an unknown client: one that takes too much is refused by name, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import trtserve
+from tests.support.sampling_requests import VOCAB, build_tiny_engine
+from trtserve.executor import api
+from trtserve.executor.engine.guided import LONGEST_QUEUE
+from trtserve.executor.interface.enums import GuideType
+
+END = 2
+OTHERS = 5.0
+"""Seconds that another client may wait here at most; it takes some hundredths."""
+ANSWERED = 60.0
+ORDINARY = json.dumps(
+    {
+        "type": "object",
+        "properties": {f"field{number}": {"type": "string", "maxLength": 5} for number in range(20)},
+        "required": ["field0"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model and its engine."""
+    folder = tmp_path_factory.mktemp("guides")
+    build_tiny_engine(folder)
+    return folder
+
+
+@pytest.fixture
+def executor(folder: Path) -> Iterator[api.Executor]:
+    with executor_of(folder) as running:
+        yield running
+
+
+def executor_of(folder: Path, tokenizer: Path | None = None) -> api.Executor:
+    guided = api.GuidedDecodingConfig(
+        api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE,
+        tokenizer_str=(tokenizer or folder / "model" / "tokenizer.json").read_text(encoding="utf-8"),
+    )
+    config = api.ExecutorConfig(guided_decoding_config=guided)
+    return api.Executor(folder / "engine", api.ModelType.DECODER_ONLY, config)
+
+
+def request(kind: GuideType | None = None, guide: str = "", *, count: int = 8, **more: Any) -> api.Request:
+    params = None if kind is None else api.GuidedDecodingParams(kind, guide)
+    output = api.OutputConfig(exclude_input_from_output=True)
+    return api.Request([5, 6], count, guided_decoding_params=params, end_id=END, output_config=output, **more)
+
+
+def multiple_of(number: int) -> api.Request:
+    return request(GuideType.JSON_SCHEMA, f'{{"type": "integer", "multipleOf": {number}}}')
+
+
+def answer(executor: api.Executor, number: int, seconds: float = ANSWERED) -> api.Response:
+    """The last response of a request."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for response in executor.await_responses(number, 0.2):
+            assert isinstance(response, api.Response)
+            if response.has_error() or response.result.is_final:
+                return response
+    raise AssertionError(f"no answer within {seconds} s")
+
+
+def error_of(executor: api.Executor, number: int) -> str:
+    response = answer(executor, number)
+    assert response.has_error()
+    return str(response.error_msg)
+
+
+def others_wait(executor: api.Executor, *, guided: bool = False) -> float:
+    """The seconds that a request takes from its enqueuing to its answer."""
+    began = time.monotonic()
+    number = executor.enqueue_request(request(GuideType.REGEX, "[a-z]{3}") if guided else request())
+    response = answer(executor, number)
+    assert not response.has_error()
+    return time.monotonic() - began
+
+
+BRACKETS = "of type EBNF_GRAMMAR is invalid"
+HOSTILE = {
+    "10,000 brackets": (GuideType.EBNF_GRAMMAR, "[" * 10_000 + "::=", BRACKETS),
+    "50,000 brackets": (GuideType.EBNF_GRAMMAR, "[" * 50_000 + "::=", BRACKETS),
+    "50,000 quotes": (GuideType.EBNF_GRAMMAR, 'root ::= "' + "\\" * 50_001 + '["' * 20_000, BRACKETS),
+    "many rules": (GuideType.EBNF_GRAMMAR, "root ::= " + "a\n" * 60_000, "of type EBNF_GRAMMAR"),
+    "expression": (GuideType.REGEX, ".*" * 5000 + "a", r"REGEX takes too much: it needs more than 2 s of CPU time"),
+    "multipleOf": (
+        GuideType.JSON_SCHEMA,
+        '{"type": "integer", "multipleOf": 999983}',
+        "takes too much: it needs more than",
+    ),
+    "a larger one": (
+        GuideType.JSON_SCHEMA,
+        '{"type": "integer", "multipleOf": 10000019}',
+        "takes too much: it needs more",
+    ),
+    "8 MiB": (GuideType.JSON_SCHEMA, " " * (8 << 20), "has 8388608 bytes; expected 131072 at most"),
+    "half a character": (GuideType.REGEX, "\ud800", "REGEX is invalid"),
+}
+
+
+@pytest.mark.parametrize(("kind", "guide", "words"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_nobody_waits_for_a_guide_that_takes_too_much(
+    executor: api.Executor, kind: GuideType, guide: str, words: str
+) -> None:
+    began = time.monotonic()
+    hostile = executor.enqueue_request(request(kind, guide))
+    enqueued = time.monotonic() - began
+    waited = others_wait(executor)
+    assert re.search(words, error_of(executor, hostile))
+    assert enqueued < OTHERS
+    assert waited < OTHERS
+    began = time.monotonic()
+    assert re.search(words, error_of(executor, executor.enqueue_request(request(kind, guide))))
+    assert time.monotonic() - began < 1  # what was refused once costs nothing
+    assert not answer(executor, executor.enqueue_request(request(GuideType.JSON_SCHEMA, ORDINARY))).has_error()
+
+
+def test_nobody_waits_for_many_guides_that_take_too_much(executor: api.Executor) -> None:
+    others_wait(executor, guided=True)  # this guide is known from now on
+    hostile = [
+        request(GuideType.JSON_SCHEMA, f'{{"type": "integer", "multipleOf": {10000019 * at}}}') for at in range(1, 7)
+    ]
+    ids = executor.enqueue_requests(hostile)
+    assert others_wait(executor) < OTHERS
+    assert others_wait(executor, guided=True) < OTHERS
+    for number in ids[2:]:  # those that wait for their turn
+        executor.cancel_request(number)
+    for number in ids[2:]:
+        response = answer(executor, number, OTHERS)
+        assert response.result.finish_reasons == [api.FinishReason.CANCELLED]
+    for number in ids[:2]:
+        assert "takes too much" in error_of(executor, number)
+
+
+def test_only_so_many_guides_wait(executor: api.Executor) -> None:
+    hostile = [multiple_of(10000019 * at) for at in range(1, LONGEST_QUEUE + 2)]
+    *ids, last = executor.enqueue_requests(hostile)
+    assert f"The queue of guides to compile is full: {LONGEST_QUEUE} are in it" in error_of(executor, last)
+    same = executor.enqueue_request(hostile[0])  # waits with the first
+    for number in [*ids, same]:
+        executor.cancel_request(number)
+    for number in [*ids, same]:
+        answer(executor, number)
+    assert others_wait(executor) < OTHERS
+
+
+ALTERNATIVES = "root ::= " + " | ".join(f'[a-z]* "x{number}" [0-9]*' for number in range(1500))
+# Compiled at once, but has ever more ways to read the text so far.
+AMBIGUOUS = 'root ::= s\ns ::= s s s s s s s s | [a-z] | [a-z ] | ""'
+
+
+@pytest.mark.parametrize("guide", [ALTERNATIVES, AMBIGUOUS], ids=["first token", "later token"])
+def test_a_token_that_takes_too_much_fails_its_request_alone(folder: Path, guide: str) -> None:
+    tokenizer = Path(trtserve.__file__).parent / "demo" / "tokenizer.json"
+    bias = np.zeros(VOCAB, dtype=np.float32)
+    bias[Tokenizer.from_file(str(tokenizer)).token_to_id("a")] = 100
+    with executor_of(folder, tokenizer) as executor:
+        number = executor.enqueue_request(request(GuideType.EBNF_GRAMMAR, guide, count=90, embedding_bias=bias))
+        assert others_wait(executor) < OTHERS
+        error = error_of(executor, number)
+        assert re.search("than the limit (max_items_in_row|step_max_items) of|takes too long: more than 0.02 s", error)
+        assert others_wait(executor) < OTHERS
+
+
+def test_requests_that_wait_for_their_guides_are_answered_before_the_end(folder: Path) -> None:
+    executor = executor_of(folder)
+    number = executor.enqueue_request(request(GuideType.REGEX, "[a-z]{4}"))
+    responses: list[Any] = []
+    reader = threading.Thread(target=lambda: responses.extend(executor.await_responses(number, ANSWERED)))
+    reader.start()
+    time.sleep(0.05)
+    executor.shutdown()
+    reader.join(ANSWERED)
+    assert responses
+    assert not responses[0].has_error()

@@ -1,0 +1,26 @@
+"""A stand-in for the process that tries guides, for tests that start no process: it has no bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trtserve.executor.engine.guide_grammar import read_tokenizer
+from trtserve.executor.engine.guide_process import try_guide
+from trtserve.executor.interface.configs import GuidedDecodingConfig
+from trtserve.executor.interface.enums import GuideType
+
+
+class TrialInThisProcess:
+    """Answers as `guide_process` does."""
+
+    def __init__(self, config: GuidedDecodingConfig) -> None:
+        self._tokenizer = read_tokenizer(config)
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Return the answer; this process has grown for many reasons, so the guide is said to take nothing."""
+        answer = try_guide(self._tokenizer, GuideType[request["kind"]], request["guide"])
+        return {**answer, "bytes": 0}
+
+    def close(self) -> None:
+        """Do nothing."""

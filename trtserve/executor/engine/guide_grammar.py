@@ -1,0 +1,183 @@
+"""Compile guides with llguidance: read the tokenizer, convert a guide to llguidance's notation, name its limits.
+
+The process that tries guides uses this without the rest of the executor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from trtserve.executor.interface.enums import GuideType
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from trtserve.executor.interface.configs import GuidedDecodingConfig
+
+LIMITS = {"max_items_in_row": 1000, "step_max_items": 20_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+"""llguidance's limits of the work for one token; its own are higher, and allow steps of more than a second."""
+FIRST_SECONDS = 0.5
+"""Seconds of CPU time that the tokens of a guide may take together, besides TOKEN_SECONDS for each."""
+TOKEN_SECONDS = 0.02
+
+_ANY_OBJECT = '{"type": "object"}'
+_LONGEST_REASON = 500
+# What llguidance says when a limit ends a guide → the limit.
+_LIMIT_ERRORS = (
+    (re.compile(r"Current row has"), "max_items_in_row"),
+    (re.compile(r"Too many items"), "step_max_items"),
+    (re.compile(r"too many expressions|fuel"), "step_lexer_fuel"),
+    (re.compile(r"too many states"), "max_lexer_states"),
+)
+
+
+def read_tokenizer(config: GuidedDecodingConfig) -> LLTokenizer:
+    """Read the tokenizer of a GuidedDecodingConfig. Raises RuntimeError if that cannot be done."""
+    return tokenizer_of(**tokenizer_settings(config))
+
+
+def tokenizer_settings(config: GuidedDecodingConfig) -> dict[str, Any]:
+    """Return the keywords of `tokenizer_of`."""
+    text = config.tokenizer_str
+    return {"text": text, "vocabulary": None if text else config.encoded_vocab, "ends": config.stop_token_ids or None}
+
+
+def tokenizer_of(text: str | None, vocabulary: list[str] | None, ends: list[int] | None) -> LLTokenizer:
+    """Read the tokenizer from `text` (a tokenizer.json), else from the plain tokens of `vocabulary`."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    try:
+        if text:
+            return LLTokenizer(text, eos_token=ends)
+        if vocabulary and ends:
+            return LLTokenizer(TokenizerWrapper(PlainVocabulary(vocabulary, ends)), eos_token=ends)
+    except ValueError as error:
+        raise RuntimeError(f"The tokenizer for guided decoding cannot be read: {sentence(str(error))}") from error
+    raise RuntimeError("guided_decoding_config needs tokenizer_str, or encoded_vocab and stop_token_ids")
+
+
+class PlainVocabulary:
+    """A vocabulary of plain text tokens, with the interface that llguidance expects."""
+
+    def __init__(self, vocabulary: list[str], ends: list[int]) -> None:
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
+        self.special_token_ids = ends
+        self.tokens = [token.encode() for token in vocabulary]
+        self._ids = {token: number for number, token in reversed(list(enumerate(self.tokens))) if token}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Encode with the longest token at each position; bytes that start no token are skipped."""
+        ids: list[int] = []
+        start = 0
+        while start < len(text):
+            pieces = (text[start : start + length] for length in range(self._longest, 0, -1))
+            piece = next((piece for piece in pieces if piece in self._ids), None)
+            if piece is not None:
+                ids.append(self._ids[piece])
+            start += len(piece or b" ")
+        return ids
+
+
+def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a guide in llguidance's notation. Raises ValueError if it is invalid."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS, verbose_errors=False))
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def try_first_token(matcher: LLMatcher) -> None:
+    """Find the tokens with which a text can begin. Raises ValueError if there are none, or it takes too much."""
+    trial = matcher.deep_copy()
+    began = time.thread_time()
+    trial.compute_bitmask()
+    if trial.is_error():
+        reason = trial.get_error()
+        raise ValueError("no text matches it" if reason.startswith("NoExtension") else limit_reason(reason))
+    if time.thread_time() - began > FIRST_SECONDS:
+        raise ValueError(f"its first token takes more than {FIRST_SECONDS:g} s")
+
+
+def limit_reason(reason: str) -> str:
+    """Name the limit that an error of llguidance is about."""
+    for pattern, name in _LIMIT_ERRORS:
+        if pattern.search(reason):
+            return f"a token needs more than the limit {name} of {LIMITS[name]} allows ({sentence(reason)})"
+    return sentence(reason)
+
+
+def grammar_of(kind: GuideType, guide: str) -> str:
+    """Convert the guide to llguidance's notation. Raises ValueError if it cannot be read."""
+    from llguidance import LLMatcher, grammar_from
+
+    grammar: str
+    if kind is GuideType.JSON:
+        grammar = LLMatcher.grammar_from_json_schema(_ANY_OBJECT)
+    elif kind is GuideType.JSON_SCHEMA:
+        json.loads(guide)
+        grammar = LLMatcher.grammar_from_json_schema(guide)
+    elif kind is GuideType.REGEX:
+        grammar = LLMatcher.grammar_from_regex(guide)
+    elif kind is GuideType.EBNF_GRAMMAR:
+        grammar = grammar_from("ebnf", _join_rule_lines(guide) if "::=" in guide else guide)
+    else:
+        raise ValueError("this type of guide is not supported")
+    return grammar
+
+
+def sentence(text: str) -> str:
+    """Shorten a message of llguidance to one line: its first line and the errors of a regular expression."""
+    lines = [line.strip() for line in text.strip().splitlines()] or ["no reason given"]
+    errors = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return " ".join(line[:_LONGEST_REASON] for line in [lines[0], *errors[:4]])
+
+
+# A part that is not closed matches too, up to the end: looking for its end again and again would take n² steps.
+_EBNF_PARTS = re.compile(r'"(?:\\.|[^"\\])*(")?|\[(?:\\.|[^\]\\])*(\])?|\#[^\n]*')
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_RULE_START = re.compile(r"\s*[\w-]+\s*::=")
+
+
+def _join_rule_lines(grammar: str) -> str:
+    """Convert EBNF as xgrammar reads it to the narrower form that llguidance converts.
+
+    llguidance expects one rule per line, no comments inside a rule, and fewer escapes.
+    """
+    rules: list[list[str]] = []
+    for line in _EBNF_PARTS.sub(_plain_part, grammar).splitlines():
+        if rules and not _RULE_START.match(line):
+            rules[-1].append(line.strip())
+        else:
+            rules.append([line.strip()])
+    return "\n".join(map(" ".join, rules)) + "\n"
+
+
+def _plain_part(match: re.Match[str]) -> str:
+    text = match[0]
+    if text.startswith("#"):
+        return ""
+    if match.lastindex is None:  # it is not closed, which llguidance reports
+        return text
+    special = '"\\' if text.startswith('"') else '"\\[]'
+    return text[0] + _ESCAPE.sub(lambda escape: _plain_escape(escape, special), text[1:-1]) + text[-1]
+
+
+def _plain_escape(escape: re.Match[str], special: str) -> str:
+    """Return an escape that both notations have, or the character itself."""
+    *codes, letter = escape.groups()
+    code = next((each for each in codes if each), None)
+    if code is None and letter in "nrt":
+        return escape[0]
+    character = chr(int(code, 16)) if code else str(letter)
+    if character in special:
+        return "\\" + character
+    if character in "-^" and "[" in special:  # operators of a character class
+        return f"\\x{ord(character):02x}"
+    return character if character >= " " else f"\\x{ord(character):02x}"
