@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.host.ports import free_ports
-from trtserve.server.launch import write_job
+from trtserve.server.launch.cluster import write_job
 from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
 from trtserve.server.triton.tritonserver import (
     Address,

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader
 
 from tests.support.double_engines import write_core_model, write_engine_folder
 from trtserve.artifacts import ModelRepository
-from trtserve.server.launch import ClusterJob
+from trtserve.server.launch.cluster import ClusterJob
 from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
 from trtserve.specs import ServerSpec
 

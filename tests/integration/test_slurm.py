@@ -14,8 +14,9 @@ from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.slurm_jobs import TAG, planned, srun_lines
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError, MissingDependencyError
-from trtserve.server.launch import Setup, write_job
-from trtserve.server.launch.leader import leader
+from trtserve.server.launch.base import LaunchSetup
+from trtserve.server.launch.cluster import write_job
+from trtserve.server.launch.modes import leader
 from trtserve.server.launch.slurm import SlurmSpec, plan_job, submit
 from trtserve.server.triton.tritonserver import Address, protection_arguments
 from trtserve.specs import ServerSpec
@@ -69,7 +70,7 @@ def test_every_task_has_the_arguments_that_mpirun_would_give_it(container: str, 
     address = Address(host="127.0.0.1", http_port=8000, grpc_port=8001, metrics_port=8002)
     found = re.search(r"^prefix=(trtserve_repository_\w{8})", job.files[job.script.parent / "task.sh"], re.MULTILINE)
     assert found is not None
-    setup = Setup(
+    setup = LaunchSetup(
         repository=repository.path,
         address=address,
         release=version.rpartition(".")[0],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.double_engines import write_core_model, write_engine_folder
 from trtserve.artifacts import ModelRepository
-from trtserve.server.launch import ClusterJob
+from trtserve.server.launch.cluster import ClusterJob
 from trtserve.server.launch.slurm import SlurmSpec, plan_job
 from trtserve.specs import ServerSpec
 

@@ -16,7 +16,7 @@ from tests.support.recorded_progress import Lines
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, RepositoryError, UsageError
-from trtserve.server.launch import ClusterJob, write_job
+from trtserve.server.launch.cluster import ClusterJob, write_job
 from trtserve.server.launch.kubernetes import KubernetesSpec, object_name, plan_job
 from trtserve.specs import ServerSpec
 

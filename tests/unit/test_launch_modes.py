@@ -13,10 +13,8 @@ from trtserve.host.gpus import require_gpus, split_gpus
 from trtserve.nvidia.releases import RELEASES
 from trtserve.repository.core_models import CoreModel, device_groups
 from trtserve.server.addresses import instance_addresses
-from trtserve.server.launch import Setup
-from trtserve.server.launch.leader import leader
-from trtserve.server.launch.llmapi import llmapi, slurm_task
-from trtserve.server.launch.orchestrator import orchestrator
+from trtserve.server.launch.base import LaunchSetup
+from trtserve.server.launch.modes import leader, llmapi, orchestrator, slurm_task
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.specs.options import options_of
@@ -30,8 +28,8 @@ MPI = "mpirun --allow-run-as-root --tag-output"
 NO_POOLS = "--pinned-memory-pool-byte-size=0 --enable-peer-access=false"
 
 
-def setup(release: str = "1.2", **changes: object) -> Setup:
-    return replace(Setup(repository=Path("/R"), address=DEFAULTS, release=release, shm_prefix="x_"), **changes)  # type: ignore[arg-type]
+def setup(release: str = "1.2", **changes: object) -> LaunchSetup:
+    return replace(LaunchSetup(repository=Path("/R"), address=DEFAULTS, release=release, shm_prefix="x_"), **changes)  # type: ignore[arg-type]
 
 
 def backend(rank: int) -> str:

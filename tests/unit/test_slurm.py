@@ -18,7 +18,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, RepositoryError, UsageError
 from trtserve.nvidia.containers import image_of
-from trtserve.server.launch import ClusterJob, write_job
+from trtserve.server.launch.cluster import ClusterJob, write_job
 from trtserve.server.launch.slurm import Image, SlurmSpec, plan_job
 from trtserve.specs import ServerSpec
 

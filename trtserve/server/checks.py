@@ -33,7 +33,7 @@ from trtserve.server.gpu_checks import (
     require_mpirun,
     require_workers,
 )
-from trtserve.server.launch.engine_nodes import EngineNodes, fit_engines
+from trtserve.server.launch.devices import EngineNodes, fit_engines
 from trtserve.server.launch_plan import ServerPlan
 from trtserve.server.referenced_paths import require_sound_files
 from trtserve.server.repositories import chosen_by

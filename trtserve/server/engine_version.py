@@ -34,7 +34,7 @@ def launch_release(served: Served, spec: ServerSpec) -> str:
     It is the container's, --trtllm-version, the installed one or the repository's; the newest one for the embedded
     executor. Raises UsageError for a release that cannot serve this kind of repository.
     """
-    if served.embedded:
+    if served.runtime is None or served.embedded:
         return NEWEST
     found = installed_for(spec)
     engine = served.core_models[0].version if served.core_models else None

@@ -36,25 +36,14 @@ from trtserve.server.doors import (
     require_protected,
 )
 from trtserve.server.engine_version import gpu_triton
-from trtserve.server.launch import (
-    Launch,
-    Setup,
-    launch_mode,
-    single,
-)
-from trtserve.server.launch.base import (
-    first_address,
-    in_this_python,
-    server_setup,
-    triton_arguments,
-)
+from trtserve.server.launch.base import Launch, LaunchSetup, first_address, in_this_python, server_setup
+from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.proxy import ProxyPlan, plan_proxy
 from trtserve.server.referenced_paths import engine_paths, hub_cache
 from trtserve.server.state import log_file, server_name
 from trtserve.server.triton.installation import (
     CONTAINER_TRITON,
     Triton,
-    backend_folder,
     find_triton,
 )
 from trtserve.server.triton.tritonserver import Address, unique_prefix
@@ -142,32 +131,30 @@ def plan_server(
         served = inspect_repository(repository)
         require_loadable(repository)
     mode = launch_mode(served, spec)
+    alone = isinstance(mode, Single)
     try:
         mode.check(served, spec)
     except UsageError:
-        if mode is single:
+        if alone:
             require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
         raise
     require_world_size(served, spec, repository, mode.ranks(served, spec))
-    bindings = _bindings(repository, spec, store, embedded=mode is single or served.embedded)
+    bindings = _bindings(repository, spec, store, embedded=alone or served.embedded)
     python = None if bindings is None else bindings.programs
 
     first, prefix = first_address(spec), unique_prefix(name)
     require_protected(spec, first.host)
     addresses = _addresses(first, spec)
-    if mode is single or served.embedded:
+    here = alone or served.embedded
+    if here:
         triton = find_triton(served.backends | {"python"})
     else:
         triton = CONTAINER_TRITON if spec.container else gpu_triton(served, on_this_machine=on_this_machine)
-    if mode is single:
-        backends = backend_folder(triton, store)
-        setups = [replace(_setup(triton, repository, addresses[0], spec, prefix), backends=backends, python=python)]
-    else:
-        common = server_setup(triton, repository, served, addresses[0], spec, prefix)
-        if served.embedded:
-            common = in_this_python(common, triton, store, python)
-        ranks = mode.ranks(served, spec) * spec.instances
-        setups = _instance_setups(common, served, spec, addresses, ranks)
+    common = server_setup(triton, repository, served, addresses[0], spec, prefix)
+    if here:
+        common = in_this_python(common, triton, store, python)
+    ranks = mode.ranks(served, spec) * spec.instances
+    setups = [common] if alone else _instance_setups(common, served, spec, addresses, ranks)
     instances = []
     for number, setup in enumerate(setups, start=1):
         launch = mode.compose(setup, served, spec)
@@ -230,19 +217,9 @@ def on_free_ports(plan: ServerPlan) -> ServerPlan:
     return plan_server(plan.repository, spec, served=plan.served, store=plan.store)
 
 
-def _setup(triton: Triton, repository: ModelRepository, address: Address, spec: ServerSpec, prefix: str) -> Setup:
-    return Setup(
-        executable=str(triton.executable),
-        repository=repository.path,
-        address=address,
-        shm_prefix=prefix,
-        arguments=triton_arguments(spec, server_name(repository, spec)),
-    )
-
-
 def _instance_setups(
-    common: Setup, served: Served, spec: ServerSpec, addresses: Sequence[Address], ranks: int
-) -> list[Setup]:
+    common: LaunchSetup, served: Served, spec: ServerSpec, addresses: Sequence[Address], ranks: int
+) -> list[LaunchSetup]:
     """Return the setup of each instance, with its own GPUs, ports and shared memory; `ranks` counts all instances'."""
     world, count = served.world_size, spec.instances
     if spec.multi_model:

@@ -10,7 +10,7 @@ from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, exit_code, was_killed
 from trtserve.progress import Progress
 from trtserve.repository.programs import PACKAGE
-from trtserve.server.launch import llmapi, single
+from trtserve.server.launch.modes import LlmApi, Single
 from trtserve.server.launch_plan import InstancePlan, ServerPlan
 from trtserve.server.logs import last_lines
 from trtserve.server.rank_processes import (
@@ -105,7 +105,7 @@ def require_front(server: Server) -> None:
 
 def require_members(server: Server, plan: ServerPlan) -> None:
     """Raise ServerStartError when a stub or a rank ended while the server became ready."""
-    expected = plan.served.python_models if plan.mode == single.NAME else frozenset()
+    expected = plan.served.python_models if plan.mode == Single.name else frozenset()
     for instance in server.instances:
         running = {stub.model for stub in instance.stubs if stub.alive()}
         if lost := sorted(expected - running):
@@ -174,7 +174,7 @@ class _Waiting:
                 return True
             return time.monotonic() - self._ready_since > _LAST_PORT
         # trtllm-llmapi-launch waits for ever for a leader whose tritonserver has failed.
-        if planned.launch.mode == llmapi.NAME and _TRITON_FAILED in server_log.read(planned.log):
+        if planned.launch.mode == LlmApi.name and _TRITON_FAILED in server_log.read(planned.log):
             raise start_error(self.root, planned.log)
         if not contained and time.monotonic() - self._looked > _RANK_INTERVAL:
             self._looked = time.monotonic()

@@ -21,7 +21,7 @@ from trtserve.process import (
 from trtserve.programs.shared.run_folder import DRAINING
 from trtserve.progress import SILENT, Progress
 from trtserve.server.discovery import find_server
-from trtserve.server.launch import single
+from trtserve.server.launch.modes import Single
 from trtserve.server.rank_processes import serving_process
 from trtserve.server.state import (
     Failure,
@@ -138,7 +138,7 @@ def end_server(
 
 def _ask_containers(server: Server, urgent: Callable[[], bool], grace: float) -> None:
     """Give ranks in containers up to `grace` seconds to end in order; without docker, do nothing."""
-    several = [each for each in server.instances if each.container is not None and server.mode != single.NAME]
+    several = [each for each in server.instances if each.container is not None and server.mode != Single.name]
     alive = [each for each in several if each.process.alive()]
     asking = [ask_container(str(each.container)) for each in alive] if program(DOCKER) is not None else []
     deadline = time.monotonic() + grace

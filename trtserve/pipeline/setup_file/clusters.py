@@ -12,12 +12,8 @@ from trtserve.errors import UsageError
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.pipeline.setup_file.content import ClusterSetup, ServerSetup, in_keys
 from trtserve.progress import SILENT, Progress
-from trtserve.server.launch import (
-    CLUSTERS,
-    ClusterJob,
-    is_written,
-    write_job,
-)
+from trtserve.server.launch import CLUSTERS
+from trtserve.server.launch.cluster import ClusterJob, is_written, write_job
 
 
 @dataclass(frozen=True, kw_only=True)

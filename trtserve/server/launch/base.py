@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from trtserve.artifacts import ModelRepository
 from trtserve.client.grpc_access import grpc_token
@@ -13,24 +12,19 @@ from trtserve.gateway.settings import read_key
 from trtserve.host.cuda_devices import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address
 from trtserve.nvidia.releases import NEWEST
-from trtserve.nvidia.releases.launcher import CORE_MODEL, TRITONSERVER
+from trtserve.nvidia.releases.launcher import CORE_MODEL, TRITONSERVER, launcher_facts
 from trtserve.process import Command
 from trtserve.repository.preflight import Served
 from trtserve.server.engine_version import launch_release
 from trtserve.server.state import server_name
 from trtserve.server.triton.installation import Triton, backend_folder
-from trtserve.server.triton.tritonserver import (
-    EXIT_TIMEOUT,
-    Address,
-    protection_arguments,
-    stub_environment,
-)
+from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, Address, protection_arguments, stub_environment
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class LaunchSetup:
     """What every launch mode composes its commands from."""
 
     executable: str = TRITONSERVER
@@ -58,8 +52,6 @@ class Setup:
     """Whether mpirun binds each rank to cores; with two ranks it gives each a single core."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every rank, besides those of the mode."""
-    python: Path | None = None
-    """Folder of the `python3` whose environment the stubs use; None: that of this process."""
     arguments: tuple[str, ...] = ()
     """Further arguments of tritonserver, after all others."""
 
@@ -89,32 +81,11 @@ class Launch:
         return len(self.groups)
 
 
-class LaunchMode(Protocol):
-    """How the processes of one server are started; a module of this package, listed in `modes.MODES`."""
-
-    NAME: str
-
-    def serves(self, served: Served, spec: ServerSpec) -> bool:
-        """Return whether this mode starts such a repository with these options."""
-
-    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
-        """Raise UsageError or RepositoryError when the mode cannot run these models.
-
-        The GPUs of other machines are unknown, so they are checked only for this one.
-        """
-
-    def ranks(self, served: Served, spec: ServerSpec) -> int:
-        """Return the world size that --world-size is compared with."""
-
-    def compose(self, setup: Setup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
-        """Return the launch for this machine, or for `nodes` of a cluster; nothing is started."""
-
-
 def server_setup(
     triton: Triton, repository: ModelRepository, served: Served, address: Address, spec: ServerSpec, prefix: str
-) -> Setup:
+) -> LaunchSetup:
     """Return what the launches of a server on GPUs have in common, on this machine or another one."""
-    return Setup(
+    return LaunchSetup(
         executable=str(triton.executable),
         repository=repository.path,
         address=address,
@@ -129,7 +100,7 @@ def server_setup(
     )
 
 
-def in_this_python(setup: Setup, triton: Triton, store: Store, python: Path | None = None) -> Setup:
+def in_this_python(setup: LaunchSetup, triton: Triton, store: Store, python: Path | None = None) -> LaunchSetup:
     """Return the setup for ranks whose models run in the Python that runs trtserve, as the embedded executor's do.
 
     `python` is the folder of another `python3`.
@@ -176,7 +147,7 @@ def first_address(spec: ServerSpec, host: str | None = None) -> Address:
 
 
 def under_mpirun(
-    setup: Setup, mode: str, groups: tuple[tuple[str, ...], ...], environment: Mapping[str, str] | None = None
+    setup: LaunchSetup, mode: str, groups: tuple[tuple[str, ...], ...], environment: Mapping[str, str] | None = None
 ) -> Launch:
     """Return one MPI job of all `groups`: `-n 1 GROUP :` for each, with a colon after the last one, as upstream has it.
 
@@ -188,13 +159,13 @@ def under_mpirun(
     return _launch(setup, mode, (*prefix, "--tag-output", *ranks), groups, environment or {})
 
 
-def without_mpi(setup: Setup, mode: str, group: tuple[str, ...]) -> Launch:
+def without_mpi(setup: LaunchSetup, mode: str, group: tuple[str, ...]) -> Launch:
     """Return a launch of one process without mpirun."""
     return _launch(setup, mode, group, (group,), {})
 
 
 def _launch(
-    setup: Setup, mode: str, argv: tuple[str, ...], groups: tuple[tuple[str, ...], ...], own: Mapping[str, str]
+    setup: LaunchSetup, mode: str, argv: tuple[str, ...], groups: tuple[tuple[str, ...], ...], own: Mapping[str, str]
 ) -> Launch:
     devices = {VISIBLE_DEVICES: ",".join(map(str, setup.gpus))} if setup.gpus else {}
     environment = {**setup.environment, **devices, **own}
@@ -205,3 +176,42 @@ def _launch(
         shm_prefixes=tuple(setup.rank_prefix(rank) for rank in range(len(groups))),
         environment=environment,
     )
+
+
+def rank_arguments(setup: LaunchSetup, rank: int, *, emptied_pools: int | None = None) -> tuple[str, ...]:
+    """Return tritonserver's command line on `rank`.
+
+    `emptied_pools` is the number of GPUs whose memory pools orchestrator mode sets to 0, or None in every other mode.
+    Arguments that upstream does not have (addresses to bind, folder of the backends, a timeout before 1.0) follow its
+    own. Upstream's --log has no counterpart: the output of every server is kept, and --log-verbose can be given.
+    """
+    facts = launcher_facts(setup.release)
+    ports = [
+        f"{flag}={setup.address.port_arguments[flag]}" for flag in ("--grpc-port", "--http-port", "--metrics-port")
+    ]
+    exit_timeout = f"--exit-timeout-secs={setup.exit_timeout}"
+
+    arguments = [setup.executable, f"--model-repository={setup.repository.absolute()}"]
+    if facts.exit_timeout:
+        arguments.append(exit_timeout)
+    if facts.ports_twice:
+        arguments += ports
+    if rank:
+        # Other ranks load only the core models. These never finish loading there, so no port is opened.
+        arguments += ["--model-control-mode=explicit", *(f"--load-model={name}" for name in setup.core_models)]
+    if facts.memory_pools:
+        if rank == 0 and setup.pool_bytes:
+            arguments.append(f"--cuda-memory-pool-byte-size=0:{setup.pool_bytes}")
+        if emptied_pools is not None:
+            arguments += ["--pinned-memory-pool-byte-size=0", "--enable-peer-access=false"]
+            arguments += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(emptied_pools)]
+    arguments += ports
+    arguments.append("--disable-auto-complete-config")
+    arguments.append(f"--backend-config=python,shm-region-prefix-name={setup.rank_prefix(rank)}")
+    if not facts.exit_timeout:
+        arguments.append(exit_timeout)
+    if setup.backends is not None:
+        arguments.append(f"--backend-directory={setup.backends}")
+    # Loopback by default; upstream's script listens on every interface.
+    arguments += [f"{flag}={host}" for flag, host in setup.address.host_arguments.items()]
+    return (*arguments, *setup.arguments)

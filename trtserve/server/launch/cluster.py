@@ -15,10 +15,8 @@ from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
 from trtserve.repository.preflight import Served, inspect_repository, require_loadable
 from trtserve.server.engine_version import require_release
-from trtserve.server.launch import single
-from trtserve.server.launch.devices import require_node_devices
-from trtserve.server.launch.engine_nodes import EngineNodes, fit_engines
-from trtserve.server.launch.modes import launch_mode
+from trtserve.server.launch.devices import EngineNodes, fit_engines, require_node_devices
+from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.state import server_name
 from trtserve.server.world_size import require_world_size
 from trtserve.specs import ServerSpec
@@ -100,9 +98,10 @@ def inspect_for_cluster(
     name, served = server_name(repository, spec), inspect_repository(repository)
     require_loadable(repository)
     mode = launch_mode(served, spec)
-    if mode is single:
+    alone = isinstance(mode, Single)
+    if alone:
         require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
-    if mode is single or not served.needs_gpus:
+    if alone or not served.needs_gpus:
         raise UsageError(
             f"--{kind} is for engines on GPUs; this repository is served on the CPU.",
             hint="Serve it here: leave the flag out.",

@@ -17,16 +17,15 @@ from trtserve.errors import UsageError
 from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
-from trtserve.server.launch import orchestrator
 from trtserve.server.launch.base import (
     Launch,
-    Setup,
+    LaunchSetup,
     first_address,
     server_setup,
 )
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
 from trtserve.server.launch.devices import claimed_gpus
-from trtserve.server.launch.modes import launch_mode
+from trtserve.server.launch.modes import Orchestrator, launch_mode
 from trtserve.server.referenced_paths import named_paths, require_sound_files
 from trtserve.server.render import Verbatim, render
 from trtserve.server.triton.installation import CONTAINER_TRITON
@@ -190,7 +189,7 @@ def _gpus_per_pod(cluster: KubernetesSpec, gpus: int) -> int:
     return each
 
 
-def _manifest(setup: Setup, launch: Launch, cluster: KubernetesSpec, name: str, image: str, gpus: int) -> str:
+def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name: str, image: str, gpus: int) -> str:
     """Return the manifest of a server with `gpus` in each pod; the paths of `setup` are those in the volume."""
     wait = cluster.ready_timeout + (cluster.worker_timeout if cluster.nodes > 1 else 0)
     address = setup.address
@@ -246,9 +245,9 @@ def _manifest(setup: Setup, launch: Launch, cluster: KubernetesSpec, name: str, 
     )
 
 
-def _leader_script(setup: Setup, launch: Launch, gpus: int, worker_timeout: int) -> str:
+def _leader_script(setup: LaunchSetup, launch: Launch, gpus: int, worker_timeout: int) -> str:
     """Return what the leader's pod runs: `gpus` ranks on every node, rank 0 here; an orchestrator is one more here."""
-    extra = 1 if launch.mode == orchestrator.NAME else 0
+    extra = 1 if launch.mode == Orchestrator.name else 0
     ranks = [{"node": max(0, rank - extra) // gpus, "command": command} for rank, command in enumerate(launch.groups)]
     return render(
         "leader.sh.j2",

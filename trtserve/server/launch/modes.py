@@ -1,27 +1,284 @@
-"""The launch modes: how the processes of a server are started on the machine, or the nodes, that run it.
+"""The launch modes: how the ranks of one server are started on the machine, or the nodes, that run it.
 
-A new mode is one module with what `LaunchMode` asks for, and one word here.
+A new mode is one class here and a word in `MODES`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
+from trtserve.errors import RepositoryError, UsageError, counted
+from trtserve.host.gpus import count_gpus
+from trtserve.nvidia.releases.launcher import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
+from trtserve.repository.core_models import CoreModel
 from trtserve.repository.preflight import Served
-from trtserve.server.launch import (
-    leader,
-    llmapi,
-    orchestrator,
-    single,
+from trtserve.server.launch.base import Launch, LaunchSetup, rank_arguments, under_mpirun, without_mpi
+from trtserve.server.launch.devices import (
+    require_engines_here,
+    require_leader_devices,
+    require_own_devices,
+    require_own_ranks,
+    world_of,
 )
-from trtserve.server.launch.base import LaunchMode
+from trtserve.server.triton.installation import Triton
+from trtserve.server.triton.tritonserver import server_command
 from trtserve.specs import ServerSpec
 
+
+class LaunchMode(ABC):
+    """How the processes of one server are started."""
+
+    name: str
+    """What `start --dry-run` and the state file call it."""
+
+    @abstractmethod
+    def serves(self, served: Served, spec: ServerSpec) -> bool:
+        """Return whether this mode starts such a repository with these options."""
+
+    @abstractmethod
+    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+        """Raise UsageError or RepositoryError when the mode cannot run these models.
+
+        The GPUs of other machines are unknown, so they are checked only for this one.
+        """
+
+    def ranks(self, served: Served, spec: ServerSpec) -> int:
+        """Return the world size that --world-size is compared with."""
+        del spec
+        return served.world_size
+
+    @abstractmethod
+    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+        """Return the launch for this machine, or for `nodes` of a cluster; nothing is started."""
+
+
+class Single(LaunchMode):
+    """One process on the CPU: it merges the shards of a checkpoint, however many there are."""
+
+    name = "single"
+
+    def serves(self, served: Served, spec: ServerSpec) -> bool:
+        """Return whether Triton and Python of this machine can serve the repository without a GPU."""
+        del spec
+        return served.runtime is None or served.merges_ranks  # None means a plain Triton model
+
+    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+        """Raise UsageError for options of GPU engines."""
+        del served, on_this_machine
+        given = {
+            "--instances": spec.instances > 1,
+            "--multi-model": spec.multi_model,
+            "--gpus": bool(spec.gpus),
+            "--container": spec.container is not None,
+        }
+        flag = next((flag for flag, is_given in given.items() if is_given), None)
+        if flag is not None:
+            raise UsageError(
+                f"{flag} is for engines on GPUs; this repository is served by one process on the CPU.",
+                hint=f"Leave {flag} out.",
+            )
+
+    def ranks(self, served: Served, spec: ServerSpec) -> int:
+        """Return the number that --world-size gives, since one process serves any number of shards."""
+        return spec.world_size or served.world_size
+
+    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+        """Return the launch of one tritonserver, without MPI and without GPUs."""
+        del served, spec, nodes
+        executable = Path(setup.executable)
+        backends = setup.backends or executable.parent.parent / "backends"
+        command = server_command(
+            Triton(executable=executable, backends=backends),
+            setup.repository,
+            setup.address,
+            backends=backends,
+            shm_prefix=setup.shm_prefix,
+            environment=setup.environment,
+            extra_arguments=setup.arguments,
+        )
+        return Launch(mode=self.name, command=command, groups=(command.argv,), shm_prefixes=(setup.shm_prefix,))
+
+
+class LlmApi(LaunchMode):
+    """The LLM API behind Triton: one process, or ranks of which trtllm-llmapi-launch makes workers of rank 0."""
+
+    name = "llmapi"
+
+    def serves(self, served: Served, spec: ServerSpec) -> bool:
+        """Return whether the repository runs the LLM API."""
+        del spec
+        return served.uses_llmapi
+
+    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+        """Raise UsageError for --multi-model, which is for TensorRT engines."""
+        del served, on_this_machine
+        if spec.multi_model:
+            raise UsageError(
+                "--multi-model is for TensorRT engines; the LLM API starts its own workers.",
+                hint="Leave --multi-model out.",
+            )
+
+    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+        """Return the launch of tritonserver and of the workers that MPI starts."""
+        del spec, nodes
+        return llmapi(setup, mpi_ranks(served))
+
+
+class Orchestrator(LaunchMode):
+    """One tritonserver serves several models, whose workers it spawns or finds running."""
+
+    name = "orchestrator"
+
+    def serves(self, served: Served, spec: ServerSpec) -> bool:
+        """Return whether engines are to be served with --multi-model."""
+        return not served.uses_llmapi and spec.multi_model
+
+    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+        """Raise UsageError for an engine of the embedded executor, RepositoryError for one not on this machine."""
+        del spec, on_this_machine
+        if served.embedded:
+            raise UsageError(
+                f"--multi-model is for engines of TensorRT-LLM; this repository's is for the {served.runtime} runtime.",
+                hint="Start one server for each model, with --gpus and --auto-ports.",
+            )
+        require_engines_here(served.core_models)
+
+    def ranks(self, served: Served, spec: ServerSpec) -> int:
+        """Return 1 for an orchestrator that spawns its workers, else the number of all processes."""
+        return 1 if spec.spawn_processes else world_of(served.core_models)
+
+    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+        """Return the launch of the orchestrator, and of its workers when it does not spawn them."""
+        gpus = (len(spec.gpus) or count_gpus()) if nodes is None else 0
+        return orchestrator(setup, served.core_models, spawn=spec.spawn_processes, gpus=gpus, nodes=nodes or 1)
+
+
+class Leader(LaunchMode):
+    """One tritonserver per GPU, of which rank 0 answers clients."""
+
+    name = "leader"
+
+    def serves(self, served: Served, spec: ServerSpec) -> bool:
+        """Return whether an engine is to be served without an orchestrator."""
+        return not served.uses_llmapi and not spec.multi_model
+
+    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+        """Raise UsageError for engines of different world sizes, RepositoryError for GPUs that it cannot assign."""
+        require_engines_here(served.core_models)
+        if served.embedded:
+            _require_own_processes(served, spec, on_this_machine=on_this_machine)
+        sizes = {model.name: model.world_size for model in served.core_models}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise UsageError(
+                f"The engines of this repository have different world sizes ({listed}); leader mode needs one size.",
+                hint="Serve them in orchestrator mode: --multi-model, with gpu_device_ids of each model.",
+            )
+        visible = served.world_size if spec.instances > 1 else len(spec.gpus)
+        require_leader_devices(served.core_models, visible if on_this_machine else None)
+
+    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+        """Return the launch of all ranks of the engine."""
+        del spec, nodes
+        return leader(setup, served.world_size)
+
+
 # The first one that serves a repository is taken.
-_ALL: Final[tuple[LaunchMode, ...]] = (single, llmapi, orchestrator, leader)
-MODES: Final = {mode.NAME: mode for mode in _ALL}
+MODES: Final = {mode.name: mode for mode in (Single(), LlmApi(), Orchestrator(), Leader())}
 
 
 def launch_mode(served: Served, spec: ServerSpec) -> LaunchMode:
     """Return the mode that serves this repository with these options."""
     return next(mode for mode in MODES.values() if mode.serves(served, spec))
+
+
+def leader(setup: LaunchSetup, world_size: int) -> Launch:
+    """Return `world_size` ranks under mpirun; one rank is a plain process where the release has --no-mpi."""
+    if world_size == 1 and launcher_facts(setup.release).no_mpi:
+        return without_mpi(setup, Single.name, rank_arguments(setup, 0))
+    return under_mpirun(setup, Leader.name, tuple(rank_arguments(setup, rank) for rank in range(world_size)))
+
+
+def _require_own_processes(served: Served, spec: ServerSpec, *, on_this_machine: bool) -> None:
+    """Raise an error unless each rank of the embedded executor can be one process of a Python that has trtserve."""
+    if on_this_machine and spec.container is not None:
+        raise UsageError(
+            f"--container runs NVIDIA's images, which lack trtserve; the {served.runtime} runtime needs it.",
+            hint="Leave it out, or run trtserve itself in a container (docs/how-to/gpus.md).",
+        )
+    if spec.gpus and not served.needs_gpus:
+        raise UsageError("--gpus does not apply: the engine was built for the CPU.", hint="Leave --gpus out.")
+    models = sum(model.instances for model in served.core_models)
+    if served.world_size > 1 and models > 1:
+        raise RepositoryError(
+            f"The repository has {counted(models, 'instance')} of models with {served.world_size} ranks; the "
+            f"{served.runtime} runtime serves one of them per launch, because each rank is one process.",
+            hint="Start one server for each, with --gpus and --auto-ports; --instances starts several of one model.",
+        )
+
+
+def orchestrator(
+    setup: LaunchSetup, models: Sequence[CoreModel], *, spawn: bool = True, gpus: int = 0, nodes: int = 1
+) -> Launch:
+    """Return the orchestrator alone, which spawns its workers, or with `spawn` False all ranks.
+
+    `gpus` is the number of GPUs of this machine, 0 when unknown. On several `nodes` the caller knows where each rank
+    runs, and checks its GPUs (`require_node_devices`). Raises RepositoryError when the devices or ranks of the models
+    collide and UsageError for a release whose workers cannot be started beforehand.
+    """
+    facts = launcher_facts(setup.release)
+    if not spawn and not facts.spawn_switch:
+        raise UsageError(
+            f"Workers can be started before the orchestrator since TensorRT-LLM 0.13; this is {setup.release}.",
+            hint="Leave --disable-spawn-processes out.",
+        )
+    if nodes == 1:
+        require_own_devices(models, gpus)
+    if not spawn:
+        require_own_ranks(models)
+    size = 1 if spawn else world_of(models)
+    groups = tuple(rank_arguments(setup, rank, emptied_pools=gpus if spawn else None) for rank in range(size))
+    environment = {ORCHESTRATOR: "1"}
+    if facts.spawn_switch:
+        environment[SPAWN_PROCESSES] = "1" if spawn else "0"
+    return under_mpirun(setup, Orchestrator.name, groups, environment)
+
+
+def mpi_ranks(served: Served) -> int:
+    """Return the ranks that trtllm-llmapi-launch joins: 1 for several LLMs, which start workers of their own."""
+    several = len(served.core_models) > 1 or served.core_models[0].instances > 1
+    return 1 if several else served.world_size
+
+
+def llmapi(setup: LaunchSetup, world_size: int) -> Launch:
+    """Return a plain process for one GPU and for releases before 1.0, else ranks under mpirun.
+
+    trtllm-llmapi-launch runs tritonserver on rank 0 and a worker of TensorRT-LLM on every other rank. Before 1.0 the
+    LLM API starts its own workers.
+    """
+    if world_size == 1 or not launcher_facts(setup.release).llmapi_launch:
+        return without_mpi(setup, LlmApi.name, rank_arguments(setup, 0))
+    _require_no_blanks(setup)
+    groups = tuple((LLMAPI_LAUNCH, *rank_arguments(setup, rank)) for rank in range(world_size))
+    return under_mpirun(setup, LlmApi.name, groups)
+
+
+def slurm_task(setup: LaunchSetup) -> tuple[str, ...]:
+    """Return the command of every task of srun. All have rank 0's arguments, since rank 0 alone starts tritonserver.
+
+    trtllm-llmapi-launch hides SLURM_ and OMPI_ variables from tritonserver, so the command must not refer to them.
+    """
+    _require_no_blanks(setup)
+    return (LLMAPI_LAUNCH, *rank_arguments(setup, 0))
+
+
+def _require_no_blanks(setup: LaunchSetup) -> None:
+    wrong = next((word for word in rank_arguments(setup, 0) if any(sign.isspace() for sign in word)), None)
+    if wrong is not None:
+        raise UsageError(
+            f"{LLMAPI_LAUNCH} splits its command at spaces, and {wrong!r} contains one.",
+            hint="Move the repository to a path without spaces.",
+        )

@@ -23,14 +23,13 @@ from trtserve.progress import SILENT, Progress
 from trtserve.repository.preflight import Served
 from trtserve.server.engine_version import gpu_triton
 from trtserve.server.launch.base import (
-    Setup,
+    LaunchSetup,
     first_address,
     in_this_python,
     server_setup,
 )
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
-from trtserve.server.launch.llmapi import mpi_ranks, slurm_task
-from trtserve.server.launch.modes import launch_mode
+from trtserve.server.launch.modes import launch_mode, mpi_ranks, slurm_task
 from trtserve.server.referenced_paths import engine_paths, require_sound_files
 from trtserve.server.render import Verbatim, render
 from trtserve.server.triton.installation import CONTAINER_TRITON, find_triton, prepare_backends
@@ -162,7 +161,7 @@ def plan_job(
     return ClusterJob(files=files, logs=logs, command=f"sbatch {folder / JOB}", engines=engines)
 
 
-def _setup(repository: ModelRepository, served: Served, spec: ServerSpec, progress: Progress) -> Setup:
+def _setup(repository: ModelRepository, served: Served, spec: ServerSpec, progress: Progress) -> LaunchSetup:
     """Return what the tasks have in common; without a container the embedded executor runs in this Python."""
     if served.embedded and spec.container is None:
         store = Store()
@@ -205,7 +204,7 @@ def _tasks_per_node(cluster: SlurmSpec, ranks: int) -> int:
     return each
 
 
-def _array_words(setup: Setup, command: Sequence[str]) -> list[Verbatim]:
+def _array_words(setup: LaunchSetup, command: Sequence[str]) -> list[Verbatim]:
     """Return the words of a bash array, with a variable in place of the shared-memory prefix of any rank."""
     prefix = re.compile(re.escape(setup.shm_prefix) + r"r\d+_")
     return [Verbatim('"${prefix}"'.join(map(_quoted, prefix.split(word))) or "''") for word in command]

@@ -84,12 +84,12 @@ def server_command(
     *,
     backends: Path,
     shm_prefix: str,
-    python: Path | None = None,
+    environment: Mapping[str, str] | None = None,
     extra_arguments: tuple[str, ...] = (),
 ) -> Command:
     """Return the command line of one server; its working directory is the repository.
 
-    `python` is the folder of another `python3` for the stubs.
+    `environment` decides which Python the stubs use, by default this one.
     """
     repository = repository.absolute()
     argv = (
@@ -102,7 +102,7 @@ def server_command(
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
         *extra_arguments,
     )
-    return Command(argv=argv, env=stub_environment(python), cwd=repository)
+    return Command(argv=argv, env=stub_environment() if environment is None else environment, cwd=repository)
 
 
 def protection_arguments(
