@@ -17,8 +17,8 @@ from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import ConversionError, UnsupportedModelError
 from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.memory import check_memory
 from trtserve.pipeline.parity.converted import numbers_beside
-from trtserve.pipeline.planner.stage_needs import check_memory
 from trtserve.specs import ConvertSpec
 
 # config.json of google/gemma-3-4b-it, without what only generation and images need.

@@ -20,8 +20,8 @@ from trtserve.errors import (
     UsageError,
 )
 from trtserve.host.machine import free_disk
+from trtserve.host.resources import require_disk
 from trtserve.pipeline.import_ import import_model, plan_model
-from trtserve.pipeline.planner.guards import require_disk
 from trtserve.store import Store
 
 

@@ -49,10 +49,7 @@ STILL_UP = {
     ("checkpoint/unified.py", "nvidia"),
     ("checkpoint/architectures/__init__.py", "nvidia"),
     ("checkpoint/rank_weights.py", "executor"),
-    ("server/start.py", "pipeline"),
-    ("server/checks.py", "pipeline"),
     ("repository/check/machine.py", "server"),
-    ("repository/llmapi.py", "pipeline"),
     ("host/nvidia.py", "nvidia"),
     ("executor/torch/runtime.py", "repository"),
 }

@@ -247,7 +247,7 @@ def test_unsupported_quantisation_is_refused(tmp_path: Path) -> None:
 def test_insufficient_memory_is_reported_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "model")
     config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec(dtype="float16"))
-    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: 2**20)
     monkeypatch.setattr(original, "require_oracle", lambda: None)
     with pytest.raises(MemoryLimitError, match=r"The check takes .* for the original in float32.* 1 MiB are free"):
         parity.plan_check(config, folder)

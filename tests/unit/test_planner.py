@@ -17,24 +17,18 @@ from trtserve.artifacts import Model
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.openvino.memory import engine_needs, weight_bytes
+from trtserve.executor.steps import draft_memory, engine_needs_of
 from trtserve.host.machine import AddressSpace
 from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.pipeline.convert import convert_model, plan_conversion
-from trtserve.pipeline.planner.converting import convert_memory
-from trtserve.pipeline.planner.model_needs import (
-    Deployment,
-    MemoryNeeds,
-    memory_needs,
-    require_enough_memory,
-)
-from trtserve.pipeline.planner.serving import fitting_tokens, require_servable, server_needs
-from trtserve.pipeline.planner.stage_needs import check_memory, draft_memory, engine_needs_of
-from trtserve.pipeline.planner.step_limits import serving_note
+from trtserve.pipeline.convert.conversion_plan import convert_memory
+from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
 from trtserve.repository.preflight import Served
+from trtserve.server.memory import fitting_tokens, require_servable, server_needs, serving_note
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.runtime import Limits
 
-FREE = "trtserve.pipeline.planner.guards.free_memory"
+FREE = "trtserve.host.resources.free_memory"
 
 GIB = 2**30
 
@@ -253,7 +247,7 @@ def test_start_refuses_engines_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
 
 def test_triton_address_space_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     space = AddressSpace(limit=2 * GIB, used=0)
-    monkeypatch.setattr("trtserve.pipeline.planner.serving.address_space", lambda: space)
+    monkeypatch.setattr("trtserve.server.memory.address_space", lambda: space)
     with pytest.raises(MemoryLimitError, match=r"allows each process 2\.0 GiB"):
         require_servable(_served(), "m")
 
@@ -304,7 +298,7 @@ def test_convert_and_build_refuse_before_writing(folder: Path, tmp_path: Path, m
     with pytest.raises(MemoryLimitError, match=r"needs \d+ MiB of memory; \d+ MiB are free"):
         convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
     monkeypatch.setattr(FREE, lambda: GIB)
-    monkeypatch.setattr("trtserve.pipeline.planner.guards.free_disk", lambda _: 2**20)
+    monkeypatch.setattr("trtserve.host.resources.free_disk", lambda _: 2**20)
     for spec, half in ((ConvertSpec(quantize="int8"), False), (ConvertSpec(dtype="float32"), True)):
         with pytest.raises(DiskSpaceError, match="The checkpoint would take") as full:
             convert_model(Model(path=folder), spec, out=tmp_path / "checkpoint")

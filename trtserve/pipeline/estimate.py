@@ -24,10 +24,12 @@ from trtserve.errors import (
 from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
 from trtserve.files import is_weights
 from trtserve.host.machine import free_disk
+from trtserve.host.resources import available_memory, require_disk
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
 from trtserve.pipeline.import_ import ModelPlan, plan_model
 from trtserve.pipeline.import_.known_models import plan_known_model
 from trtserve.pipeline.import_.outlines import outline_model
+from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, import_memory, memory_needs
 from trtserve.pipeline.planner.gpu_fit import (
     FIRST_BFLOAT16,
     FIRST_FP8,
@@ -40,18 +42,9 @@ from trtserve.pipeline.planner.gpu_fit import (
 )
 from trtserve.pipeline.planner.gpu_notes import gpu_notes, release_note
 from trtserve.pipeline.planner.gpus import Gpu
-from trtserve.pipeline.planner.guards import available_memory, require_disk
 from trtserve.pipeline.planner.local_gpus import own_gpu
-from trtserve.pipeline.planner.model_needs import (
-    Deployment,
-    MemoryNeeds,
-    advice,
-    memory_needs,
-)
-from trtserve.pipeline.planner.rates import Runs, expected_seconds, read_rates
-from trtserve.pipeline.planner.serving import fitting_tokens
-from trtserve.pipeline.planner.stage_needs import build_addresses, import_memory
 from trtserve.progress import SILENT, Progress
+from trtserve.server.memory import fitting_tokens
 from trtserve.specs import (
     CALIBRATED,
     BuildSpec,
@@ -59,6 +52,7 @@ from trtserve.specs import (
     RuntimeName,
 )
 from trtserve.store import Store
+from trtserve.store.rates import Runs, expected_seconds, read_rates
 from trtserve.store.sources import parse_source
 
 StageName = Literal["import", "convert", "build", "repo", "start"]

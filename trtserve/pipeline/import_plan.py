@@ -18,6 +18,7 @@ from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
+from trtserve.executor.steps import draft_memory
 from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline.build import BuildPlan, plan_build
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
@@ -25,8 +26,7 @@ from trtserve.pipeline.import_ import ModelPlan, plan_model
 from trtserve.pipeline.import_.model_plan import is_convertible
 from trtserve.pipeline.import_spec import ImportSpec
 from trtserve.pipeline.llmapi_import import llmapi_repository_spec
-from trtserve.pipeline.planner.model_needs import Deployment, MemoryNeeds, memory_needs
-from trtserve.pipeline.planner.stage_needs import draft_memory
+from trtserve.pipeline.memory import Deployment, MemoryNeeds, memory_needs
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.assembling import (
     RepositoryPlan,

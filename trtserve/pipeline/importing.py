@@ -15,6 +15,7 @@ from trtserve.artifacts import (
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.host.machine import format_bytes
+from trtserve.host.resources import require_disk
 from trtserve.pipeline import inventory
 from trtserve.pipeline.build import plan_build, run_build
 from trtserve.pipeline.convert import ConversionPlan, run_conversion
@@ -29,9 +30,8 @@ from trtserve.pipeline.import_plan import (
 )
 from trtserve.pipeline.import_spec import ImportSpec
 from trtserve.pipeline.imported_names import record_of, take_name
+from trtserve.pipeline.memory import require_enough_memory
 from trtserve.pipeline.planner.gpu_guard import require_gpu_memory
-from trtserve.pipeline.planner.guards import require_disk
-from trtserve.pipeline.planner.model_needs import require_enough_memory
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.assembling import assemble_repository, check_tokenizer
 from trtserve.store import Store

@@ -13,7 +13,7 @@ from trtserve.artifacts import (
     ModelRepository,
     fingerprint,
 )
-from trtserve.checkpoint.source import weight_map
+from trtserve.checkpoint.source import INDEX, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
 from trtserve.files import read_json_object
@@ -24,7 +24,6 @@ from trtserve.nvidia.releases import (
     release_of,
 )
 from trtserve.nvidia.releases.llm_arguments import dropped_argument, unknown_argument
-from trtserve.pipeline.import_.model_plan import INDEX
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions, config_text, llmapi_config_text
 from trtserve.repository.core_models import LLMAPI_FILE, device_groups

@@ -10,7 +10,6 @@ from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
 from trtserve.host.gpus import list_gpus
 from trtserve.host.ports import is_free, owner
 from trtserve.nvidia.containers import require_docker
-from trtserve.pipeline.planner.serving import require_servable
 from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
 from trtserve.repository.check.contents import require_intact
@@ -35,6 +34,7 @@ from trtserve.server.gpu_checks import (
 )
 from trtserve.server.launch.devices import EngineNodes, fit_engines
 from trtserve.server.launch_plan import ServerPlan
+from trtserve.server.memory import require_servable
 from trtserve.server.referenced_paths import require_sound_files
 from trtserve.server.repositories import chosen_by
 from trtserve.server.shutdown import end_server

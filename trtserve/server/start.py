@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
 from trtserve.files import locked
-from trtserve.pipeline.planner.rates import timed
 from trtserve.process import ProcessId, exit_code, spawn
 from trtserve.process.interrupts import stop_signals
 from trtserve.programs.shared.run_folder import VARIABLE
@@ -35,6 +34,7 @@ from trtserve.server.state import (
 )
 from trtserve.server.triton.installation import prepare_backends
 from trtserve.server.triton.tritonserver import STACK, kv_blocks
+from trtserve.store.rates import timed
 
 _ATTEMPTS = 3
 

@@ -18,18 +18,18 @@ from trtserve.checkpoint.unified import read_config, require_files
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.runtimes import EnginePlan, Runtime, choose_runtime
 from trtserve.host.machine import format_bytes
+from trtserve.host.resources import require_disk, require_memory
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.loaders import naming_problem
+from trtserve.pipeline.memory import build_addresses
 from trtserve.pipeline.planner.gpu_guard import require_gpu_memory
-from trtserve.pipeline.planner.guards import require_disk, require_memory
-from trtserve.pipeline.planner.rates import expected_seconds, read_rates, timed
-from trtserve.pipeline.planner.stage_needs import build_addresses
-from trtserve.pipeline.planner.step_limits import serving_note
 from trtserve.progress import SILENT, Progress
+from trtserve.server.memory import serving_note
 from trtserve.specs import BuildSpec
 from trtserve.specs.command_line import PLACE, given_values
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig
 from trtserve.store import Store, publish, reusable
+from trtserve.store.rates import expected_seconds, read_rates, timed
 
 SCHEMA = 5
 

@@ -16,20 +16,19 @@ from trtserve.checkpoint.streaming import carry_out, created, load_types
 from trtserve.checkpoint.tensor_files import DTYPES, TensorFile
 from trtserve.errors import ConversionError, counted, listing
 from trtserve.host.machine import format_bytes
+from trtserve.host.resources import require_disk, require_memory, to_be_mapped
 from trtserve.nvidia.releases import NEWEST, RELEASES
 from trtserve.nvidia.releases.loaders import loading_releases, problems
-from trtserve.pipeline.convert.conversion_plan import ConversionPlan, plan_conversion
-from trtserve.pipeline.planner.converting import convert_libraries
-from trtserve.pipeline.planner.guards import (
-    require_disk,
-    require_memory,
+from trtserve.pipeline.convert.conversion_plan import (
+    ConversionPlan,
+    convert_libraries,
+    plan_conversion,
     smaller_checkpoint,
-    to_be_mapped,
 )
-from trtserve.pipeline.planner.rates import timed
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store, publish
+from trtserve.store.rates import timed
 
 __all__ = [
     "ConversionPlan",

@@ -12,6 +12,7 @@ from trtserve.checkpoint.architectures import FAMILIES
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import ConversionError, UsageError
 from trtserve.host.machine import format_bytes
+from trtserve.host.resources import require_disk, require_memory
 from trtserve.nvidia.containers import (
     ContainerRun,
     container_name,
@@ -26,9 +27,8 @@ from trtserve.nvidia.converters import (
     run_tool,
     tool_command,
 )
-from trtserve.pipeline.convert.conversion_plan import ConversionPlan
+from trtserve.pipeline.convert.conversion_plan import ConversionPlan, smaller_checkpoint
 from trtserve.pipeline.convert.verification import Verification
-from trtserve.pipeline.planner.guards import require_disk, require_memory, smaller_checkpoint
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.store import publish

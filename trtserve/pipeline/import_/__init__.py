@@ -11,6 +11,7 @@ from trtserve.artifacts import Model
 from trtserve.errors import CorruptFileError, LockedError
 from trtserve.files import is_weights, locked
 from trtserve.host.machine import format_bytes
+from trtserve.host.resources import require_disk
 from trtserve.pipeline.import_.model_plan import (
     ModelFiles,
     ModelPlan,
@@ -18,8 +19,6 @@ from trtserve.pipeline.import_.model_plan import (
     planned_files,
     stored_files,
 )
-from trtserve.pipeline.planner.guards import require_disk
-from trtserve.pipeline.planner.rates import timed
 from trtserve.progress import SILENT, Progress, Task
 from trtserve.store import (
     Store,
@@ -28,6 +27,7 @@ from trtserve.store import (
     publish,
     reusable,
 )
+from trtserve.store.rates import timed
 from trtserve.store.sources import Source, other_meaning, parse_source
 
 __all__ = ["ModelPlan", "download_folder", "import_model", "plan_model", "pull_model"]

@@ -7,15 +7,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from trtserve.checkpoint.source import INDEX
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 from trtserve.files import is_weights
 from trtserve.pipeline.import_.known_models import tensor_table
-from trtserve.pipeline.import_.model_plan import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-    ModelPlan,
-)
+from trtserve.pipeline.import_.model_plan import CONFIG, SINGLE, ModelPlan
 from trtserve.progress import SILENT, Progress
 from trtserve.store import hub
 

@@ -30,6 +30,8 @@ from trtserve.errors import (
     UsageError,
 )
 from trtserve.host.machine import format_bytes
+from trtserve.host.resources import require_memory, to_be_mapped
+from trtserve.pipeline.memory import check_memory
 from trtserve.pipeline.parity import (
     constants,
     converted,
@@ -48,8 +50,6 @@ from trtserve.pipeline.parity.comparison import (
 from trtserve.pipeline.parity.converted import Changes, changes_of
 from trtserve.pipeline.parity.original import Original
 from trtserve.pipeline.parity.prompts import Tokens, Vocabulary, prompt_set
-from trtserve.pipeline.planner.guards import require_memory, to_be_mapped
-from trtserve.pipeline.planner.stage_needs import check_memory
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec
 from trtserve.store import Store

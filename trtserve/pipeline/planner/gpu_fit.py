@@ -17,8 +17,8 @@ from trtserve.checkpoint.rank_weights import rank_weights
 from trtserve.checkpoint.sharding import check_parallel_sizes, stage_layers
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor.runtimes import RUNTIMES
+from trtserve.executor.steps import step_flags, usual_steps
 from trtserve.pipeline.planner.gpus import Gpu
-from trtserve.pipeline.planner.step_limits import step_flags, usual_steps
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import (
     TRTLLM_LIMITS,

@@ -1,21 +1,19 @@
-"""Smaller steps: the effect of `max_batch_size` and `max_num_tokens` on an engine's memory."""
+"""Memory of an engine on this machine, and smaller steps (`max_batch_size`, `max_num_tokens`) that fit it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trtserve.executor.runtimes import EnginePlan
-from trtserve.host.machine import format_bytes, free_memory
-from trtserve.pipeline.planner.stage_needs import engine_needs_of, server_processes
+from trtserve.executor.loaders import embedded_runtime
+from trtserve.executor.runtimes import RUNTIMES
+from trtserve.specs.runtime import EngineNeeds
 
 # Larger steps gain nothing on a CPU (these are the runtime's defaults); fewer tokens than the last value only slow down
 # prompts.
 _BATCH = 16
 USUAL_TOKENS = 2048
 _FEWEST_TOKENS = 256
-# The smallest KV cache in tokens.
-_BLOCK = 32
 
 
 def usual_steps(batch: int, tokens: int, *, beams: int = 1) -> Iterator[tuple[int, int]]:
@@ -41,6 +39,18 @@ def step_flags(asked: tuple[int, int], step: tuple[int, int]) -> str:
     return " ".join(f"{flag} {value}" for flag, before, value in named if value != before)
 
 
+def engine_needs_of(config: Mapping[str, Any]) -> EngineNeeds:
+    """Return what an existing engine takes of this machine's memory, from its `config.json`; 0 for one on GPUs."""
+    needs = RUNTIMES[str(embedded_runtime(config))].needs_of(config)
+    return needs or EngineNeeds(disk=0, build=0, serving=0, kv_per_token=0)
+
+
+def draft_memory(config: Mapping[str, Any], kv_tokens: int | None) -> int:
+    """Return the memory of a draft model's process, with `kv_tokens` of cache, or one sequence's."""
+    needs = engine_needs_of(config)
+    return needs.serving + (kv_tokens or int(config["build_config"]["max_seq_len"])) * needs.kv_per_token
+
+
 def fitting_step(engine: Mapping[str, Any], room: int) -> str | None:
     """Return options with which an engine in main memory needs at most `room` bytes without its cache."""
     build = engine["build_config"]
@@ -50,26 +60,6 @@ def fitting_step(engine: Mapping[str, Any], room: int) -> str | None:
         if engine_needs_of({**engine, "build_config": changed}).serving <= room:
             return step_flags(asked, (batch, tokens)) or None
     return None
-
-
-def serving_note(engine: EnginePlan) -> str | None:
-    """Return a note when an engine can be built but not served from the currently free memory.
-
-    Returns None for runtimes that serve from GPUs.
-    """
-    if engine.needs_gpu:
-        return None
-    around, free = server_processes() + _BLOCK * engine.kv_bytes_per_token, free_memory()
-    needed = engine.serving_bytes + around
-    if needed <= free:
-        return None
-    smaller = fitting_step(engine.config_outline(), free - around)
-    return (
-        f"Serving this engine will take {format_bytes(needed)} of memory (max_batch_size "
-        f"{engine.limits.max_batch_size}, "
-        f"max_num_tokens {engine.limits.max_num_tokens}), but only {format_bytes(free)} are free"
-        f"{f'; {smaller} would fit' if smaller else ''}."
-    )
 
 
 def _powers_below(value: int, least: int) -> Iterator[int]:

@@ -47,11 +47,6 @@ def require_disk(
         )
 
 
-def smaller_checkpoint(dtype: str) -> str:
-    """Suggest how to make our checkpoint smaller: it stores floats whatever the engine quantises."""
-    return "--dtype bfloat16 or float16 makes it half as large." if dtype == "float32" else ""
-
-
 def require_memory(needed: int, what: str, advice: Callable[[int], str], *, mapped: int = 0) -> None:
     """Raise MemoryLimitError when fewer than `needed` bytes of memory are free for `what`, such as "X needs".
 

@@ -1,34 +1,49 @@
-"""Whether a model fits this machine's memory, judged before its weights are here, and which settings would fit."""
+"""Memory of each stage on this machine, before its inputs are here, and which settings would fit."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.quantized import FP8, GPTQ, quant_algo
 from trtserve.errors import TrtserveError
-from trtserve.executor.runtimes import EnginePlan, choose_runtime
+from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
+from trtserve.executor.runtimes import RUNTIMES, EnginePlan, choose_runtime
+from trtserve.executor.steps import USUAL_TOKENS, smallest_step, step_flags, usual_steps
 from trtserve.host.machine import format_bytes
-from trtserve.pipeline.planner.guards import require_memory
-from trtserve.pipeline.planner.stage_needs import (
-    ServerNeeds,
-    build_addresses,
-    import_memory,
-    server_processes,
-)
-from trtserve.pipeline.planner.step_limits import (
-    USUAL_TOKENS,
-    smallest_step,
-    step_flags,
-    usual_steps,
-)
+from trtserve.host.resources import require_memory, to_be_mapped
+from trtserve.server.memory import ServerNeeds, server_processes
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.runtime import CheckpointConfig
 
+# Anonymous memory of processes, measured (Python 3.11, transformers 5.23).
+_TRANSFORMERS = 15 * 2**20
+_TORCH = 215 * 2**20  # including what transformers uses of it
 _SHORTEST = 128
 _MOST_HALVINGS = 32
+
+
+def import_memory(engine: EnginePlan) -> int:
+    """Return the peak of an import's process, which builds after testing the tokenizer."""
+    return engine.memory_bytes + _TRANSFORMERS + (_TORCH if importlib.util.find_spec("torch") else 0)
+
+
+def build_addresses(engine: EnginePlan, *, tokenizer: bool = False) -> int:
+    """Return what a build still maps into this process: libraries and the engine's files.
+
+    `tokenizer`: it tests one first. Other runtimes build in separate processes, to which the limit does not apply.
+    """
+    libraries = RUNTIMES[engine.runtime].LIBRARIES
+    if not libraries:
+        return 0
+    names = (*libraries, *(("transformers", "torch") if tokenizer else ()))
+    return to_be_mapped(*names, files=engine.disk_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,3 +195,41 @@ def _shorter(deployment: Deployment, longest: int) -> Iterator[tuple[str, Deploy
             more = f" --max-input-len {inputs}" if deployment.build.max_input_len not in (None, inputs) else ""
             yield f"--max-seq-len {tokens}{more}", replace(deployment, build=build)
         tokens //= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckNeeds:
+    """A numerical check: `original` and `converted` model, one after the other, and the `logits` of both.
+
+    `processes` is the memory of PyTorch, transformers and OpenVINO themselves.
+    """
+
+    processes: int
+    original: int
+    converted: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Memory at the peak."""
+        return self.processes + max(self.original, self.converted) + self.logits
+
+
+def check_memory(config: CheckpointConfig, lengths: Sequence[int], *, beside: int = 0) -> CheckNeeds:
+    """Return what a check of a checkpoint `config` needs for sequences of `lengths` tokens.
+
+    `beside` counts the original's values that the checkpoint lacks, since the original is loaded in full.
+
+    The original is float32; one weight is duplicated while read or rounded, or all of them when codes are dequantised
+    first. The checkpoint runs as stored, then as a runtime quantises it.
+    """
+    counts = [math.prod(target.shape) for target in family(config["architecture"]).targets(config)]
+    longest, row = max(lengths), int(config["vocab_size"]) * 4
+    stored = {**config, "quantization": {}}
+    return CheckNeeds(
+        processes=BUILD_PROCESS + _TRANSFORMERS + _TORCH,
+        original=4 * (beside + sum(counts) + (sum(counts) if quant_algo(config) in (GPTQ, FP8) else max(counts))),
+        converted=max(whole_model_bytes(each, longest) for each in (stored, config)),
+        # Logits of the original, the rounded original and the checkpoint; one prompt's as float64 during comparison.
+        logits=3 * sum(lengths) * row + 8 * longest * row,
+    )

@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trtserve.errors import MemoryLimitError
 from trtserve.executor.runtimes import RUNTIMES
-from trtserve.host.machine import address_space, format_bytes
-from trtserve.pipeline.planner.guards import available_memory, require_memory, to_be_mapped
-from trtserve.pipeline.planner.stage_needs import (
-    ServerNeeds,
-    draft_memory,
-    engine_needs_of,
-    server_processes,
-)
-from trtserve.pipeline.planner.step_limits import fitting_step
+from trtserve.executor.steps import draft_memory, engine_needs_of, fitting_step
+from trtserve.host.machine import address_space, format_bytes, free_memory
+from trtserve.host.resources import available_memory, require_memory, to_be_mapped
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.preflight import Served
 from trtserve.repository.profiles import BLS, POSTPROCESSING, PREPROCESSING
+from trtserve.specs.runtime import EnginePlan
 
+# The smallest KV cache in tokens.
 _BLOCK = 32
+# Anonymous memory of processes, measured (Python 3.11, transformers 5.23, Triton 2.51).
+# `trtserve start`, tritonserver, and both BLS models (the alias is the second).
+_START_PROCESS = 44 * 2**20
+_TRITON = 34 * 2**20
+_BLS_PROCESS = 20 * 2**20
+_BLS_MODELS = 2
+# The door (FastAPI and the OpenAI API) beside its tokenizer.
+_DOOR_PROCESS = 28 * 2**20
+# Pre- and postprocessing, and the door: transformers, and tables proportional to tokenizer.json.
+_TOKENIZER_PROCESS = 46 * 2**20
+_TOKENIZER_FACTOR = 12
 # Address space of tritonserver, of which it uses little memory: shared memory and threads. Measured with five models on
 # two cores; with less it can neither serve nor stop.
 _TRITON_ADDRESSES = 2700 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerNeeds:
+    """A server: its other `processes`, `engine` without its cache, and `kv` for `kv_tokens` tokens."""
+
+    processes: int
+    engine: int
+    kv: int
+    kv_tokens: int
+
+    @property
+    def total(self) -> int:
+        """Memory of all processes with a full cache."""
+        return self.processes + self.engine + self.kv
+
+
+def server_processes(*, tokenizers: int = 2, bls: int = 1, tokenizer_bytes: int = 0) -> int:
+    """Return the memory of a server's processes except the engine's; `tokenizer_bytes` is tokenizer.json's size."""
+    each = _TOKENIZER_PROCESS + _TOKENIZER_FACTOR * tokenizer_bytes
+    others = _START_PROCESS + _TRITON + _DOOR_PROCESS + _BLS_MODELS * bls * _BLS_PROCESS
+    return others + (tokenizers + 1) * each
 
 
 def server_needs(
@@ -85,6 +115,26 @@ def require_servable(served: Served, name: str, progress: Progress = SILENT) -> 
         progress.warn(
             f"Memory remains for a KV cache of {fitting} tokens; one sequence of max_seq_len has {needs.kv_tokens}."
         )
+
+
+def serving_note(engine: EnginePlan) -> str | None:
+    """Return a note when an engine can be built but not served from the currently free memory.
+
+    Returns None for runtimes that serve from GPUs.
+    """
+    if engine.needs_gpu:
+        return None
+    around, free = server_processes() + _BLOCK * engine.kv_bytes_per_token, free_memory()
+    needed = engine.serving_bytes + around
+    if needed <= free:
+        return None
+    smaller = fitting_step(engine.config_outline(), free - around)
+    return (
+        f"Serving this engine will take {format_bytes(needed)} of memory (max_batch_size "
+        f"{engine.limits.max_batch_size}, "
+        f"max_num_tokens {engine.limits.max_num_tokens}), but only {format_bytes(free)} are free"
+        f"{f'; {smaller} would fit' if smaller else ''}."
+    )
 
 
 def _require_addresses() -> None:
