@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trtserve._version import __version__
 from trtserve.errors import ArtifactError
-from trtserve.files import read_json_object
+from trtserve.files import read_as, read_json_object
 
 Kind = Literal["model", "checkpoint", "engine", "repository", "adapter"]
 
@@ -54,14 +54,12 @@ class Manifest:
         path = folder / MANIFEST
         damaged = "The folder is damaged: remove it and run the stage that makes it again."
         try:
-            manifest = cls(**read_json_object(path, hint=damaged))
+            manifest = read_as(path, cls, "a manifest", hint=damaged)
         except FileNotFoundError:
             raise ArtifactError(
                 f"{folder} has no {MANIFEST}: it is not a complete trtserve artefact.",
                 hint="Run the stage that makes it again; unfinished work is picked up.",
             ) from None
-        except TypeError as error:
-            raise ArtifactError(f"{path} cannot be read as a manifest: {error}.", hint=damaged) from error
         if manifest.schema != SCHEMA:
             raise ArtifactError(
                 f"{path} has schema {manifest.schema}; this trtserve reads schema {SCHEMA}.",

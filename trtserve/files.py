@@ -8,8 +8,9 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from trtserve.errors import (
     ArtifactError,
@@ -19,6 +20,10 @@ from trtserve.errors import (
     UsageError,
 )
 
+T = TypeVar("T")
+
+# Of a text file that is read as a whole: the largest known tokenizer has 34 MB.
+_LARGEST_TEXT = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT})
@@ -150,9 +155,16 @@ def _is_open_at(handle: TextIO, path: Path) -> bool:
 
 
 def read_text(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None) -> str:
-    """Return the text in `path`; `error` for a file that cannot be read or is not UTF-8, except FileNotFoundError."""
+    """Return the text in `path`; `error` for a file that cannot be read, is not UTF-8 or is larger than 64 MiB.
+
+    FileNotFoundError passes through: only the caller knows what a missing file means.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as handle:
+            content = handle.read(_LARGEST_TEXT + 1)
+        if len(content) > _LARGEST_TEXT:
+            raise error(f"{path} is larger than {_LARGEST_TEXT >> 20} MiB: it is not read.", hint=hint)
+        return content.decode()
     except FileNotFoundError:
         raise
     except OSError as refused:
@@ -181,10 +193,7 @@ def is_unicode(text: str) -> bool:
 def read_json_object(
     path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None
 ) -> dict[str, Any]:
-    """Return the JSON object in `path`; `error` for a file that cannot be read or holds something else.
-
-    FileNotFoundError passes through: only the caller knows what a missing file means.
-    """
+    """Return the JSON object in `path`; `error` for a file that holds something else or that `read_text` refuses."""
     text = read_text(path, error, hint=hint)
     try:
         content = parse_json(text)
@@ -193,6 +202,60 @@ def read_json_object(
     if not isinstance(content, dict):
         raise error(f"{path} is not a JSON object.", hint=hint)
     return content
+
+
+def read_as(
+    path: Path,
+    kind: type[T],
+    what: str,
+    error: type[TrtserveError] = ArtifactError,
+    *,
+    hint: str | None = None,
+    tolerant: bool = False,
+) -> T:
+    """Return the JSON object in `path` as a dataclass of this kind, which messages call `what`.
+
+    `error` for a file that `read_text` refuses and for another content. Keys that the dataclass lacks are refused, or
+    left out if `tolerant`.
+    """
+    content = read_json_object(path, error, hint=hint)
+    return decode_as(content, kind, what, path, error, hint=hint, tolerant=tolerant)
+
+
+def decode_as(
+    content: object,
+    kind: type[T],
+    what: str,
+    source: object,
+    error: type[TrtserveError] = ArtifactError,
+    *,
+    hint: str | None = None,
+    tolerant: bool = False,
+) -> T:
+    """Return parsed JSON from `source` as a value of this kind, as `read_as` does.
+
+    Fields may be dataclasses, paths, tuples, mappings and what JSON has itself.
+    """
+    import msgspec
+
+    known = {each.name for each in fields(kind)} if is_dataclass(kind) else set()
+    if not tolerant and known and isinstance(content, dict) and (unknown := content.keys() - known):
+        reason = f"unknown key `{min(unknown)}`"
+    else:
+        try:
+            return msgspec.convert(content, kind, dec_hook=_path)
+        except (msgspec.ValidationError, UnicodeEncodeError) as invalid:
+            reason = str(invalid)[:1].lower() + str(invalid)[1:]
+    reason = reason.replace("object missing required field", "missing key").replace(" - at `$.", " at `")
+    raise error(f"{source} cannot be read as {what}: {reason.removesuffix(' - at `$`'):.300}.", hint=hint)
+
+
+def _path(kind: type[Path], value: object) -> Path:
+    if kind is not Path:
+        raise NotImplementedError(f"{kind} cannot be read from JSON")
+    if not isinstance(value, str):
+        raise TypeError(f"Expected `str`, got `{type(value).__name__}`")
+    return Path(value)
 
 
 def write_json(path: Path, content: object) -> None:

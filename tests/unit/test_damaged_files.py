@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,7 @@ from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.client.file_inputs import read_token_ids
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.errors import UsageError
+from trtserve.errors import ArtifactError, UsageError
 from trtserve.executor.loaders import read_engine_config
 from trtserve.files import read_json_object
 from trtserve.pipeline.setup_file.reading import read_setup
@@ -178,3 +179,32 @@ def test_half_a_character_is_refused_before_it_is_sent(tmp_path: Path, capsys: p
     assert "is a JSON list with " in capsys.readouterr().err
     (tmp_path / "dataset").write_text('[{"prompt": "\\ud83d\\ude00"}]')
     assert [example.prompt for example in read_dataset(tmp_path / "dataset")] == ["\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({}, "missing key `kind`"),
+        ({"kind": "model", "name": 3, "fingerprint": "f"}, "expected `str`, got `int` at `name`"),
+        ({"kind": "modul"}, "invalid enum value 'modul' at `kind`"),
+        (
+            {"kind": "model", "name": "m", "fingerprint": "f", "inputs": ["a"]},
+            "expected `object`, got `array` at `inputs`",
+        ),
+        ({"kind": "model", "name": "m", "fingerprint": "f", "colour": "red"}, "unknown key `colour`"),
+    ],
+)
+def test_a_refused_manifest_names_the_key_and_what_it_should_hold(
+    content: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=re.escape(f"manifest.json cannot be read as a manifest: {reason}.")):
+        Manifest.read(tmp_path)
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.files._LARGEST_TEXT", 1 << 20)
+    with (tmp_path / "config.json").open("wb") as handle:
+        handle.truncate((1 << 20) + 1)
+    with pytest.raises(ArtifactError, match="larger than 1 MiB"):
+        read_json_object(tmp_path / "config.json")

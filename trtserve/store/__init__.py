@@ -42,7 +42,7 @@ from trtserve.errors import (
 from trtserve.files import (
     child,
     locked,
-    read_json_object,
+    read_as,
     write_json,
     writing,
 )
@@ -427,11 +427,9 @@ def _read_record(path: Path) -> NameRecord | None:
     """Return the record at `path`, or None if it was removed in the meantime."""
     hint = "Remove the file and import again."
     try:
-        return NameRecord(**read_json_object(path, hint=hint))
+        return read_as(path, NameRecord, "the record of an import", hint=hint)
     except FileNotFoundError:
         return None
-    except TypeError as error:
-        raise ArtifactError(f"{path} cannot be read as the record of an import: {error}.", hint=hint) from error
 
 
 def default_root() -> Path:
