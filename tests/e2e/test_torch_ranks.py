@@ -32,7 +32,7 @@ from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.repository.profiles import CORE
-from trtserve.server.launch_plan import ServerPlan, plan_server
+from trtserve.server.plan import ServerPlan, plan_server
 from trtserve.server.shutdown import end_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server

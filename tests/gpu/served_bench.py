@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import end_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server

@@ -27,7 +27,7 @@ from trtserve.errors import (
 )
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
 from trtserve.server.state import recorded_server

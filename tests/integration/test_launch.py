@@ -17,7 +17,7 @@ from trtserve.process import (
     spawn,
     stop,
 )
-from trtserve.server.triton import startup
+from trtserve.server.triton import tritonserver
 from trtserve.server.triton.tritonserver import Address
 
 
@@ -25,7 +25,7 @@ from trtserve.server.triton.tritonserver import Address
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
     """A port on which this very process listens, and which answers that it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as held:
-        monkeypatch.setattr(startup, "is_ready", lambda _address: True)
+        monkeypatch.setattr(tritonserver, "is_ready", lambda _address: True)
         yield Address(host="127.0.0.1", http_port=held.getsockname()[1], grpc_port=2, metrics_port=3)
 
 
@@ -34,7 +34,7 @@ def test_the_answer_of_another_server_on_the_port_does_not_count(address: Addres
     ours = spawn(Command(argv=("sleep", "30")), log=log)
     try:
         with pytest.raises(ServerStartError, match=r"not ready after 0\.3 s"):
-            startup.wait_until_ready(ours, address, log, timeout=0.3)
+            tritonserver.wait_until_ready(ours, address, log, timeout=0.3)
     finally:
         assert stop(ours, grace=1)
 
@@ -42,11 +42,11 @@ def test_the_answer_of_another_server_on_the_port_does_not_count(address: Addres
 def test_an_answer_counts_when_the_owner_of_the_port_is_invisible(
     address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "listeners", lambda _port: [])
+    monkeypatch.setattr(tritonserver, "listeners", lambda _port: [])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         identity = ProcessId.of(other.pid)
         assert identity is not None
-        startup.wait_until_ready(identity, address, tmp_path / "log", timeout=1)
+        tritonserver.wait_until_ready(identity, address, tmp_path / "log", timeout=1)
         other.communicate(b"\n")
 
 
@@ -56,5 +56,5 @@ def test_a_port_lost_to_another_program_is_reported(tmp_path: Path) -> None:
     identity = spawn(Command(argv=(sys.executable, "-c", f"import sys; sys.exit({line!r})")), log=tmp_path / "log")
     nobody = Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)
     with pytest.raises(PortInUseError, match="already in use") as caught:
-        startup.wait_until_ready(identity, nobody, tmp_path / "log", timeout=10)
+        tritonserver.wait_until_ready(identity, nobody, tmp_path / "log", timeout=10)
     assert "--auto-ports" in str(caught.value.hint)

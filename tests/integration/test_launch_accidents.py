@@ -33,15 +33,9 @@ from tests.support.waiting import eventually
 from trtserve.errors import PortInUseError, ServerDiedError
 from trtserve.host.ports import free_ports, is_free
 from trtserve.progress import SilentProgress
-from trtserve.server import (
-    doors,
-    launch_plan,
-    proxy,
-    start,
-)
-from trtserve.server.addresses import free_pair
+from trtserve.server import doors, proxy, start
 from trtserve.server.discovery import find_server
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import free_pair, plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server, list_servers
@@ -201,7 +195,7 @@ def test_auto_ports_gives_up_after_three_attempts(
 ) -> None:
     spec = replace(free_spec("robbed"), oversubscribe=True, auto_ports=True)
     monkeypatch.setattr(start, "require_ports", lambda *_: None)
-    monkeypatch.setattr(launch_plan, "with_free_ports", lambda spec: spec)
+    monkeypatch.setattr("trtserve.server.plan.with_free_ports", lambda spec: spec)
     with thief_of([spec.http_port]), pytest.raises(PortInUseError, match="already in use"):
         start_server(plan_server(repository_of(tmp_path, tp=1), spec, store=store))
     assert len(doubles.calls("tritonserver")) == 3

@@ -39,13 +39,8 @@ from trtserve.errors import (
     ServerStartError,
     UsageError,
 )
-from trtserve.server import (
-    gpu_checks,
-    health,
-    launch_plan,
-    readiness,
-)
-from trtserve.server.launch_plan import plan_server
+from trtserve.server import gpu_checks, readiness
+from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server, list_servers, recorded_server
@@ -85,8 +80,8 @@ def test_a_start_runs_its_plan_and_plans_nothing_again(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_server(repository_of(tmp_path, tp=1), replace(free_spec("planned"), oversubscribe=True), store=store)
-    monkeypatch.setattr(launch_plan, "plan_server", None)
-    monkeypatch.setattr(launch_plan, "inspect_repository", None)
+    monkeypatch.setattr("trtserve.server.plan.plan_server", None)
+    monkeypatch.setattr("trtserve.server.plan.inspect_repository", None)
     server = start_server(plan)
     stop_server("planned", store=store)
     assert server.address == plan.instances[0].address
@@ -139,7 +134,7 @@ def test_a_rank_that_exits_with_0_while_loading_is_reported(
 def test_a_rank_that_exits_with_0_ends_the_server(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "_EXPLANATION", 0.2)
+    monkeypatch.setattr("trtserve.server.status._EXPLANATION", 0.2)
     doubles.configure(die_rank=1, die_when="ready", die_after=1.5, die_code=0)
     spec = replace(free_spec(), oversubscribe=True)
     seen: list[Server] = []

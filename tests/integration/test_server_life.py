@@ -25,7 +25,7 @@ from trtserve.errors import PortInUseError, ServerNotFoundError, ServerStartErro
 from trtserve.host.ports import is_free
 from trtserve.process import tree
 from trtserve.server.discovery import find_server
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
 from trtserve.server.state import (

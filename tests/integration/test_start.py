@@ -10,7 +10,7 @@ import pytest
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import PortInUseError
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.server.start import start_server
 from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.specs import ServerSpec

@@ -25,7 +25,7 @@ from trtserve.errors import (
 )
 from trtserve.process import ProcessId
 from trtserve.server.gpu_checks import require_gpu_memory
-from trtserve.server.launch_plan import ServerPlan, plan_server
+from trtserve.server.plan import ServerPlan, plan_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Instance, ProxyState, Server
 from trtserve.server.triton.tritonserver import Address
@@ -177,7 +177,7 @@ def test_dry_run_prints_every_instance(tmp_path: Path, capsys: pytest.CaptureFix
 def test_dry_run_shows_what_a_start_adds_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.server.launch_plan.needs_oversubscription", lambda ranks: ranks == 4)
+    monkeypatch.setattr("trtserve.server.plan.needs_oversubscription", lambda ranks: ranks == 4)
     line = ["start", "--model-repository", str(repository_of(tmp_path).path), "--instances", "2", "--dry-run"]
     assert run(line) == 0
     said = capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_dry_run_refuses_what_a_start_refuses(fault: str, tmp_path: Path, capsys
 
 
 def test_without_mpirun(tmp_path: Path, doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.server.launch_plan.mpirun_program", lambda: str(tmp_path / "mpirun"))
+    monkeypatch.setattr("trtserve.server.plan.mpirun_program", lambda: str(tmp_path / "mpirun"))
     with pytest.raises(
         MissingDependencyError, match=r"mpirun, which starts this engine's 2 ranks, was not found"
     ) as caught:

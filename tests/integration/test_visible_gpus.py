@@ -20,7 +20,7 @@ from trtserve.host.gpus import (
     visible_devices,
     visible_gpu,
 )
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.store import Store
 
 FIRST, SECOND = "GPU-8ee33302-c636-d825-62c5-d0b43bf34d49", "GPU-b96be524-4111-2055-0ebe-678700e2974f"

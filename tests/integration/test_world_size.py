@@ -25,8 +25,8 @@ from trtserve.host.ports import free_ports
 from trtserve.pipeline.imported_names import recorded_spec
 from trtserve.pipeline.world_size import repository_for, with_world_size
 from trtserve.repository.preflight import inspect_repository
+from trtserve.server.engine_fit import wants_rebuild
 from trtserve.server.repositories import find_repository
-from trtserve.server.world_size import wants_rebuild
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

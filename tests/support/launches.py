@@ -20,7 +20,7 @@ from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
 from trtserve.host.ports import is_free
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.server.rank_processes import rank_processes
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server

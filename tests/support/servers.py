@@ -13,7 +13,7 @@ from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.errors import ServerStartError
 from trtserve.host.ports import free_ports
 from trtserve.process import stop
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server, list_servers, log_file

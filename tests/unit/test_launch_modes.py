@@ -12,9 +12,9 @@ from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host.gpus import require_gpus, split_gpus
 from trtserve.nvidia.releases import RELEASES
 from trtserve.repository.core_models import CoreModel, device_groups
-from trtserve.server.addresses import instance_addresses
 from trtserve.server.launch.base import LaunchSetup
 from trtserve.server.launch.modes import leader, llmapi, orchestrator, slurm_task
+from trtserve.server.plan import instance_addresses
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.specs.options import options_of

@@ -11,7 +11,7 @@ from trtserve.host.mpi import sweep_session
 from trtserve.process import ProcessId
 from trtserve.server import rank_processes as ranks
 from trtserve.server.triton import server_log
-from trtserve.server.triton.startup import start_error
+from trtserve.server.triton.tritonserver import start_error
 
 # As mpirun of Open MPI 5.0 prints them; 4.1 has no blank behind the tag.
 LOG = """\

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import PortInUseError, ServerDiedError, ServerStartError
-from trtserve.server import logs, supervision
-from trtserve.server.logs import limit_size, rotate
+from trtserve.server import supervision
 from trtserve.server.supervision import _Restarts
+from trtserve.server.triton import server_log
+from trtserve.server.triton.server_log import limit_size, rotate
 from trtserve.specs import ServerSpec
 
 DIED = ServerDiedError("it died")
@@ -77,7 +78,7 @@ def test_a_start_keeps_the_logs_of_earlier_ones(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_written_is_emptied_when_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_LARGEST", 10)
+    monkeypatch.setattr(server_log, "_LARGEST", 10)
     log = tmp_path / "demo.log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"0123456789")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trtserve.process import ProcessId
-from trtserve.server import standstill
-from trtserve.server.standstill import Standstill
+from trtserve.server import readiness
+from trtserve.server.readiness import Standstill
 
 STUBS = [ProcessId(pid=11, started=0.0), ProcessId(pid=12, started=0.0)]
 
@@ -16,8 +16,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.used = 0.0
-        monkeypatch.setattr("trtserve.server.standstill.time.monotonic", lambda: self.now)
-        monkeypatch.setattr(standstill, "_cpu_seconds", lambda _: self.used)
+        monkeypatch.setattr("trtserve.server.readiness.time.monotonic", lambda: self.now)
+        monkeypatch.setattr(readiness, "_cpu_seconds", lambda _: self.used)
 
 
 def seconds_until_it_lasts(clock: Clock, stubs: list[ProcessId], *, work: float, most: int = 200) -> float | None:

@@ -26,13 +26,12 @@ from trtserve.host.machine import describe, differences
 from trtserve.host.ports import free_ports, is_free, next_free
 from trtserve.process import ProcessId
 from trtserve.repository.preflight import inspect_repository
-from trtserve.server.addresses import with_free_ports
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server, with_free_ports
 from trtserve.server.repositories import find_repository
 from trtserve.server.start import start_server
 from trtserve.server.state import write_state
-from trtserve.server.triton.startup import start_error
 from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.triton.tritonserver import start_error
 from trtserve.specs import ServerSpec
 from trtserve.store import NameRecord, Store
 

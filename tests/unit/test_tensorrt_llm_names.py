@@ -13,7 +13,7 @@ from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.interface.bindings import bindings_environment, imports_bindings
 from trtserve.executor.interface.bindings_modules import executor_names, logger, tokenizer_info
 from trtserve.nvidia.releases import RELEASES
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.plan import plan_server
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

@@ -16,12 +16,12 @@ from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host import gpus
 from trtserve.repository.preflight import inspect_repository
+from trtserve.server.engine_fit import wants_rebuild
 from trtserve.server.gpu_checks import require_devices
 from trtserve.server.launch import kubernetes, slurm
 from trtserve.server.launch.cluster import inspect_for_cluster
-from trtserve.server.launch_plan import ServerPlan, plan_server
+from trtserve.server.plan import ServerPlan, plan_server
 from trtserve.server.triton.tritonserver import stub_environment
-from trtserve.server.world_size import wants_rebuild
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

@@ -143,7 +143,7 @@ def _explicit(
         require_port(endpoint.host, endpoint.http_port, "HTTP")
     else:
         require_port(endpoint.host, endpoint.grpc_port, "gRPC")
-    from trtserve.server.endpoints import protected
+    from trtserve.server.discovery import protected
     from trtserve.server.state import list_servers
 
     for server in list_servers():
@@ -157,7 +157,7 @@ def _explicit(
 
 def find_openai_endpoint(url: str) -> Endpoint | None:
     """Return the server that was started here and whose OpenAI API has this address."""
-    from trtserve.server.endpoints import endpoint_of
+    from trtserve.server.discovery import endpoint_of
     from trtserve.server.state import list_servers
 
     asked = url.partition("//")[2].partition("/")[0]
@@ -198,8 +198,7 @@ def _ports_of(server: Server) -> Iterator[dict[str, int]]:
 
 
 def _recorded(name: str | None) -> Endpoint:
-    from trtserve.server.discovery import find_server
-    from trtserve.server.endpoints import endpoint_of
+    from trtserve.server.discovery import endpoint_of, find_server
 
     server = find_server(name)
     if server.state == "starting":

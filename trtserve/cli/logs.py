@@ -43,8 +43,7 @@ def logs(
         trtserve logs
         trtserve logs demo --follow
     """
-    from trtserve.server.discovery import find_log
-    from trtserve.server.logs import follow_log
+    from trtserve.server.discovery import find_log, follow_log
 
     if json and follow:
         raise UsageError("--json is one document; it cannot be combined with --follow.")

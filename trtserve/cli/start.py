@@ -30,7 +30,7 @@ from trtserve.specs.server import GPUS, SUPERVISION
 if TYPE_CHECKING:
     from trtserve.artifacts import ModelRepository
     from trtserve.pipeline.importing import Stage
-    from trtserve.server.launch_plan import ServerPlan
+    from trtserve.server.plan import ServerPlan
     from trtserve.server.state import Server
 
 
@@ -92,8 +92,8 @@ def start(
         trtserve start llama-2-7b --slurm --nodes 2 --account research
     """
     from trtserve.pipeline.world_size import repository_for
-    from trtserve.server.addresses import with_free_ports
     from trtserve.server.launch.cluster import require_options
+    from trtserve.server.plan import with_free_ports
     from trtserve.server.repositories import find_repository
 
     call = ClusterCall(
@@ -150,7 +150,7 @@ def _serve(
     """Be the supervisor of a server, for the user or for the `start --detach` that listens at `report_to`."""
     from trtserve.cli.json_log import JsonLog
     from trtserve.server.background import Report
-    from trtserve.server.launch_plan import plan_server
+    from trtserve.server.plan import plan_server
     from trtserve.server.supervision import serve_foreground
 
     own = JsonLog() if spec.log_format == "json" else progress
@@ -177,9 +177,9 @@ def _serve(
 
 def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall, progress: TerminalProgress) -> None:
     from trtserve.files import writing
-    from trtserve.server.announcements import announce_risks
-    from trtserve.server.launch_plan import plan_server
-    from trtserve.server.systemd import plan_unit
+    from trtserve.server.background import plan_unit
+    from trtserve.server.checks import announce_risks
+    from trtserve.server.plan import plan_server
     from trtserve.store import Store
 
     announce_risks(plan_server(repository, spec), progress)  # raises what the service would end with
@@ -202,9 +202,8 @@ def _dry_run(
 ) -> None:
     """Print what `start` would do; another --world-size runs the stages of the import first."""
     from trtserve.pipeline.world_size import plan_rebuild, planned_stages, repository_for
-    from trtserve.server.announcements import announce_risks
-    from trtserve.server.checks import rehearse
-    from trtserve.server.launch_plan import plan_server
+    from trtserve.server.checks import announce_risks, rehearse
+    from trtserve.server.plan import plan_server
 
     again = plan_rebuild(repository, spec)
     if again is None or not rebuild:
@@ -243,7 +242,7 @@ def _print_plan(plan: ServerPlan, stages: Sequence[Stage], *, json: bool) -> Non
 
 
 def _described(plan: ServerPlan) -> dict[str, Any]:
-    from trtserve.server.announcements import transaction_policy
+    from trtserve.server.state import transaction_policy
 
     return {
         "name": plan.name,

@@ -77,7 +77,7 @@ def _iso(seconds: float) -> str:
 
 def server_record(server: Server) -> dict[str, object]:
     """Return a server as JSON: addresses, processes by id, and times in ISO format."""
-    from trtserve.server.announcements import transaction_policy
+    from trtserve.server.state import transaction_policy
 
     instances = [
         {
@@ -111,7 +111,7 @@ def server_record(server: Server) -> dict[str, object]:
 
 
 def _row(one: Status) -> tuple[object, ...]:
-    from trtserve.server.announcements import transaction_policy
+    from trtserve.server.state import transaction_policy
 
     server, addresses = one.server, [instance.address for instance in one.server.instances]
     proxy = "" if server.endpoint == server.address else f"{server.endpoint.http_port} → "

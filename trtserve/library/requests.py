@@ -11,8 +11,7 @@ from trtserve.client.options import REQUEST_OPTIONS
 from trtserve.client.spec import QuerySpec
 from trtserve.errors import UsageError
 from trtserve.library.importing import require_known
-from trtserve.server.discovery import find_server
-from trtserve.server.endpoints import endpoint_of
+from trtserve.server.discovery import endpoint_of, find_server
 from trtserve.server.state import Server
 from trtserve.specs.options import Option, options_of
 

@@ -18,9 +18,9 @@ from trtserve.pipeline.importing import (
 )
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.preflight import Served, inspect_repository
-from trtserve.server.launch_plan import plan_server
+from trtserve.server.engine_fit import wants_rebuild
+from trtserve.server.plan import plan_server
 from trtserve.server.start import require_startable
-from trtserve.server.world_size import wants_rebuild
 from trtserve.specs import RuntimeName, ServerSpec
 from trtserve.specs.command_line import import_command
 from trtserve.store import NameRecord, Store

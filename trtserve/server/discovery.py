@@ -1,21 +1,18 @@
-"""Find a running server by its name, or the only one, and say what to do when there is none."""
+"""Find a running server, its log and its endpoint, by its name or because it is the only one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from trtserve.client.base import Endpoint
 from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
 from trtserve.process import tree
-from trtserve.server.logs import last_lines, recorded_log
-from trtserve.server.state import (
-    Server,
-    failure_of,
-    forget,
-    list_servers,
-    recorded_server,
-    recorded_servers,
-)
+from trtserve.server.state import Server, failure_of, forget, list_servers, log_file, recorded_server, recorded_servers
+from trtserve.server.triton import server_log
+from trtserve.server.triton.server_log import last_lines
 from trtserve.store import Store
 
 
@@ -67,6 +64,18 @@ def find_log(name: str | None = None, *, store: Store | None = None) -> Path:
     return log
 
 
+def recorded_log(name: str, store: Store) -> Path | None:
+    """Return the log of the server `name`, or of a further instance such as `name@2`, or None when it has none."""
+    log = log_file(name, store)
+    return log if log.exists() else None
+
+
+def follow_log(log: Path, *, position: int, pause: Callable[[], None], store: Store | None = None) -> Iterator[str]:
+    """Yield what is added to a log after byte `position` until its server has ended."""
+    server = recorded_server(log.stem.split("@", maxsplit=1)[0], store or Store())
+    return server_log.follow(log, position=position, ended=lambda: server is None or not server.alive(), pause=pause)
+
+
 def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundError:
     dead = recorded_server(name, store)
     if dead is not None:
@@ -97,3 +106,27 @@ def chosen_store() -> str:
     """Return a remark for messages when the user chose a store: servers of other stores are not listed."""
     home = os.environ.get("TRTSERVE_HOME")
     return f" (only the store of $TRTSERVE_HOME was searched: {home})" if home else ""
+
+
+def endpoint_of(server: Server) -> Endpoint:
+    """Return the endpoint of a server, with its default model, its key and its certificate."""
+    front = server.endpoint
+    endpoint = Endpoint(
+        host=front.host,
+        http_port=front.http_port,
+        grpc_port=front.grpc_port,
+        model=server.model,
+        repository=server.repository,
+    )
+    return protected(endpoint, server)
+
+
+def protected(endpoint: Endpoint, server: Server) -> Endpoint:
+    """Return the endpoint with the key and the certificate of a server that this user has started."""
+    door = server.instances[0].door
+    if door is None or not door.settings.is_file():
+        return endpoint
+    from trtserve.gateway.settings import DoorSettings
+
+    own = DoorSettings.read(door.settings).endpoint
+    return replace(endpoint, tls=own.tls, api_key=own.api_key)

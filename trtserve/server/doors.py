@@ -31,13 +31,13 @@ from trtserve.process import (
 )
 from trtserve.repository.preflight import Served
 from trtserve.repository.profiles import CORE
-from trtserve.server.logs import last_lines
 from trtserve.server.state import (
     DoorState,
     door_folder,
     log_file,
     run_folder,
 )
+from trtserve.server.triton.server_log import last_lines
 from trtserve.server.triton.tritonserver import LOOPBACK, Address, client_host
 from trtserve.specs import ServerSpec
 from trtserve.store import Store

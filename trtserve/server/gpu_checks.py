@@ -25,7 +25,7 @@ from trtserve.process import program
 from trtserve.progress import Progress
 from trtserve.repository.core_models import CoreModel
 from trtserve.server.launch.devices import claimed_gpus
-from trtserve.server.launch_plan import ServerPlan
+from trtserve.server.plan import ServerPlan
 
 
 def require_mpirun(plan: ServerPlan) -> None:

@@ -20,8 +20,8 @@ from trtserve.client.metrics import (
 )
 from trtserve.errors import ServerDiedError, ServerUnreachableError
 from trtserve.server.discovery import find_server
-from trtserve.server.logs import last_lines
 from trtserve.server.state import Server, is_stopping
+from trtserve.server.triton.server_log import last_lines
 from trtserve.server.triton.tritonserver import Address, client_host, metrics_page
 from trtserve.specs.server import METRICS_PORT
 from trtserve.store import Store

@@ -18,10 +18,10 @@ from trtserve.process import (
     spawn,
     stop,
 )
-from trtserve.server.logs import indented
 from trtserve.server.render import render
 from trtserve.server.state import ProxyState, log_file
 from trtserve.server.triton import server_log
+from trtserve.server.triton.server_log import indented
 from trtserve.server.triton.tritonserver import Address, client_host
 from trtserve.specs import ServerSpec
 from trtserve.store import Store

@@ -31,8 +31,7 @@ from trtserve.server.state import (
     recorded_server,
     run_folder,
 )
-from trtserve.server.triton.shutdown import STOP_GRACE, stop_triton
-from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, metrics_page
+from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, STOP_GRACE, metrics_page, stop_triton
 from trtserve.store import Store
 
 _PAUSE = 0.1

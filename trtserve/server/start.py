@@ -14,12 +14,10 @@ from trtserve.process import ProcessId, exit_code, spawn
 from trtserve.process.interrupts import stop_signals
 from trtserve.programs.shared.run_folder import VARIABLE
 from trtserve.progress import SILENT, Progress
-from trtserve.server.announcements import announce_commands
-from trtserve.server.checks import check_before_launch, refuse_running, require_ports
+from trtserve.server.checks import announce_commands, check_before_launch, refuse_running, require_ports
 from trtserve.server.doors import spawn_door, wait_until_it_listens
 from trtserve.server.gpu_checks import require_devices, require_mpirun
-from trtserve.server.launch_plan import ServerPlan, on_free_ports
-from trtserve.server.logs import rotate
+from trtserve.server.plan import ServerPlan, on_free_ports
 from trtserve.server.proxy import start_proxy, write_proxy
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all
@@ -33,6 +31,7 @@ from trtserve.server.state import (
     write_state,
 )
 from trtserve.server.triton.installation import prepare_backends
+from trtserve.server.triton.server_log import rotate
 from trtserve.server.triton.tritonserver import STACK, kv_blocks
 from trtserve.store.rates import timed
 

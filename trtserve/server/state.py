@@ -263,6 +263,11 @@ def server_name(repository: ModelRepository, spec: ServerSpec) -> str:
     return name
 
 
+def transaction_policy(streaming: bool) -> str:
+    """Return the switch of `repo` and `import` that makes such a repository."""
+    return "streaming" if streaming else "no-streaming"
+
+
 def state_file(name: str, store: Store) -> Path:
     """Return the path of the state file of the server `name`."""
     return child(store.servers, f"{name}.json")

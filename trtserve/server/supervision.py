@@ -14,10 +14,8 @@ from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
 from trtserve.process import ProcessId, exit_code, stop_all
 from trtserve.process.interrupts import stop_signals
 from trtserve.progress import SILENT, Progress
-from trtserve.server import systemd
-from trtserve.server.health import died_error, ended, unready_models
-from trtserve.server.launch_plan import ServerPlan
-from trtserve.server.logs import limit_size
+from trtserve.server import background
+from trtserve.server.plan import ServerPlan
 from trtserve.server.shutdown import end_server
 from trtserve.server.start import start_once
 from trtserve.server.state import (
@@ -29,6 +27,8 @@ from trtserve.server.state import (
     last_record,
     recorded_server,
 )
+from trtserve.server.status import died_error, ended, unready_models
+from trtserve.server.triton.server_log import limit_size
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -50,7 +50,7 @@ def serve_foreground(plan: ServerPlan, *, on_ready: Callable[[Server], None], pr
     with stop_signals() as signals:
 
         def interrupted() -> int:
-            systemd.notify("WATCHDOG=1")
+            background.notify("WATCHDOG=1")
             return signals()
 
         while True:
@@ -85,13 +85,13 @@ def _serve_once(
     failure = None
     try:
         restarts.became_ready()
-        systemd.notify(f"READY=1\nSTATUS={server.model} on port {server.endpoint.http_port}")
+        background.notify(f"READY=1\nSTATUS={server.model} on port {server.endpoint.http_port}")
         if first:
             on_ready(server)
         else:
             progress.step(f"{server.name} is ready again.")
         watch(server, plan.store, interrupted, progress)
-        systemd.notify("STOPPING=1")
+        background.notify("STOPPING=1")
         progress.step(f"Stopping {server.name} …")
     except ServerDiedError as error:
         failure = failure_of(error, exit_code(server.instances[0].process))

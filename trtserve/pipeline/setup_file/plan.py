@@ -46,13 +46,12 @@ from trtserve.pipeline.setup_file.content import (
 )
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
-from trtserve.server.addresses import with_free_ports
-from trtserve.server.announcements import access_warnings
-from trtserve.server.background import start_in_background
+from trtserve.server.background import start_arguments, start_in_background
+from trtserve.server.checks import access_warnings
 from trtserve.server.doors import require_protected
+from trtserve.server.plan import with_free_ports
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
-from trtserve.server.systemd import start_arguments
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

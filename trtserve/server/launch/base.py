@@ -15,7 +15,7 @@ from trtserve.nvidia.releases import NEWEST
 from trtserve.nvidia.releases.launcher import CORE_MODEL, TRITONSERVER, launcher_facts
 from trtserve.process import Command
 from trtserve.repository.preflight import Served
-from trtserve.server.engine_version import launch_release
+from trtserve.server.engine_fit import launch_release
 from trtserve.server.state import server_name
 from trtserve.server.triton.installation import Triton, backend_folder
 from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, Address, protection_arguments, stub_environment

@@ -14,11 +14,10 @@ from trtserve.files import writing
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
 from trtserve.repository.preflight import Served, inspect_repository, require_loadable
-from trtserve.server.engine_version import require_release
+from trtserve.server.engine_fit import require_release, require_world_size
 from trtserve.server.launch.devices import EngineNodes, fit_engines, require_node_devices
 from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.state import server_name
-from trtserve.server.world_size import require_world_size
 from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, ClusterSpec
 from trtserve.specs.options import given_flags

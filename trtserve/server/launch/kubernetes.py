@@ -26,8 +26,8 @@ from trtserve.server.launch.base import (
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import Orchestrator, launch_mode
-from trtserve.server.referenced_paths import named_paths, require_sound_files
 from trtserve.server.render import Verbatim, render
+from trtserve.server.repositories import named_paths, require_sound_files
 from trtserve.server.triton.installation import CONTAINER_TRITON
 from trtserve.server.triton.tritonserver import unique_prefix
 from trtserve.specs import ServerSpec

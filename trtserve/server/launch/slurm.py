@@ -21,7 +21,7 @@ from trtserve.nvidia.containers import SQUASHFS, image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.preflight import Served
-from trtserve.server.engine_version import gpu_triton
+from trtserve.server.engine_fit import gpu_triton
 from trtserve.server.launch.base import (
     LaunchSetup,
     first_address,
@@ -30,8 +30,8 @@ from trtserve.server.launch.base import (
 )
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
 from trtserve.server.launch.modes import launch_mode, mpi_ranks, slurm_task
-from trtserve.server.referenced_paths import engine_paths, require_sound_files
 from trtserve.server.render import Verbatim, render
+from trtserve.server.repositories import engine_paths, require_sound_files
 from trtserve.server.triton.installation import CONTAINER_TRITON, find_triton, prepare_backends
 from trtserve.server.triton.tritonserver import unique_prefix
 from trtserve.specs import ServerSpec

@@ -1,9 +1,10 @@
-"""Read Triton's log: why models did not load, and which ranks wrote what."""
+"""Triton's log: why models did not load, which ranks wrote what, and its file, which is kept small."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,6 +41,8 @@ _TAG = re.compile(r"^\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>: ?")
 _SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
 _CODE = re.compile(r"Process name: \[\S*?,(\d+)\]\s+Exit code:\s+(\d+)")
 _SLOTS = re.compile(r"not enough slots available|nodes allocated for this job are already filled|already filled")
+_LARGEST = 64 * 2**20
+_KEPT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,3 +231,39 @@ def _reason(text: str) -> str:
     message = plain(text.rstrip().removesuffix('"')).removeprefix("Internal: ")
     lines = message.split("\n\nAt:\n", maxsplit=1)[0].splitlines()
     return "\n".join(line for line in lines if line.strip())
+
+
+def rotate(log: Path) -> None:
+    """Make room for a new log: the present one becomes `log`.1, and so on; three old ones are kept."""
+    if log.exists() and log.stat().st_size:
+        _shift(log)
+        log.replace(_old(log, 1))
+
+
+def limit_size(log: Path) -> None:
+    """Rotate a log that has grown too large. Its writer keeps the file open, so it is copied and emptied."""
+    if log.exists() and log.stat().st_size > _LARGEST:
+        _shift(log)
+        shutil.copyfile(log, _old(log, 1))
+        with log.open("r+b") as handle:
+            handle.truncate()
+
+
+def _shift(log: Path) -> None:
+    for number in range(_KEPT - 1, 0, -1):
+        if _old(log, number).exists():
+            _old(log, number).replace(_old(log, number + 1))
+
+
+def _old(log: Path, number: int) -> Path:
+    return log.with_name(f"{log.name}.{number}")
+
+
+def last_lines(log: Path, count: int = 5) -> str:
+    """Return the last significant lines of a log, indented for a message."""
+    return indented(significant(read(log))[-count:])
+
+
+def indented(lines: Iterable[str]) -> str:
+    """Return lines of a log without their headers, indented for a message."""
+    return "\n".join(f"  {text}" for line in lines if (text := plain(line)))

@@ -10,9 +10,7 @@ from trtserve.errors import TrtserveError
 from trtserve.host.ports import free_ports
 from trtserve.process import spawn
 from trtserve.server.triton.installation import Triton, prepare_backends
-from trtserve.server.triton.shutdown import stop_triton
-from trtserve.server.triton.startup import wait_until_ready
-from trtserve.server.triton.tritonserver import Address, server_command, unique_prefix
+from trtserve.server.triton.tritonserver import Address, server_command, stop_triton, unique_prefix, wait_until_ready
 from trtserve.store import Store
 
 _HOST = "127.0.0.1"

@@ -1,55 +1,34 @@
-"""What `start` will do: which processes with which commands, known before anything runs."""
+"""What `start` will do: which processes with which commands and ports, known before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.executor.interface.bindings import (
-    PACKAGE,
-    BindingsEnvironment,
-    bindings_environment,
-    imports_bindings,
-)
+from trtserve.executor.interface.bindings import PACKAGE, BindingsEnvironment, bindings_environment, imports_bindings
 from trtserve.host.gpus import split_gpus, visible_devices
 from trtserve.host.mpi import mpirun_program, needs_oversubscription
-from trtserve.host.ports import is_free
-from trtserve.nvidia.containers import (
-    SHM_GIB,
-    ContainerRun,
-    container_name,
-    image_of,
-    in_container,
-    with_targets,
-)
+from trtserve.host.ports import ipv4_address, is_free, next_free
+from trtserve.nvidia.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
 from trtserve.repository.check import require_sound
 from trtserve.repository.preflight import Served, inspect_repository, require_loadable
-from trtserve.server.addresses import instance_addresses, with_free_ports
-from trtserve.server.doors import (
-    DoorPlan,
-    behind_doors,
-    plan_door,
-    require_protected,
-)
-from trtserve.server.engine_version import gpu_triton
+from trtserve.server.doors import DoorPlan, behind_doors, plan_door, require_protected
+from trtserve.server.engine_fit import gpu_triton, require_world_size
 from trtserve.server.launch.base import Launch, LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.proxy import ProxyPlan, plan_proxy
-from trtserve.server.referenced_paths import engine_paths, hub_cache
+from trtserve.server.repositories import engine_paths, hub_cache
 from trtserve.server.state import log_file, server_name
-from trtserve.server.triton.installation import (
-    CONTAINER_TRITON,
-    Triton,
-    find_triton,
-)
+from trtserve.server.triton.installation import CONTAINER_TRITON, Triton, find_triton
 from trtserve.server.triton.tritonserver import Address, unique_prefix
-from trtserve.server.world_size import require_world_size
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
+
+_LARGEST_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,3 +242,44 @@ def _container(repository: ModelRepository, served: Served, spec: ServerSpec, la
         flags=spec.container_flags,
         shm_gib=max(SHM_GIB, launch.ranks),
     )
+
+
+def with_free_ports(spec: ServerSpec) -> ServerSpec:
+    """Return the options with each taken port replaced by the next free one, those of further instances included."""
+    host, taken = ipv4_address(spec.host), list[int]()
+    for port in (spec.http_port, spec.grpc_port, spec.metrics_port):
+        taken.append(next_free(host, port, taken=taken))
+    proxy = free_pair(host, spec.proxy_port, taken) if spec.instances > 1 else spec.proxy_port
+    changed = replace(spec, http_port=taken[0], grpc_port=taken[1], metrics_port=taken[2], proxy_port=proxy)
+    return replace(changed, auto_ports=True)
+
+
+def instance_addresses(first: Address, count: int, is_taken: Callable[[int], bool] = lambda _: False) -> list[Address]:
+    """Return the addresses of `count` instances: the first as given, each further port the next unused number.
+
+    8000/8001/8002 is followed by 8003/8004/8005. Upstream's recipe (8002 for HTTP of the second instance) would need
+    another metrics port for the first. `is_taken` reports ports that other programs use.
+    """
+    used = set(first.ports.values())
+    found = [first]
+    for _ in range(count - 1):
+        ports = []
+        for previous in (found[-1].http_port, found[-1].grpc_port, found[-1].metrics_port):
+            candidates = (port for port in range(previous + 1, _LARGEST_PORT + 1) if port not in used)
+            port = next((port for port in candidates if not is_taken(port)), None)
+            if port is None:
+                raise UsageError(
+                    f"No port is left above {previous} for another instance.", hint="Choose smaller ports."
+                )
+            used.add(port)
+            ports.append(port)
+        found.append(Address(host=first.host, http_port=ports[0], grpc_port=ports[1], metrics_port=ports[2]))
+    return found
+
+
+def free_pair(host: str, first: int, taken: Collection[int]) -> int:
+    """Return the first port from `first` on that is free, as is the next one, with neither in `taken`."""
+    for port in range(first, min(first + 100, _LARGEST_PORT)):
+        if not {port, port + 1} & set(taken) and is_free(host, port) and is_free(host, port + 1):
+            return port
+    raise UsageError(f"{host} has no two free neighbouring ports from {first} on.", hint="Choose --proxy-port.")
