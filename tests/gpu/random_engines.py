@@ -14,7 +14,7 @@ from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.placement import Placement
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.executor.torch import runtime as torch_runtime
+from trtserve.executor.torch.runtime import TOKENS_PER_BLOCK, TorchRuntime
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
@@ -47,7 +47,7 @@ def write_engine(folder: Path, hf: dict[str, Any], build: BuildSpec, *, tp_size:
         dtype="bfloat16",
     )
     folder.mkdir(parents=True)
-    content = torch_runtime.plan(config, build).engine_config()
+    content = TorchRuntime().plan(config, build).engine_config(tokens_per_block=TOKENS_PER_BLOCK)
     (folder / "config.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
     for rank, header in enumerate(placement.headers):
         path = folder / f"rank{rank}.safetensors"

@@ -23,7 +23,7 @@ from trtserve.artifacts import Engine, Manifest, load_artifact
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
-from trtserve.nvidia import tensorrt_llm
+from trtserve.nvidia.tensorrt_llm import TensorrtLlmRuntime
 from trtserve.repository.core_models import CoreModel
 from trtserve.repository.engine_match import rebuild_command
 from trtserve.specs import BuildSpec
@@ -204,7 +204,7 @@ def test_ranks_that_are_built_at_once_are_in_memory_at_once(
     """Two ranks do not fit where one does: refused before trtllm-build starts, with a number that fits."""
     late.doubles.configure(container="26.07", version="1.2.1", gpus=2)
     config = read_config(late.checkpoint)
-    one, two = (tensorrt_llm.plan(config, BuildSpec(build_workers=workers)).memory_bytes for workers in (1, 2))
+    one, two = (TensorrtLlmRuntime().plan(config, BuildSpec(build_workers=workers)).memory_bytes for workers in (1, 2))
     assert two == 2 * one > 0
     monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: one)
     assert late("--workers", "2") == 14

@@ -116,7 +116,7 @@ def test_fingerprint_covers_int4_groups(tmp_path: Path, monkeypatch: pytest.Monk
     """Engines of other groups are built anew; those that have none are reused."""
     sources = [convert_tiny(tmp_path / name, quantize=name) for name in ("int4", "int8")]
     before = [plan_build(source, SPEC).fingerprint for source in sources]
-    monkeypatch.setattr("trtserve.executor.openvino.plan.INT4_GROUPS", (128, 64, 32))
+    monkeypatch.setattr("trtserve.executor.openvino.runtime.INT4_GROUPS", (128, 64, 32))
     after = [plan_build(source, SPEC).fingerprint for source in sources]
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
 

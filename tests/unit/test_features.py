@@ -14,7 +14,7 @@ from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.executor.engine.lora_modules import lora_modules
 from trtserve.executor.features import Features
-from trtserve.executor.openvino.plan import OpenvinoPlan
+from trtserve.executor.openvino.runtime import OpenvinoPlan
 from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec

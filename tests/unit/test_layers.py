@@ -51,7 +51,6 @@ STILL_UP = {
     ("checkpoint/rank_weights.py", "executor"),
     ("repository/check/machine.py", "server"),
     ("host/nvidia.py", "nvidia"),
-    ("executor/torch/runtime.py", "repository"),
 }
 
 # Third-party modules and the only parts of the package that may import them.

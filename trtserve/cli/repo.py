@@ -114,7 +114,7 @@ def repo(
     require_one_place(out, into)
     from trtserve.executor.runtimes import RUNTIMES
 
-    if (runtime := RUNTIMES.get(build.runtime)) is not None and not runtime.HAS_ENGINES:
+    if (runtime := RUNTIMES.get(build.runtime)) is not None and runtime.folder_loader:
         with call.in_use():
             _assemble_llmapi(call, convert)
         return

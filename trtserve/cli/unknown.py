@@ -129,7 +129,7 @@ def _explain_before_command(
 def _ignored_builder_options(names: tuple[str, ...], line: CommandLine) -> Sequence[str]:
     """The options for trtllm-build where this command line builds an engine for CPUs, which takes none of them."""
     from trtserve.executor.runtimes import choose_runtime
-    from trtserve.specs import BUILDER_FIELDS, BuildSpec
+    from trtserve.specs import BuildSpec
     from trtserve.specs.options import options_of
 
     if names[:1] not in (("build",), ("import",)):
@@ -137,9 +137,8 @@ def _ignored_builder_options(names: tuple[str, ...], line: CommandLine) -> Seque
     with suppress(TrtserveError, ValueError):
         values = line.values()
         runtime = cast(Any, values.get("--runtime") or "auto")
-        if choose_runtime(runtime, container=values.get("--container")).EMBEDDED:
-            options = options_of(BuildSpec)
-            return [flag for name in BUILDER_FIELDS for flag in options[name].flags]
+        chosen, options = choose_runtime(runtime, container=values.get("--container")), options_of(BuildSpec)
+        return [flag for name in chosen.unused_build_options for flag in options[name].flags]
     return ()
 
 

@@ -1,19 +1,20 @@
-"""The supported runtimes: one module each, one line each in `RUNTIMES`."""
+"""The supported runtimes: one file each, one line each in `RUNTIMES`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.executor.openvino import runtime as openvino
+from trtserve.executor.openvino.runtime import OpenvinoRuntime
 from trtserve.executor.torch import runtime as torch
 from trtserve.host.gpus import list_gpus
-from trtserve.nvidia import llmapi, tensorrt_llm
+from trtserve.nvidia.llmapi import LlmapiRuntime
 from trtserve.nvidia.releases.installed import has_engine_path, installed
+from trtserve.nvidia.tensorrt_llm import TensorrtLlmRuntime
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import RuntimeName
-from trtserve.specs.runtime import EnginePlan, Limits, Runtime
+from trtserve.specs.build import Device
+from trtserve.specs.runtime import EnginePlan, Limits, Requirement, Runtime
 
 __all__ = [
     "CPU_RUNTIME",
@@ -24,13 +25,14 @@ __all__ = [
     "automatic_runtime",
     "choose_runtime",
     "runs_on_cpu",
+    "runtimes_with",
 ]
 
-RUNTIMES: dict[str, Runtime[Any]] = {
-    tensorrt_llm.NAME: tensorrt_llm,
-    llmapi.NAME: llmapi,
-    torch.NAME: torch,
-    openvino.NAME: openvino,
+RUNTIMES: dict[str, Runtime] = {
+    "tensorrt_llm": TensorrtLlmRuntime(),
+    "llmapi": LlmapiRuntime(),
+    "torch": torch.TorchRuntime(),
+    "openvino": OpenvinoRuntime(),
 }
 
 CPU_RUNTIME: RuntimeName = "openvino"
@@ -39,33 +41,37 @@ CPU_RUNTIME: RuntimeName = "openvino"
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container: str | None = None) -> Runtime[Any]:
+def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container: str | None = None) -> Runtime:
     """Return the runtime called `name`; `auto` picks what this machine (or the `container`) supports.
 
-    Raises UsageError for an embedded runtime in a container.
+    Raises UsageError for a container with a runtime that uses nothing in it.
     """
-    if container is not None and name != "auto" and RUNTIMES[name].EMBEDDED:
-        raise UsageError(
-            f"--container runs NVIDIA's tools, which the {name} runtime does not use.",
-            hint="Omit --container, or use --runtime tensorrt_llm.",
-        )
-    if container is not None and name == "auto":
-        progress.step(f"Runtime: {tensorrt_llm.NAME} (the container {container} has it)")
-        return RUNTIMES[tensorrt_llm.NAME]
     if name != "auto":
+        if container is not None and "tensorrt_llm" not in RUNTIMES[name].requirements:
+            raise UsageError(
+                f"--container runs NVIDIA's tools, which the {name} runtime does not use.",
+                hint="Omit --container, or use --runtime tensorrt_llm.",
+            )
         return RUNTIMES[name]
-    chosen, reason = automatic_runtime()
+    if container is not None:
+        chosen, reason = "tensorrt_llm", f"the container {container} has it"
+    else:
+        chosen, reason = automatic_runtime()
     progress.step(f"Runtime: {chosen} ({reason})")
     return RUNTIMES[chosen]
 
 
-def runs_on_cpu(name: str | None, device: str | None = None) -> bool:
+def runs_on_cpu(name: str | None, device: Device | None = None) -> bool:
     """Return whether the runtime `name` runs engines in main memory, when asked for `device`.
 
     False for None and unknown names.
     """
-    runtime = RUNTIMES.get(str(name))
-    return runtime is not None and (device == "cpu" or not runtime.NEEDS_GPU)
+    return name in RUNTIMES and RUNTIMES[str(name)].device(device) == "cpu"
+
+
+def runtimes_with(requirement: Requirement) -> frozenset[str]:
+    """Return the names of the runtimes that need this of a machine."""
+    return frozenset(name for name, runtime in RUNTIMES.items() if requirement in runtime.requirements)
 
 
 def automatic_runtime() -> tuple[str, str]:
@@ -77,11 +83,11 @@ def automatic_runtime() -> tuple[str, str]:
         cuda = torch.cuda_version()
         if cuda is None:
             return CPU_RUNTIME, "this machine has an NVIDIA GPU, but neither TensorRT-LLM nor PyTorch with CUDA"
-        return torch.NAME, f"an NVIDIA GPU and PyTorch with CUDA {cuda} on this machine, and no TensorRT-LLM"
+        return "torch", f"an NVIDIA GPU and PyTorch with CUDA {cuda} on this machine, and no TensorRT-LLM"
     what = f"an NVIDIA GPU and TensorRT-LLM {found.version} on this machine"
     if not has_engine_path(found.release):
-        return llmapi.NAME, f"{what}, which has no engines any more"
-    return tensorrt_llm.NAME, what
+        return "llmapi", f"{what}, which has no engines any more"
+    return "tensorrt_llm", what
 
 
 def has_nvidia_gpu() -> bool:

@@ -41,8 +41,7 @@ def step_flags(asked: tuple[int, int], step: tuple[int, int]) -> str:
 
 def engine_needs_of(config: Mapping[str, Any]) -> EngineNeeds:
     """Return what an existing engine takes of this machine's memory, from its `config.json`; 0 for one on GPUs."""
-    needs = RUNTIMES[str(embedded_runtime(config))].needs_of(config)
-    return needs or EngineNeeds(disk=0, build=0, serving=0, kv_per_token=0)
+    return RUNTIMES[str(embedded_runtime(config))].memory_of(config)
 
 
 def draft_memory(config: Mapping[str, Any], kv_tokens: int | None) -> int:

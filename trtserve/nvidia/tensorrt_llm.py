@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,22 +54,10 @@ from trtserve.process.interrupts import stop_signals
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import (
-    TRTLLM_LIMITS,
     CheckpointConfig,
     EnginePlan,
-    Limits,
-    require_device,
+    Runtime,
 )
-
-NAME = "tensorrt_llm"
-EMBEDDED = False
-HAS_ENGINES = True
-NEEDS_GPU = True
-QUANTIZES = True
-GPU_LIMITS: Limits | None = TRTLLM_LIMITS
-EXTRA = ""
-LIBRARIES: tuple[str, ...] = ()
-TIMED_STAGE = "trtllm-build"
 
 # `trtllm-build` without its console script: the module behind it, which exists up to 1.2.
 _MODULE = "tensorrt_llm.commands.build"
@@ -88,6 +76,8 @@ class TensorrtPlan(EnginePlan):
     rank's weights, None for an unknown family. `workers` ranks are built in parallel. `gpu` is the target GPU, if any.
     `container` is the tag or image to build in.
     """
+
+    timed_stage = "trtllm-build"
 
     version: str
     program: tuple[str, ...]
@@ -192,26 +182,102 @@ class TensorrtPlan(EnginePlan):
         at_once = counted(self.workers, "rank")
         return f"about {format_bytes(self.peak_memory)} of memory (an estimate), for {at_once} at a time"
 
+    def build(
+        self, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+    ) -> dict[str, Any]:
+        """Run `trtllm-build`, report its progress and verify the result; none of its processes outlives this call."""
+        if self.gpu is None:
+            raise MachineError(
+                "trtllm-build needs an NVIDIA GPU of the kind that will serve the engine; nvidia-smi finds none.",
+                hint="Build on the GPU machine; `--dry-run` prints the command.",
+            )
+        _require_named_version(self)
+        source, free, began = checkpoint.path.absolute(), machine.free_memory(), time.monotonic()
+        box = self.box(source, folder)
+        command = self.tool(source, folder) if box is None else in_container(self.tool(source, folder), box)
+        if box is not None:
+            require_docker(box)
+        progress.step(str(command))
+        if seconds is not None:
+            progress.step(f"It takes about {duration(seconds)}, as earlier builds did.")
+        code = _run(command, BuildLog(log, self.world_size, progress, seconds=seconds), log, box)
+        if code != 0:
+            raise explain_failure(self, command, code, log, free)
+        _require_whole(self, checkpoint, folder, log)
+        (folder / _CACHE).unlink(missing_ok=True)
+        files = [folder / f"rank{rank}.engine" for rank in range(self.world_size)]
+        return {
+            "command": str(command),
+            "log": str(log),
+            "build_seconds": round(time.monotonic() - began, 3),
+            "engine_bytes": [path.stat().st_size for path in files],
+        }
 
-def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
-    """Plan the engine: arguments, limits, memory and disk.
 
-    Raises UsageError for a version without engines and for options that the release lacks and UnsupportedModelError for
-    a model that an engine would compute differently.
-    """
-    require_device(spec, NAME, "cuda")
-    if spec.kv_precision != "auto":
-        raise UsageError(
-            f"--kv-precision {spec.kv_precision} is for the openvino runtime; with TensorRT-LLM the checkpoint sets "
-            "the precision of the KV cache.",
-            hint="Omit --kv-precision; convert with --quantize fp8 for an FP8 cache.",
+class TensorrtLlmRuntime(Runtime):
+    """TensorRT engines, built by `trtllm-build` and served by the backend of the same release."""
+
+    name = "tensorrt_llm"
+    requirements = frozenset({"gpu", "tensorrt_llm", "engines"})
+    narrower = "--quantize int8 or int4"
+
+    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
+        """Plan the engine: arguments, limits, memory and disk.
+
+        Raises UsageError for a version without engines and for options that the release lacks, UnsupportedModelError
+        for a model that an engine would compute differently.
+        """
+        self.require_device(spec)
+        if spec.kv_precision != "auto":
+            raise UsageError(
+                f"--kv-precision {spec.kv_precision} is for the openvino runtime; with TensorRT-LLM the checkpoint "
+                "sets the precision of the KV cache.",
+                hint="Omit --kv-precision; convert with --quantize fp8 for an FP8 cache.",
+            )
+        found = (
+            _require_installed(spec.trtllm_version)
+            if spec.container is None
+            else require_installed_in(spec.container, spec.trtllm_version)
         )
-    found = (
-        _require_installed(spec.trtllm_version)
-        if spec.container is None
-        else require_installed_in(spec.container, spec.trtllm_version)
-    )
-    release = require_engine_path(found.version)
+        release = require_engine_path(found.version)
+        _require_supported(config, release)
+        built = build_arguments(release, config, spec)
+        rank, gpu = _rank_weights(config), visible_gpu()
+        program, notes = _program(found)
+        world = int((config.get("mapping") or {}).get("world_size") or 1)
+        container = next((each for each in all_containers() if each.tensorrt_llm == found.version), None)
+        tools = {
+            "tensorrt_llm": found.version,
+            "tensorrt": found.tensorrt,
+            "cuda": container.cuda if container else None,
+        }
+        made = TensorrtPlan(
+            runtime=self.name,
+            config=config,
+            limits=built.limits,
+            tools={name: version for name, version in tools.items() if version is not None},
+            version=found.version,
+            program=program,
+            arguments=built.arguments,
+            expected=built.expected,
+            workers=spec.build_workers or 1,
+            rank=rank,
+            gpu=gpu,
+            features=_features(spec),
+            container=spec.container,
+            container_flags=spec.container_flags,
+            memory_bytes=rank.loaded + rank.kept if rank else 0,
+            disk_bytes=rank.kept * world if rank else 0,
+            serving_bytes=rank.kept * world if rank else 0,
+        )
+        workers, memory_notes = _workers(made, spec)
+        parallel = f"Ranks are those of the checkpoint: {made.parallel}."
+        told = (parallel, *notes, *_foreign_notes(config, release), *built.notes, *memory_notes)
+        # Ranks built in parallel are in memory together.
+        return replace(made, workers=workers, memory_bytes=made.memory_bytes * workers, notes=told)
+
+
+def _require_supported(config: CheckpointConfig, release: str) -> None:
     if problem := gemma3.engine_problem(config):
         raise UnsupportedModelError(
             f"{problem[0].upper()}{problem[1:]}: its answers would be wrong.",
@@ -222,43 +288,14 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
         raise error(
             f"The checkpoint does not load in TensorRT-LLM {release}: {problems[0].what}.", hint=problems[0].fix
         )
-    mapping = config.get("mapping") or {}
-    built = build_arguments(release, config, spec)
-    rank, gpu = _rank_weights(config), visible_gpu()
-    program, notes = _program(found)
-    world = int(mapping.get("world_size") or 1)
-    container = next((each for each in all_containers() if each.tensorrt_llm == found.version), None)
-    tools = {"tensorrt_llm": found.version, "tensorrt": found.tensorrt, "cuda": container.cuda if container else None}
-    made = TensorrtPlan(
-        runtime=NAME,
-        config=config,
-        limits=built.limits,
-        tools={name: version for name, version in tools.items() if version is not None},
-        version=found.version,
-        program=program,
-        arguments=built.arguments,
-        expected=built.expected,
-        workers=spec.build_workers or 1,
-        rank=rank,
-        gpu=gpu,
-        features=_features(spec),
-        container=spec.container,
-        container_flags=spec.container_flags,
-        memory_bytes=rank.loaded + rank.kept if rank else 0,
-        disk_bytes=rank.kept * world if rank else 0,
-        serving_bytes=rank.kept * world if rank else 0,
-    )
-    workers, memory_notes = _workers(made, spec)
-    parallel = f"Ranks are those of the checkpoint: {made.parallel}."
-    foreign_notes = []
+
+
+def _foreign_notes(config: CheckpointConfig, release: str) -> Iterator[str]:
     if keys := foreign_keys(config, release):
-        foreign_notes.append(
+        yield (
             f"The checkpoint is one of another release: TensorRT-LLM {release} does not know {', '.join(keys)}, and "
             f"its loader stops at them. `trtserve convert --trtllm-version {release}` makes one without."
         )
-    told = (parallel, *notes, *foreign_notes, *built.notes, *memory_notes)
-    # Ranks built in parallel are in memory together.
-    return replace(made, workers=workers, memory_bytes=made.memory_bytes * workers, notes=told)
 
 
 def _require_installed(version: str | None) -> Installed:
@@ -319,43 +356,6 @@ def _workers(plan: TensorrtPlan, spec: BuildSpec) -> tuple[int, tuple[str, ...]]
             f"Building a rank takes about {format_bytes(each)} of memory (an estimate); {format_bytes(free)} are free."
         )
     return workers, tuple(notes)
-
-
-def needs_of(config: Mapping[str, Any]) -> None:
-    """Return None: its engines are served from GPUs."""
-    del config
-
-
-def build(
-    plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
-) -> dict[str, Any]:
-    """Run `trtllm-build`, report its progress and verify the result; none of its processes outlives this call."""
-    if plan.gpu is None:
-        raise MachineError(
-            "trtllm-build needs an NVIDIA GPU of the kind that will serve the engine; nvidia-smi finds none.",
-            hint="Build on the GPU machine; `--dry-run` prints the command.",
-        )
-    _require_named_version(plan)
-    source, free, began = checkpoint.path.absolute(), machine.free_memory(), time.monotonic()
-    box = plan.box(source, folder)
-    command = plan.tool(source, folder) if box is None else in_container(plan.tool(source, folder), box)
-    if box is not None:
-        require_docker(box)
-    progress.step(str(command))
-    if seconds is not None:
-        progress.step(f"It takes about {duration(seconds)}, as earlier builds did.")
-    code = _run(command, BuildLog(log, plan.world_size, progress, seconds=seconds), log, box)
-    if code != 0:
-        raise explain_failure(plan, command, code, log, free)
-    _require_whole(plan, checkpoint, folder, log)
-    (folder / _CACHE).unlink(missing_ok=True)
-    files = [folder / f"rank{rank}.engine" for rank in range(plan.world_size)]
-    return {
-        "command": str(command),
-        "log": str(log),
-        "build_seconds": round(time.monotonic() - began, 3),
-        "engine_bytes": [path.stat().st_size for path in files],
-    }
 
 
 def _require_named_version(plan: TensorrtPlan) -> None:

@@ -15,7 +15,6 @@ from trtserve.artifacts import (
 )
 from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.config import checkpoint_config
-from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.executor.steps import draft_memory
@@ -72,7 +71,7 @@ class ImportPlan:
     @property
     def has_engine(self) -> bool:
         """False for the LLM API, which loads the Hugging Face folder."""
-        return RUNTIMES[self.runtime].HAS_ENGINES
+        return not RUNTIMES[self.runtime].folder_loader
 
     @property
     def builds(self) -> bool:
@@ -147,8 +146,8 @@ def plan_import(
     """
     store = store or Store()
     chosen = choose_runtime(spec.build.runtime, progress, container=spec.build.container)
-    runtime = chosen.NAME
-    if not chosen.HAS_ENGINES:
+    runtime = chosen.name
+    if chosen.folder_loader:
         return _plan_llmapi_import(spec, runtime, store, token, progress)
     asked = spec.repository
     resolve_settings(settings_of(asked), profile(asked.release), spelled=spelled_as(asked))
@@ -234,8 +233,7 @@ def _only_nvidia_converts(spec: ImportSpec, runtime: str, config: Mapping[str, A
     """
     if spec.convert.converter != "upstream" or is_convertible(config):
         return False
-    if RUNTIMES[runtime].EMBEDDED:
-        supported_family(config)  # raises the reason
+    RUNTIMES[runtime].require_model(config)
     if spec.convert.trtllm_script is None:
         require_converter(str(config["architectures"][0]))
     return True

@@ -87,8 +87,8 @@ def require_resources(plan: ImportPlan) -> None:
     checkpoint = plan.checkpoint_bytes if plan.converts else 0
     what = f"The files of {spec.name} ({format_bytes(missing)} to pull, {format_bytes(checkpoint)} checkpoint"
     quantized = spec.convert.quantize != "none" or bool(plan.model.config.get("quantization_config"))
-    helps = RUNTIMES[plan.runtime].QUANTIZES and not quantized
-    smaller = "--quantize int8 or int4 makes the engine smaller, not the checkpoint." if helps else ""
+    narrower = "" if quantized else RUNTIMES[plan.runtime].narrower
+    smaller = f"{narrower} makes the engine smaller, not the checkpoint." if narrower else ""
     if spec.engine_out is None:
         require_disk(
             store.root,
@@ -123,7 +123,8 @@ def run_import(
     """
     spec, store = plan.spec, plan.store
     if not plan.has_engine:
-        progress.step("Nothing is converted or built: TensorRT-LLM's PyTorch backend loads the Hugging Face folder")
+        loader = RUNTIMES[plan.runtime].folder_loader
+        progress.step(f"Nothing is converted or built: {loader} loads the Hugging Face folder")
     model = pull_model(plan.model, token=token, progress=progress)
     if plan.has_engine and plan.conversion is None:
         plan = plan_stages(plan)

@@ -19,7 +19,7 @@ _IGNORED = ("gpu_sm", "trtllm_examples", "trtllm_version")
 
 def uses_llmapi(spec: ImportSpec) -> bool:
     """Return whether the runtime that `spec` requests works without engines."""
-    return not choose_runtime(spec.build.runtime, container=spec.build.container).HAS_ENGINES
+    return bool(choose_runtime(spec.build.runtime, container=spec.build.container).folder_loader)
 
 
 def llmapi_repository_spec(spec: ImportSpec) -> RepositorySpec:

@@ -14,7 +14,7 @@ from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.quantized import FP8, GPTQ, quant_algo
 from trtserve.errors import TrtserveError
 from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
-from trtserve.executor.runtimes import RUNTIMES, EnginePlan, choose_runtime
+from trtserve.executor.runtimes import EnginePlan, choose_runtime
 from trtserve.executor.steps import USUAL_TOKENS, smallest_step, step_flags, usual_steps
 from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_memory, to_be_mapped
@@ -39,10 +39,9 @@ def build_addresses(engine: EnginePlan, *, tokenizer: bool = False) -> int:
 
     `tokenizer`: it tests one first. Other runtimes build in separate processes, to which the limit does not apply.
     """
-    libraries = RUNTIMES[engine.runtime].LIBRARIES
-    if not libraries:
+    if not engine.libraries:
         return 0
-    names = (*libraries, *(("transformers", "torch") if tokenizer else ()))
+    names = (*engine.libraries, *(("transformers", "torch") if tokenizer else ()))
     return to_be_mapped(*names, files=engine.disk_bytes)
 
 

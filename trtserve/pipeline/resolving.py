@@ -44,11 +44,10 @@ def resolve_import(
     store = store or Store()
     name = parse_source(source, name=name).name
     engine, draft_tokenizer = find_draft(draft, store, progress)
-    if not convert.upstream and choose_runtime(build.runtime, container=build.container).EMBEDDED:
-        convert = replace(convert, trtllm_version=None)
+    runtime = choose_runtime(build.runtime, container=build.container)
     return ImportSpec(
         source=source,
-        convert=convert,
+        convert=runtime.without_unused(convert),
         build=build,
         repository=replace(repository, name=name, lora=find_adapters(repository, store)),
         tokenizer=store.find(Model, tokenizer, progress=progress).path if tokenizer else None,

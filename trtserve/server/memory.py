@@ -102,7 +102,8 @@ def require_servable(served: Served, name: str, progress: Progress = SILENT) -> 
     explicit = served.kv_tokens is not None
     per_token = needs.kv // needs.kv_tokens
     least = needs.kv if explicit else _BLOCK * per_token
-    mapped = to_be_mapped(*RUNTIMES[served.runtime].LIBRARIES, files=engine_needs_of(served.engine).disk)
+    engine = engine_needs_of(served.engine)
+    mapped = to_be_mapped(*engine.libraries, files=engine.disk)
     require_memory(
         needs.processes + needs.engine + least,
         f"Serving {name} takes {format_bytes(needs.engine)} for the engine, {format_bytes(least)} for its KV cache and"
@@ -154,5 +155,6 @@ def _advice(engine: Mapping[str, Any], needs: ServerNeeds, per_token: int, free:
     smaller = fitting_step(engine, free - needs.processes - _BLOCK * per_token)
     if smaller:
         return f"{smaller} of `trtserve build` or `import` would fit."
-    quantised = "with --quantize int8 or int4, or " if RUNTIMES[engine["trtserve"]["runtime"]].QUANTIZES else ""
+    narrower = RUNTIMES[engine["trtserve"]["runtime"]].narrower
+    quantised = f"with {narrower}, or " if narrower else ""
     return f"Free some memory, or import {quantised}a smaller model."

@@ -1,4 +1,4 @@
-"""The interface of a runtime: a module that turns a checkpoint into an engine and knows the machine it needs."""
+"""The interface of a runtime, which turns a checkpoint into an engine or loads a Hugging Face folder as it is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Literal
 
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.process import Command
 from trtserve.progress import Progress
-from trtserve.specs import BuildSpec
+from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import Device
 
 CheckpointConfig = Mapping[str, Any]
@@ -52,13 +52,14 @@ class EngineNeeds:
     """Memory and disk in bytes of an engine served from main memory: `disk` of its files, `build` the peak of a build.
 
     `serving` is the serving process's peak after a maximum-size step, without the KV cache, which adds `kv_per_token`
-    per token.
+    per token. Both processes load `libraries`. All are 0 for an engine served from GPUs.
     """
 
-    disk: int
-    build: int
-    serving: int
-    kv_per_token: int
+    disk: int = 0
+    build: int = 0
+    serving: int = 0
+    kv_per_token: int = 0
+    libraries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,12 @@ class EnginePlan(ABC):
 
     `tools` maps the packages that determine the engine to their versions; `memory_bytes` and `disk_bytes` are what the
     build requires; `serving_bytes` is the memory of the process that serves it, plus `kv_bytes_per_token` for each
-    token in the KV cache; `notes` explain the decisions.
+    token in the KV cache; `libraries` are loaded by this process, none when another one builds; `notes` explain the
+    decisions.
     """
+
+    timed_stage: ClassVar[str] = "build"
+    """Key of the rate at which such builds went, from which the next duration is estimated."""
 
     runtime: str
     config: CheckpointConfig
@@ -78,6 +83,7 @@ class EnginePlan(ABC):
     disk_bytes: int = 0
     serving_bytes: int = 0
     kv_bytes_per_token: int = 0
+    libraries: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -116,6 +122,15 @@ class EnginePlan(ABC):
     def build_config(self) -> dict[str, Any]:
         """The keys of `build_config` in its `config.json`, besides limits, that a server's settings depend on."""
 
+    @abstractmethod
+    def build(
+        self, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+    ) -> dict[str, Any]:
+        """Write the engine to `folder`, prove that it runs, and return measurements for the manifest.
+
+        External programs write to `log`; `seconds` is the expected duration, None without an earlier build.
+        """
+
     def versions(self) -> dict[str, str]:
         """Tool versions for the manifest, including those that do not determine the engine."""
         return dict(self.tools)
@@ -143,57 +158,74 @@ def weights_precision(config: CheckpointConfig) -> str:
     return next((words for start, words in _PRECISIONS if algorithm.startswith(start)), str(config["dtype"]))
 
 
-P = TypeVar("P", bound=EnginePlan)
+Requirement = Literal["triton", "gpu", "pytorch", "tensorrt_llm", "engines", "llm_api"]
+"""What a machine must have: the wheel's Triton and its Python stub; NVIDIA GPUs; PyTorch with CUDA; TensorRT-LLM,
+installed or in a container; what builds and serves its engines; the Triton model of its LLM API."""
 
 
-class Runtime(Protocol[P]):
-    """A runtime: a module with these names."""
+class Runtime:
+    """A way to serve models. A new one is a subclass in one file, and one line in `executor.runtimes.RUNTIMES`.
 
-    NAME: str
-    EMBEDDED: bool
-    """True: the embedded executor serves its engines from one process, which merges all ranks of a checkpoint, and
-    `executor.loaders.MODELS` says how it loads them. False: TensorRT-LLM does, which may run in a container."""
-    HAS_ENGINES: bool
-    """False: the server loads the Hugging Face model, so nothing is converted or built."""
-    NEEDS_GPU: bool
-    """Its engines run on NVIDIA GPUs unless asked otherwise (`--device`); False: in this machine's memory."""
-    QUANTIZES: bool
-    """It quantises float weights to int8 or int4 (`convert --quantize`)."""
-    GPU_LIMITS: Limits | None
-    """Default limits of its engines on GPUs, or None for a runtime without GPUs; the model may allow less."""
-    EXTRA: str
-    """Extra of trtserve that installs what it needs here, or empty."""
-    LIBRARIES: tuple[str, ...]
-    """Libraries that a build loads into this process, or empty when another process builds."""
-    TIMED_STAGE: str
-    """Key of the rate at which its builds went, from which the next duration is estimated."""
+    By itself it loads Hugging Face folders on NVIDIA GPUs. A runtime with engines overrides `plan`, one that serves
+    from main memory also `device` and `memory_of`.
+    """
 
-    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> P:
+    name: ClassVar[str]
+    requirements: ClassVar[frozenset[Requirement]]
+    """What `trtserve doctor` looks for on its behalf."""
+    extra: ClassVar[str] = ""
+    """Extra of trtserve that installs what it needs here."""
+    folder_loader: ClassVar[str] = ""
+    """What loads a Hugging Face folder, so that nothing is converted or built; empty for a runtime with engines."""
+    narrower: ClassVar[str] = ""
+    """Options of `convert` with which float weights become smaller in its engines."""
+    gpu_limits: ClassVar[Limits] = TRTLLM_LIMITS
+    """Default limits on GPUs; the model may allow less."""
+
+    def device(self, asked: Device | None = None) -> Device:
+        """Return where its engines run when `--device` is `asked`."""
+        del asked
+        return "cuda"
+
+    def require_model(self, hf: Mapping[str, Any]) -> None:
+        """Raise UnsupportedModelError for a model that it cannot load, even if NVIDIA's tools can convert it."""
+
+    def without_unused(self, spec: ConvertSpec) -> ConvertSpec:
+        """Return `spec` without the options that a conversion for this runtime does not use."""
+        return spec
+
+    @property
+    def unused_build_options(self) -> tuple[str, ...]:
+        """Fields of BuildSpec that it refuses."""
+        return ()
+
+    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
         """Plan the engine of a checkpoint.
 
         Raises MissingDependencyError, UnsupportedModelError or UsageError when it cannot be built.
         """
-
-    def needs_of(self, config: Mapping[str, Any]) -> EngineNeeds | None:
-        """Return what the engine with this `config.json` takes of this machine's memory, or None if GPUs serve it."""
-
-    def build(
-        self, plan: P, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
-    ) -> dict[str, Any]:
-        """Write the engine to `folder`, prove that it runs, and return measurements for the manifest.
-
-        External programs write to `log`; `seconds` is the expected duration, None without an earlier build.
-        """
-
-
-def require_device(spec: BuildSpec, runtime: str, device: Device) -> None:
-    """Raise UsageError when `spec` asks for another device than the only one that the runtime has."""
-    if spec.device not in (None, device):
-        where = {"cpu": "CPUs", "cuda": "NVIDIA GPUs"}[device]
+        del config, spec
         raise UsageError(
-            f"--device {spec.device}: the {runtime} runtime runs on {where} only.",
-            hint=f"Leave out --device, or choose --runtime torch --device {spec.device}.",
+            f"The {self.name} runtime has no engines: {self.folder_loader} loads the Hugging Face folder, so there is "
+            "nothing to convert or build.",
+            hint=f"Use `trtserve import MODEL --runtime {self.name}`, which downloads the model and assembles its "
+            "repository.",
         )
+
+    def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
+        """Return what the engine with this `config.json` takes of this machine's memory."""
+        del config
+        return EngineNeeds()
+
+    def require_device(self, spec: BuildSpec) -> None:
+        """Raise UsageError when `spec` asks for a device that the runtime does not have."""
+        device = self.device(spec.device)
+        if spec.device not in (None, device):
+            where = {"cpu": "CPUs", "cuda": "NVIDIA GPUs"}[device]
+            raise UsageError(
+                f"--device {spec.device}: the {self.name} runtime runs on {where} only.",
+                hint=f"Leave out --device, or choose --runtime torch --device {spec.device}.",
+            )
 
 
 def longest_sequence(config: CheckpointConfig) -> int:

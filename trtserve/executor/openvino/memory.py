@@ -30,6 +30,8 @@ from trtserve.specs.runtime import (
     Limits,
 )
 
+LIBRARIES = ("numpy", "openvino")
+"""What a build and a serving process load."""
 # Interpreter, trtserve, NumPy and OpenVINO before the first weight, in a build and in Triton's executor process.
 BUILD_PROCESS = 38 * 2**20
 SERVING_PROCESS = 30 * 2**20
@@ -93,6 +95,7 @@ def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: 
         build=BUILD_PROCESS + max(_graph_peak(weights, layers), held - SERVING_PROCESS),
         serving=held + _step_bytes(config, limits.max_num_tokens, rows, compute),
         kv_per_token=kv_bytes_per_token(config, kv),
+        libraries=LIBRARIES,
     )
 
 

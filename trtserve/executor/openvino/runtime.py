@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts import Checkpoint
 from trtserve.checkpoint.architectures import family, parameter_count
-from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.checkpoint.quantized import (
     AWQ,
     FP8,
     GPTQ,
+    INT4_GROUPS,
     Int4Weight,
     quant_algo,
 )
@@ -26,22 +27,27 @@ from trtserve.errors import (
     TrtserveError,
     UnsupportedModelError,
 )
-from trtserve.executor.embedded_config import embedded_config, write_config
+from trtserve.executor.embedded import (
+    EmbeddedPlan,
+    EmbeddedRuntime,
+    compute_token,
+    limits_of,
+    write_config,
+)
 from trtserve.executor.engine.attention_limits import require_paged_attention
 from trtserve.executor.features import resolve_features
-from trtserve.executor.openvino.memory import engine_needs
-from trtserve.executor.openvino.plan import OpenvinoPlan
+from trtserve.executor.openvino.memory import LIBRARIES, engine_needs
 from trtserve.host import machine
 from trtserve.host.install_command import install_command
 from trtserve.progress import Progress, Task
 from trtserve.specs import BuildSpec
+from trtserve.specs.build import Device
 from trtserve.specs.runtime import (
     WEIGHT_ONLY_INT4,
     WEIGHT_ONLY_INT8,
     CheckpointConfig,
     EngineNeeds,
     Limits,
-    require_device,
     resolve_limits,
 )
 
@@ -50,16 +56,6 @@ if TYPE_CHECKING:
 
     from trtserve.executor.openvino.graph import Weights
     from trtserve.executor.openvino.weight_quantization import Packing
-
-NAME = "openvino"
-EMBEDDED = True
-HAS_ENGINES = True
-NEEDS_GPU = False
-QUANTIZES = True
-GPU_LIMITS: Limits | None = None
-EXTRA = "cpu"
-LIBRARIES: tuple[str, ...] = ("numpy", "openvino")
-TIMED_STAGE = "build"
 
 # On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
 _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
@@ -70,33 +66,87 @@ _SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8)
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def plan(config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
-    """Plan the engine: limits, precision, memory and disk."""
-    version = _openvino_version()
-    require_device(spec, NAME, "cpu")
-    _require_supported(config)
-    compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
-    features, remarks = resolve_features(config, spec)
-    limits = resolve_limits(config, spec, _DEFAULTS)
-    rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
-    needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
-    sizes = {
-        key: 1 for key in config.get("mapping") or {} if key == "world_size" or key.endswith(("tp_size", "pp_size"))
-    }
-    return OpenvinoPlan(
-        runtime=NAME,
-        config={**config, "mapping": {**(config.get("mapping") or {}), **sizes}},
-        limits=limits,
-        features=features,
-        compute_precision=compute,
-        kv_precision=kv,
-        tools={"openvino": version},
-        memory_bytes=needs.build,
-        disk_bytes=needs.disk,
-        serving_bytes=needs.serving,
-        kv_bytes_per_token=needs.kv_per_token,
-        notes=(*notes, *remarks, *_checkpoint_notes(config)),
-    )
+@dataclass(frozen=True, kw_only=True)
+class OpenvinoPlan(EmbeddedPlan):
+    """An OpenVINO engine."""
+
+    @property
+    def precision(self) -> str:
+        """Describe the precision of weights, arithmetic and KV cache."""
+        return f"{self.weights_precision} weights, {self.compute_precision} arithmetic, {self.kv_precision} KV cache"
+
+    def settings(self) -> dict[str, Any]:
+        """Features and precisions, and the maximum group size of int4 made from floats."""
+        groups = {"int4_group_size": INT4_GROUPS[0]} if quant_algo(self.config) == WEIGHT_ONLY_INT4 else {}
+        return {**self.features.record(), **self._precisions(), **groups}
+
+    def build(
+        self, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+    ) -> dict[str, Any]:
+        """Write config.json, rank0.xml and rank0.bin, then load the engine and run it once."""
+        del log, seconds  # no external program runs, and the progress shows what remains
+        # Weights of varying sizes are copied and freed one after another. Without this setting, a model with experts
+        # peaked a quarter higher and spent more time growing the heap.
+        machine.take_large_blocks_from_system()
+        try:
+            return _build(self, checkpoint, folder, progress)
+        except (RuntimeError, MemoryError) as error:
+            raise _explained(error, self) from error
+
+
+class OpenvinoRuntime(EmbeddedRuntime):
+    """OpenVINO on CPUs; one process serves the merged ranks of a checkpoint."""
+
+    name = "openvino"
+    extra = "cpu"
+    narrower = "--quantize int8 or int4"
+
+    def device(self, asked: Device | None = None) -> Device:
+        """Return the CPU."""
+        del asked
+        return "cpu"
+
+    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
+        """Plan the engine: limits, precision, memory and disk."""
+        version = _openvino_version()
+        self.require_device(spec)
+        _require_supported(config)
+        compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
+        features, remarks = resolve_features(config, spec)
+        limits = resolve_limits(config, spec, _DEFAULTS)
+        rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
+        needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
+        sizes = {
+            key: 1 for key in config.get("mapping") or {} if key == "world_size" or key.endswith(("tp_size", "pp_size"))
+        }
+        return OpenvinoPlan(
+            runtime=self.name,
+            config={**config, "mapping": {**(config.get("mapping") or {}), **sizes}},
+            limits=limits,
+            features=features,
+            device="cpu",
+            compute_precision=compute,
+            kv_precision=kv,
+            tools={"openvino": version},
+            memory_bytes=needs.build,
+            disk_bytes=needs.disk,
+            serving_bytes=needs.serving,
+            kv_bytes_per_token=needs.kv_per_token,
+            libraries=LIBRARIES,
+            notes=(*notes, *remarks, *_checkpoint_notes(config)),
+        )
+
+    def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
+        """Return the needs of an existing engine from its `config.json`."""
+        build, own, limits = config["build_config"], config["trtserve"], limits_of(config)
+        rows = limits.max_batch_size * int(build.get("max_beam_width", 1))
+        return engine_needs(
+            config["pretrained_config"],
+            limits,
+            compute=str(own["compute_precision"]),
+            kv=str(own["kv_precision"]),
+            rows=limits.max_num_tokens if build.get("gather_context_logits") else rows,
+        )
 
 
 def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple[str, str, tuple[str, ...]]:
@@ -135,20 +185,6 @@ def _checkpoint_notes(config: CheckpointConfig) -> Iterator[str]:
         yield f"The checkpoint's {world} ranks are merged: this runtime serves from one process."
 
 
-def build(
-    plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
-) -> dict[str, Any]:
-    """Write config.json, rank0.xml and rank0.bin, then load the engine and run it once."""
-    del log, seconds  # no external program runs, and the progress shows what remains
-    # Weights of varying sizes are copied and freed one after another. Without this setting, a model with experts peaked
-    # a quarter higher and spent more time growing the heap.
-    machine.take_large_blocks_from_system()
-    try:
-        return _build(plan, checkpoint, folder, progress)
-    except (RuntimeError, MemoryError) as error:
-        raise _explained(error, plan) from error
-
-
 def _explained(error: Exception, plan: OpenvinoPlan) -> TrtserveError:
     """Return the first useful line of OpenVINO's RuntimeError, which starts with a C++ location."""
     if machine.refused_memory(error) is not None:
@@ -165,46 +201,14 @@ def _explained(error: Exception, plan: OpenvinoPlan) -> TrtserveError:
 
 def _build(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     _write_graph(plan, checkpoint, folder, progress)
-    decoder = family(plan.config["architecture"]).decoder(plan.config)
-    write_config(folder, engine_config(plan, decoder))
+    write_config(folder, plan.engine_config())
     # Free the graph's weights before the compiler packs its own copy: the peak was 1.6 × the weights without this.
     machine.give_memory_back()
     progress.step(f"Loading the engine: {plan.precision}")
     facts = _prove(folder)
     # OpenVINO chooses the block size when it compiles, which requires the rest of the config.
-    write_config(folder, engine_config(plan, decoder, tokens_per_block=facts["tokens_per_block"]))
+    write_config(folder, plan.engine_config(tokens_per_block=facts["tokens_per_block"]))
     return facts
-
-
-def engine_config(plan: OpenvinoPlan, decoder: Decoder, *, tokens_per_block: int | None = None) -> dict[str, Any]:
-    """Return the engine's `config.json`.
-
-    `tokens_per_block` of the KV cache is None until the engine has been compiled.
-    """
-    own = {
-        "runtime": NAME,
-        "openvino": plan.tools["openvino"],
-        "compute_precision": plan.compute_precision,
-        "kv_precision": plan.kv_precision,
-        "windows": list(decoder.windows),
-        "mlp": decoder.mlp,
-        "machine": machine.describe(),
-    }
-    return embedded_config(plan.config, plan.limits, plan.features, tokens_per_block=tokens_per_block, own=own)
-
-
-def needs_of(config: Mapping[str, Any]) -> EngineNeeds:
-    """Return the needs of an existing engine from its `config.json`."""
-    build, own = config["build_config"], config["trtserve"]
-    limits = Limits(**{name: int(build[name]) for name in Limits.__dataclass_fields__})
-    rows = limits.max_batch_size * int(build.get("max_beam_width", 1))
-    return engine_needs(
-        config["pretrained_config"],
-        limits,
-        compute=str(own["compute_precision"]),
-        kv=str(own["kv_precision"]),
-        rows=limits.max_num_tokens if build.get("gather_context_logits") else rows,
-    )
 
 
 def _openvino_version() -> str:
@@ -213,7 +217,7 @@ def _openvino_version() -> str:
     except metadata.PackageNotFoundError:
         raise MissingDependencyError(
             "The openvino runtime needs the openvino package, which is not installed.",
-            hint=install_command(EXTRA),
+            hint=install_command(OpenvinoRuntime.extra),
         ) from None
 
 
@@ -278,39 +282,15 @@ def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progr
 
 
 def _prove(folder: Path) -> dict[str, Any]:
-    """Load the engine, compute one token, and return time and memory from start to logits.
-
-    The first computation is part of loading: OpenVINO packs the weights in it.
-    """
-    import numpy as np
-
+    """Load the engine, compute one token, and return time and memory from start to logits."""
     from trtserve.executor.openvino.paged_model import PagedModel
 
     before, started = _anonymous_memory(), time.monotonic()
-    model = PagedModel(folder)
-    model.allocate(1)
-    logits = model.forward(
-        token_ids=np.zeros(1, dtype=np.int64),
-        positions=np.zeros(1, dtype=np.int64),
-        past_lens=np.zeros(1, dtype=np.int32),
-        subsequence_begins=np.array([0, 1], dtype=np.int32),
-        block_indices=np.zeros(1, dtype=np.int32),
-        block_indices_begins=np.array([0, 1], dtype=np.int32),
-        max_context_len=1,
-        rows=np.zeros(1, dtype=np.int32),
-    )
-    seconds, memory = time.monotonic() - started, _anonymous_memory() - before
-    if not np.isfinite(logits).all():
-        raise BuildError(
-            "The engine computes non-finite logits.",
-            hint="The weights overflow in this precision or are damaged; convert with another --dtype.",
-        )
+    facts = compute_token(PagedModel(folder), started)
     return {
         "weights_bytes": (folder / "rank0.bin").stat().st_size,
-        "load_seconds": round(seconds, 3),
-        "load_memory_bytes": memory,
-        "kv_bytes_per_token": model.bytes_per_block // model.tokens_per_block,
-        "tokens_per_block": model.tokens_per_block,
+        "load_memory_bytes": _anonymous_memory() - before,
+        **facts,
     }
 
 

@@ -20,42 +20,35 @@ from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.quantized import FP8, quant_algo
 from trtserve.checkpoint.unified import with_defaults
 from trtserve.errors import (
-    BuildError,
     DiskSpaceError,
     MissingDependencyError,
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.executor.embedded_config import embedded_config, write_config
-from trtserve.executor.features import Features, resolve_features
+from trtserve.executor.embedded import (
+    EmbeddedPlan,
+    EmbeddedRuntime,
+    compute_token,
+    limits_of,
+    write_config,
+)
+from trtserve.executor.features import resolve_features
 from trtserve.executor.openvino.memory import kv_bytes_per_token
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
 from trtserve.host.install_command import install_command
 from trtserve.progress import Progress
-from trtserve.repository.core_models import world_size
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
 from trtserve.specs.runtime import (
     CheckpointConfig,
     EngineNeeds,
-    EnginePlan,
     Limits,
     resolve_limits,
 )
 from trtserve.store import link_or_copy
 
-NAME = "torch"
-EMBEDDED = True
-HAS_ENGINES = True
-NEEDS_GPU = True
-_ON_GPU = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
-QUANTIZES = False
-GPU_LIMITS: Limits | None = _ON_GPU
-EXTRA = "cuda"
-LIBRARIES: tuple[str, ...] = ("numpy", "torch")
-TIMED_STAGE = "build"
-
+_LIBRARIES = ("numpy", "torch")
 TOKENS_PER_BLOCK = 16
 """Tokens in a block of the KV cache."""
 
@@ -71,22 +64,10 @@ _FIRST_FP8 = 8.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchPlan(EnginePlan):
+class TorchPlan(EmbeddedPlan):
     """An engine for `device`; `torch` is the version that will load it here, which does not determine its content."""
 
-    features: Features
-    device: Device
     torch: str
-
-    @property
-    def compute_precision(self) -> str:
-        """Type of arithmetic, keys and values."""
-        return _PRECISIONS[self.config["dtype"]]
-
-    @property
-    def needs_gpu(self) -> bool:
-        """Whether the engine runs on NVIDIA GPUs."""
-        return self.device == "cuda"
 
     @property
     def precision(self) -> str:
@@ -97,72 +78,77 @@ class TorchPlan(EnginePlan):
         """Features and device."""
         return {**self.features.record(), "device": self.device, "tokens_per_block": TOKENS_PER_BLOCK}
 
-    def words(self) -> str:
-        """Describe the features beyond plain decoding."""
-        return self.features.words()
-
-    def build_config(self) -> dict[str, Any]:
-        """The features' keys of `build_config`."""
-        return {**self.features.build_config(), "plugin_config": self.features.plugin_config()}
-
     def versions(self) -> dict[str, str]:
         """The PyTorch here."""
         return {"torch": self.torch}
 
-    def facts(self) -> dict[str, Any]:
-        """The machine and the precision."""
-        return {"machine": machine.describe(), **self._precisions()}
+    def own(self) -> dict[str, str]:
+        """The device."""
+        return {"device": self.device}
 
-    def config_outline(self) -> dict[str, Any]:
-        """The outline plus the part specific to our engines."""
-        own = {"runtime": self.runtime, "device": self.device, **self._precisions()}
-        return {**super().config_outline(), "trtserve": own}
-
-    def engine_config(self) -> dict[str, Any]:
-        """Return the engine's `config.json`."""
-        decoder = family(self.config["architecture"]).decoder(self.config)
-        own = {
-            "runtime": NAME,
-            "torch": self.torch,
-            "device": self.device,
-            **self._precisions(),
-            "windows": list(decoder.windows),
-            "mlp": decoder.mlp,
-            "machine": machine.describe(),
-        }
-        return embedded_config(self.config, self.limits, self.features, tokens_per_block=TOKENS_PER_BLOCK, own=own)
-
-    def _precisions(self) -> dict[str, str]:
-        return {"compute_precision": self.compute_precision, "kv_precision": self.compute_precision}
+    def build(
+        self, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+    ) -> dict[str, Any]:
+        """Write config.json and the rank files, hard links to the checkpoint's, then run a token through them."""
+        del log, seconds  # no external program runs, and linking takes no time
+        write_config(folder, self.engine_config(tokens_per_block=TOKENS_PER_BLOCK))
+        files = [f"rank{rank}.safetensors" for rank in range(_ranks(self.config))]
+        _require_room(checkpoint.path, folder, files)
+        for name in files:
+            link_or_copy(checkpoint.path / name, folder / name)
+        progress.step(f"Loading the engine: {self.precision}")
+        return {"weights_bytes": sum((folder / name).stat().st_size for name in files), **_prove(folder, len(files))}
 
 
-def plan(config: CheckpointConfig, spec: BuildSpec) -> TorchPlan:
-    """Plan the engine: device, limits, precision, memory and disk."""
-    version, device = _torch_version(), spec.device or "cuda"
-    if device == "cuda" and not count_gpus():
-        raise UsageError(
-            "The torch runtime runs on NVIDIA GPUs, and this machine has none.",
-            hint="Build on a machine with a GPU, or with --device cpu, which is slow.",
+class TorchRuntime(EmbeddedRuntime):
+    """PyTorch on GPUs, where each rank is a process of its own."""
+
+    name = "torch"
+    requirements = EmbeddedRuntime.requirements | {"gpu", "pytorch"}
+    extra = "cuda"
+    gpu_limits = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
+
+    def device(self, asked: Device | None = None) -> Device:
+        """Return the device that is asked for, or a GPU."""
+        return asked or "cuda"
+
+    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> TorchPlan:
+        """Plan the engine: device, limits, precision, memory and disk."""
+        version, device = _torch_version(), self.device(spec.device)
+        if device == "cuda" and not count_gpus():
+            raise UsageError(
+                "The torch runtime runs on NVIDIA GPUs, and this machine has none.",
+                hint="Build on a machine with a GPU, or with --device cpu, which is slow.",
+            )
+        config = with_defaults(dict(config))
+        _require_supported(config, spec, device)
+        features, remarks = resolve_features(config, spec)
+        limits = resolve_limits(config, spec, _ON_CPU if device == "cpu" else self.gpu_limits)
+        needs = _needs(config, limits) if device == "cpu" else EngineNeeds()
+        precision = _PRECISIONS[config["dtype"]]
+        return TorchPlan(
+            runtime=self.name,
+            config=config,
+            limits=limits,
+            features=features,
+            device=device,
+            compute_precision=precision,
+            kv_precision=precision,
+            torch=version,
+            tools={},
+            memory_bytes=needs.build,
+            disk_bytes=_CONFIG_BYTES,
+            serving_bytes=needs.serving,
+            kv_bytes_per_token=needs.kv_per_token,
+            libraries=_LIBRARIES,
+            notes=remarks,
         )
-    config = with_defaults(dict(config))
-    _require_supported(config, spec, device)
-    features, remarks = resolve_features(config, spec)
-    limits = resolve_limits(config, spec, _ON_CPU if device == "cpu" else _ON_GPU)
-    needs = _needs(config, limits) if device == "cpu" else EngineNeeds(disk=0, build=0, serving=0, kv_per_token=0)
-    return TorchPlan(
-        runtime=NAME,
-        config=config,
-        limits=limits,
-        features=features,
-        device=device,
-        torch=version,
-        tools={},
-        memory_bytes=needs.build,
-        disk_bytes=_CONFIG_BYTES,
-        serving_bytes=needs.serving,
-        kv_bytes_per_token=needs.kv_per_token,
-        notes=remarks,
-    )
+
+    def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
+        """Return the needs of an existing engine for the CPU from its `config.json`; 0 for one on GPUs."""
+        if config["trtserve"]["device"] == "cuda":
+            return EngineNeeds()
+        return _needs(with_defaults(dict(config["pretrained_config"])), limits_of(config))
 
 
 def _torch_version() -> str:
@@ -170,7 +156,7 @@ def _torch_version() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         raise MissingDependencyError(
-            "The torch runtime needs PyTorch, which is not installed.", hint=install_command(EXTRA)
+            "The torch runtime needs PyTorch, which is not installed.", hint=install_command(TorchRuntime.extra)
         ) from None
 
 
@@ -215,15 +201,6 @@ def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device
         )
 
 
-def needs_of(config: Mapping[str, Any]) -> EngineNeeds | None:
-    """Return the needs of an existing engine for the CPU from its `config.json`, or None for one on GPUs."""
-    if config["trtserve"]["device"] == "cuda":
-        return None
-    build = config["build_config"]
-    limits = Limits(**{name: int(build[name]) for name in Limits.__dataclass_fields__})
-    return _needs(with_defaults(dict(config["pretrained_config"])), limits)
-
-
 def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
     """Return the memory of an engine on the CPU. The weights stay in the mapped file, which does not count.
 
@@ -241,22 +218,8 @@ def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
         build=_PROCESS + joined,
         serving=_PROCESS + joined + step,
         kv_per_token=kv_bytes_per_token(config, _PRECISIONS[config["dtype"]]),
+        libraries=_LIBRARIES,
     )
-
-
-def build(
-    plan: TorchPlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
-) -> dict[str, Any]:
-    """Write config.json and the rank files, which are hard links to the checkpoint's, then run a token through them."""
-    del log, seconds  # no external program runs, and linking takes no time
-    config = plan.engine_config()
-    write_config(folder, config)
-    files = [f"rank{rank}.safetensors" for rank in range(world_size(config))]
-    _require_room(checkpoint.path, folder, files)
-    for name in files:
-        link_or_copy(checkpoint.path / name, folder / name)
-    progress.step(f"Loading the engine: {plan.precision}")
-    return {"weights_bytes": sum((folder / name).stat().st_size for name in files), **_prove(folder, plan)}
 
 
 def _require_room(source: Path, folder: Path, files: list[str]) -> None:
@@ -272,36 +235,17 @@ def _require_room(source: Path, folder: Path, files: list[str]) -> None:
         )
 
 
-def _prove(folder: Path, plan: TorchPlan) -> dict[str, Any]:
+def _prove(folder: Path, ranks: int) -> dict[str, Any]:
     """Check the tensors of every rank, and compute a token where one process is enough; return how long it took."""
-    import numpy as np
-
     from trtserve.executor.torch.model import check_ranks, load_model
 
     check_ranks(folder)
-    facts = {"tokens_per_block": TOKENS_PER_BLOCK}
-    if world_size({"pretrained_config": plan.config}) > 1:
-        return facts
+    if ranks > 1:
+        return {"tokens_per_block": TOKENS_PER_BLOCK}
     started = time.monotonic()
-    model = load_model(folder, None)
-    model.allocate(1)
-    logits = model.forward(
-        token_ids=np.zeros(1, dtype=np.int64),
-        positions=np.zeros(1, dtype=np.int64),
-        past_lens=np.zeros(1, dtype=np.int32),
-        subsequence_begins=np.array([0, 1], dtype=np.int32),
-        block_indices=np.zeros(1, dtype=np.int32),
-        block_indices_begins=np.array([0, 1], dtype=np.int32),
-        max_context_len=1,
-        rows=np.zeros(1, dtype=np.int32),
-    )
-    if not np.isfinite(logits).all():
-        raise BuildError(
-            "The engine computes non-finite logits.",
-            hint="The weights overflow in this precision or are damaged; convert with another --dtype.",
-        )
-    return {
-        **facts,
-        "load_seconds": round(time.monotonic() - started, 3),
-        "kv_bytes_per_token": model.bytes_per_block // model.tokens_per_block,
-    }
+    return compute_token(load_model(folder, None), started)
+
+
+def _ranks(config: CheckpointConfig) -> int:
+    mapping = config.get("mapping") or {}
+    return int(mapping.get("tp_size") or 1) * int(mapping.get("pp_size") or 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trtserve.artifacts import (
     Checkpoint,
@@ -40,7 +39,7 @@ class BuildPlan:
 
     spec: BuildSpec
     checkpoint: Checkpoint
-    runtime: Runtime[Any]
+    runtime: Runtime
     engine: EnginePlan  # limits, precision, sizes: what the runtime decided
     name: str
     store: Store
@@ -149,13 +148,11 @@ def run_build(plan: BuildPlan, progress: Progress = SILENT) -> Engine:
     def produce(folder: Path) -> Manifest:
         require_gpu_memory(plan.engine, plan.spec, progress)
         _require_memory_and_disk(plan, folder)
-        stage, size = plan.runtime.TIMED_STAGE, plan.engine.disk_bytes
+        stage, size = plan.engine.timed_stage, plan.engine.disk_bytes
         seconds = expected_seconds(read_rates(plan.store), stage, size)
         log = plan.store.root / "logs" / f"build-{plan.path.name}.log"
         with timed(plan.store, stage, size):
-            measured = plan.runtime.build(
-                plan.engine, plan.checkpoint, folder, log=log, progress=progress, seconds=seconds
-            )
+            measured = plan.engine.build(plan.checkpoint, folder, log=log, progress=progress, seconds=seconds)
         return replace(manifest, facts={**manifest.facts, **measured})
 
     return publish(Engine, plan.path, manifest, produce)
@@ -186,12 +183,12 @@ def _require_memory_and_disk(plan: BuildPlan, folder: Path) -> None:
         lambda free: _advice(engine, plan.spec, plan.runtime, free),
         mapped=build_addresses(engine),
     )
-    floats = quant_algo(engine.config) is None and plan.runtime.QUANTIZES
-    smaller = "Convert with --quantize int8 or int4 for a smaller engine." if floats else ""
+    narrower = plan.runtime.narrower if quant_algo(engine.config) is None else ""
+    smaller = f"Convert with {narrower} for a smaller engine." if narrower else ""
     require_disk(folder.parent, engine.disk_bytes, "The engine", smaller=smaller)
 
 
-def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: int) -> str:
+def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, free: int) -> str:
     """Return the first of these that fits: fewer ranks at once, narrower weights, more ranks."""
     alone = replace(spec, build_workers=1)
     if spec.build_workers not in (None, 1) and runtime.plan(engine.config, alone).memory_bytes <= free:
@@ -207,7 +204,7 @@ def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: in
         ("--quantize int4", int4),
         ("--dtype bfloat16 --quantize int4", {**int4, **half}),
     )
-    narrower = ("--dtype bfloat16", half), *(quantised if runtime.QUANTIZES else ())
+    narrower = ("--dtype bfloat16", half), *(quantised if runtime.narrower else ())
     # Weights that are quantised already cannot be narrowed: that takes the original model.
     floats = quant_algo(engine.config) in (None, WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
     for flags, changes in (*(narrower if floats else ()), (f"--tp-size {2 * tp_size}", {"mapping": split})):

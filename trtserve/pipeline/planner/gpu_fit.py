@@ -165,7 +165,7 @@ def _check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) 
 
 def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:
     chosen = RUNTIMES.get(spec.runtime)
-    return resolve_limits(config, spec, (chosen and chosen.GPU_LIMITS) or TRTLLM_LIMITS)
+    return resolve_limits(config, spec, TRTLLM_LIMITS if chosen is None else chosen.gpu_limits)
 
 
 def _kv_per_token(config: CheckpointConfig, tp_size: int, pp_size: int) -> int:

@@ -53,6 +53,6 @@ def _narrower(engine: EnginePlan, config: CheckpointConfig, spec: BuildSpec, gpu
     """Name conversion options whose ranks are small enough."""
     smallest = smallest_fit(config, spec, gpu)
     ways = [f"--tp-size {smallest.tp_size} --pp-size {smallest.pp_size} would fit by estimate"] if smallest else []
-    if quant_algo(config) is None and RUNTIMES[engine.runtime].QUANTIZES:
-        ways.append("--quantize int8 or int4 makes the weights smaller")
+    if quant_algo(config) is None and (narrower := RUNTIMES[engine.runtime].narrower):
+        ways.append(f"{narrower} makes the weights smaller")
     return f"Convert with one of: {', '.join(ways)}." if ways else "Use a GPU with more memory, or a smaller model."

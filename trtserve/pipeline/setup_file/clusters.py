@@ -40,7 +40,7 @@ def require_cluster(server: ServerSetup, cluster: ClusterSetup, runtime: str) ->
     """Raise UsageError for options that no job can have, and for a model that is served on CPUs."""
     with _named(server, cluster):
         CLUSTERS[cluster.kind].settings(cluster.spec, cluster.options, server.spec)
-    if not RUNTIMES[runtime].NEEDS_GPU:
+    if RUNTIMES[runtime].device() == "cpu":
         raise UsageError(
             f"Server {server.name} is for {cluster.kind}, which starts engines on GPUs; the runtime {runtime} serves "
             f"{server.model} on the CPU.",

@@ -19,7 +19,8 @@ from trtserve.artifacts import (
     load_artifact,
 )
 from trtserve.errors import PortInUseError, UsageError
-from trtserve.executor.runtimes import RUNTIMES, choose_runtime
+from trtserve.executor.loaders import is_embedded_runtime
+from trtserve.executor.runtimes import choose_runtime
 from trtserve.host.ports import ipv4_address, is_free
 from trtserve.pipeline.imported_names import as_json, pinned_source
 from trtserve.pipeline.importing import (
@@ -110,7 +111,7 @@ class SetupPlan:
     @property
     def warnings(self) -> list[str]:
         """What others will be able to do to the servers that `up` starts on this machine."""
-        embedded = {model.setup.name: RUNTIMES[model.plan.runtime].EMBEDDED for model in self.models}
+        embedded = {model.setup.name: is_embedded_runtime(model.plan.runtime) for model in self.models}
         return [
             f"servers.{server.name}: {in_keys(warning)}"
             for server, action in ((each.setup, each.action) for each in self.servers)
@@ -217,9 +218,9 @@ def _plan_model(
 def _import_spec(model: ModelSetup, store: Store, progress: Progress) -> ImportSpec:
     convert = model.convert
     runtime = choose_runtime(model.build.runtime, container=model.build.container)
-    if convert.trtllm_version is not None and not convert.upstream and runtime.EMBEDDED:
-        progress.warn(f"trtllm_version {convert.trtllm_version} of {model.name} is not used: {runtime.NAME} serves it.")
-        convert = replace(convert, trtllm_version=None)
+    if (used := runtime.without_unused(convert)) != convert:
+        progress.warn(f"trtllm_version {convert.trtllm_version} of {model.name} is not used: {runtime.name} serves it.")
+        convert = used
     adapters = {
         name: folder if folder.is_absolute() else store.find(Adapter, str(folder)).path
         for name, folder in model.repository.lora.items()

@@ -267,8 +267,7 @@ def missing_models(repository: Repository) -> Iterator[Finding]:
     names = set(repository.facts.get("core_models") or {})
     for part in [entry["facts"] for entry in members.values()] or [repository.facts]:
         names |= {str(part["alias"])} if "alias" in part else set()
-        runtime = RUNTIMES.get(str(part.get("runtime")))
-        if runtime is not None and runtime.HAS_ENGINES:
+        if part.get("runtime") in RUNTIMES and "model_yaml" not in part:  # it has the five models
             own = model_names(str(part.get("suffix") or ""))
             names |= {own[model] for model in (*MODELS, *([DRAFT] if part.get("draft") else []))}
     for name in sorted(names - {folder.name for folder in repository.folders}):

@@ -125,7 +125,7 @@ def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iter
 
 def _python(runtime: str) -> Iterator[Finding]:
     yield from look("python", "Python", host.check_python_version)
-    yield from look("python", "packages", lambda: packages.check_packages(RUNTIMES[runtime].EXTRA))
+    yield from look("python", "packages", lambda: packages.check_packages(RUNTIMES[runtime].extra))
     yield from look("python", "conflicts", packages.check_conflicts)
 
 

@@ -7,22 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from trtserve.errors import MachineError, TrtserveError
-from trtserve.executor.runtimes import RUNTIMES
+from trtserve.executor.runtimes import RUNTIMES, runtimes_with
 
 State = Literal["ok", "warning", "failed", "unneeded"]
 Group = Literal["machine", "python", "triton", "gpu", "tensorrt_llm", "mpi", "tools", "hub"]
 
 GROUPS: tuple[Group, ...] = get_args(Group)
 EVERY = frozenset(RUNTIMES)
-EMBEDDED = frozenset(name for name, runtime in RUNTIMES.items() if runtime.EMBEDDED)
-TENSORRT_LLM = EVERY - EMBEDDED
-"""Runtimes that serve with the TensorRT-LLM of this machine."""
-LLMAPI = frozenset(name for name, runtime in RUNTIMES.items() if not runtime.HAS_ENGINES)
-ENGINES = TENSORRT_LLM - LLMAPI
-"""Runtimes that serve TensorRT engines."""
-GPU = frozenset(name for name, runtime in RUNTIMES.items() if runtime.NEEDS_GPU)
-PYTORCH = EMBEDDED & GPU
-"""Runtimes that run engines on GPUs with PyTorch."""
+EMBEDDED = runtimes_with("triton")
+TENSORRT_LLM = runtimes_with("tensorrt_llm")
+LLMAPI = runtimes_with("llm_api")
+ENGINES = runtimes_with("engines")
+GPU = runtimes_with("gpu")
+PYTORCH = runtimes_with("pytorch")
 NONE: frozenset[str] = frozenset()
 
 
