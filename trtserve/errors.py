@@ -27,7 +27,7 @@ TrtserveError
 ├── ServerNotReadyError        37   a server does not answer for all of its models (status)
 ├── ServerUnreachableError     40   no answer from the endpoint
 ├── RequestError               41   the server refused or failed the request
-├── AnswerMismatchError        42   the answer is not the expected one (query --check-output)
+├── AnswerMismatchError        42   two answers that must be equal differ (bench e2e)
 ├── BenchmarkError             50   a benchmark could not be carried out
 ├── DoubtfulResultError        51   a benchmark's verdict is not `valid` (bench --strict)
 ├── RegressionError            52   a result is worse than an earlier one (bench compare)

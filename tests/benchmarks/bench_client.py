@@ -8,10 +8,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -19,24 +16,20 @@ from tests.benchmarks.results import Figure, benchmark_parser, finish
 from tests.support.bench_records import answered, correlated, report_of
 from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.exact_server import exact_server
-from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.compare import compare
-from trtserve.bench.echo_server import Echo, Spoken, running_echo
-from trtserve.bench.goals import first_token_ms, latency_ms
+from trtserve.bench.echo_server import Echo, Spoken
 from trtserve.bench.intervals import independent_interval, mean_interval
 from trtserve.bench.processes import Outcome, run_load
 from trtserve.bench.protocols.base import Target
 from trtserve.bench.records import Record
-from trtserve.bench.report import Report, read_report
-from trtserve.bench.statistics import QUANTILES, percentile
+from trtserve.bench.report import Report
+from trtserve.bench.statistics import percentile
 from trtserve.bench.worker import Load
-from trtserve.host.mpi import mpirun_program
 
 RUNS = 1000
 COMPARISONS = 120
 TURNS = 4
 SIMULATED = 1000
-AHEAD = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,68 +210,6 @@ def drifting(random: np.random.Generator) -> list[Report]:
     return runs
 
 
-def workers(work: Path) -> list[Row]:
-    """Four ranks of mpirun at 400 req/s next to one at 100 req/s, by the command line, against a server of 20 ms.
-
-    As root, ranks 1 to 3 get clocks of their own, 1,000 s ahead (time namespaces), which the run must find.
-    """
-    ahead = ["unshare", "--time", "--monotonic", str(AHEAD)]
-    if subprocess.run([*ahead, "true"], capture_output=True, check=False).returncode:
-        ahead = []
-    (work / "tokenizer").mkdir(parents=True, exist_ok=True)
-    write_byte_tokenizer(work / "tokenizer")
-    rates, reports = [], []
-    with running_echo(Echo(spoken="openai-stream", chunks=4, delay=0.02, text=True)) as port:
-        for number in (1, 4):
-            out = work / f"ranks-{number}"
-            program = [
-                sys.executable,
-                "-m",
-                "trtserve",
-                "bench",
-                "token-norm-dist",
-                "--no-calibrate",
-                "--out",
-                str(out),
-            ]
-            program += ["--openai", f"http://127.0.0.1:{port}/v1", "--model", "echo", "--max-seq-len", "400"]
-            program += ["--tokenizer", str(work / "tokenizer"), "--input-mean", "20", "--output-mean", "4"]
-            program += ["--output-stdev", "0", "--arrivals", "constant", "--num-requests", str(1000 * number)]
-            program += ["--request-rate", str(100 * number)]
-            command = [mpirun_program(), "--allow-run-as-root", "--oversubscribe", "-n", "1", *program]
-            if number > 1:
-                command += [":", "-n", str(number - 1), *ahead, *program]
-            subprocess.run(command, check=True, capture_output=True)
-            reports.append(read_report(out))
-            completed = [record for record in reports[-1].records if record.status == "completed"]
-            sends = [record.sent_ns or 0 for record in completed]
-            rates.append((len(completed) - 1) / (max(sends) - min(sends)) * 1e9)
-    error = abs(rates[1] / (4 * rates[0]) - 1) * 100
-    four = reports[1]
-    offsets = [abs(each.clock_offset_ns - AHEAD * 1e9 * bool(ahead)) / 1e3 for each in four.health if each.worker]
-    return [
-        Row(case="Four ranks of mpirun ÷ four times one, difference", value=error, unit="%", target=3),
-        Row(case="… percentiles that differ from the pooled records", value=differing(four), unit="", target=0),
-        Row(case=f"… error of clocks {AHEAD if ahead else 0} s ahead", value=max(offsets), unit="µs"),
-        Row(case="… drift", value=max(abs(each.clock_drift_ns) / 1e3 for each in four.health), unit="µs"),
-        Row(case="… p99 of latency, one rank", value=reports[0].statistics.latency_ms.p99 or 0, unit="ms"),
-        Row(case="… p99 of latency, four ranks", value=four.statistics.latency_ms.p99 or 0, unit="ms"),
-    ]
-
-
-def differing(report: Report) -> int:
-    """How many percentiles of a report are not those of the latencies of all workers, by NumPy's own rule for them."""
-    apart = 0
-    for values, found in (
-        ([latency_ms(each) for each in report.records], report.statistics.latency_ms),
-        ([first_token_ms(each) for each in report.records], report.statistics.time_to_first_token_ms),
-    ):
-        for name, quantile in QUANTILES.items():
-            whole = np.percentile([each for each in values if each is not None], 100 * quantile, method="inverted_cdf")
-            apart += float(whole) != getattr(found, name)
-    return apart
-
-
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     lines = ["| Case | Measured | Target |", "|---|--:|--:|"]
@@ -293,7 +224,6 @@ def main() -> None:
     """Measure, print the table, and write it as JSON."""
     arguments = benchmark_parser("client", __doc__).parse_args()
     rows = [*stall(), *known_latency(), *highest_rates(), *coverage(), *comparisons()]
-    rows += workers(arguments.work.absolute())
     print(table(rows))
     print(f"\nMedian of the machine's load: {statistics.median(os.getloadavg()):.1f}")
     figures = [

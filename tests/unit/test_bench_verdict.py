@@ -150,21 +150,6 @@ def test_shortened_times_are_refused() -> None:
     assert report.verdict.judgement == "implausible"
 
 
-def test_ranks_are_compared_with_what_the_first_one_sampled() -> None:
-    true = [replace(each, worker=each.index % 4) for each in _doctored(step=30.0)]
-    rows: list[dict[str, float]] = [
-        {
-            "time_ns": moment * 50 * MS,
-            "in_flight": sum(
-                (each.sent_ns or 0) <= moment * 50 * MS < each.ended_ns for each in true if each.worker == 0
-            ),
-        }
-        for moment in range(100)
-    ]
-    assert implausible(true, rows=rows, ranks=4) == []
-    assert len(implausible(true, rows=rows)) == 1
-
-
 def test_times_that_run_backwards_are_refused() -> None:
     wrong = [replace(each, ended_ns=each.arrivals[0][0]) for each in _doctored()]
     assert "end before their last token" in implausible(wrong)[0]

@@ -14,13 +14,12 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.query_output import Sink, as_json
 from trtserve.client.answer import Answer
 from trtserve.client.base import Endpoint, ModelDescription, Reply
-from trtserve.client.expected_answer import ExpectedAnswer, expected_answer
 from trtserve.client.generation import GeneratedSequence, Generation
 from trtserve.client.request import PreparedPrompts, RequestContext
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import text_array
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.errors import AnswerMismatchError, RequestError, UsageError
+from trtserve.errors import RequestError
 from trtserve.repository.profiles import BLS, CORE
 
 INTS = ("sequence_length", "batch_index", "sequence_index", "num_output_tokens", "num_input_tokens")
@@ -240,37 +239,3 @@ def test_missing_answer_is_an_error_unless_streamed() -> None:
     with pytest.raises(RequestError, match="without an answer"):
         read([])
     assert read([], stream=True).text == ""
-
-
-def sequence(text: str, tokens: list[int] | None = None) -> GeneratedSequence:
-    return GeneratedSequence(prompt=0, sequence=0, beam=0, text=text, token_ids=tokens)
-
-
-def test_matching_answers_pass() -> None:
-    assert ExpectedAnswer(texts=("ab",)).check([sequence("ab")]).startswith("PASS")
-    assert "0.7500" in ExpectedAnswer(token_ids=((1, 2, 3, 4),), threshold=0.75).check([sequence("", [1, 2, 3, 9])])
-
-
-def test_different_answers_fail() -> None:
-    with pytest.raises(AnswerMismatchError, match=r"rate of 0\.5000"):
-        ExpectedAnswer(token_ids=((1, 2),)).check([sequence("", [1, 3])])
-    with pytest.raises(AnswerMismatchError, match="rate of 0"):
-        ExpectedAnswer(texts=("ab",)).check([sequence("abcd")])
-    with pytest.raises(AnswerMismatchError, match="got 1 answers; expected 2"):
-        ExpectedAnswer(texts=("a", "b")).check([sequence("a")])
-    with pytest.raises(UsageError, match="no token ids"):
-        ExpectedAnswer(token_ids=((1,),)).check([sequence("a")])
-
-
-def test_check_output_needs_one_expected_answer() -> None:
-    assert expected_answer(False, None, (), 1.0) is None
-    assert expected_answer(True, "1,2", (), 0.5) == ExpectedAnswer(token_ids=((1, 2),), threshold=0.5)
-    assert expected_answer(True, None, ("a",), 1.0) == ExpectedAnswer(texts=("a",))
-    for check, tokens, expected, threshold, words in (
-        (False, "1", (), 1.0, "--check-output"),
-        (True, None, (), 1.0, "either"),
-        (True, "1", ("a",), 1.0, "either"),
-        (True, "1", (), 1.5, "--correctness-threshold is 1.5"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            expected_answer(check, tokens, expected, threshold)

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trtserve.bench.plan import BenchPlan, plan_benchmark
     from trtserve.bench.report import Report
-    from trtserve.bench.run import run_benchmark, send_share
+    from trtserve.bench.run import run_benchmark
 
-__all__ = ["BenchPlan", "Report", "plan_benchmark", "run_benchmark", "send_share"]
+__all__ = ["BenchPlan", "Report", "plan_benchmark", "run_benchmark"]
 
 _MODULES = {
     "BenchPlan": "plan",
     "plan_benchmark": "plan",
     "Report": "report",
     "run_benchmark": "run",
-    "send_share": "run",
 }
 
 

@@ -84,7 +84,7 @@ def _first_ns(record: Record) -> int:
 
 def _records(load: Load, *, workers: int = 1) -> list[Record]:
     outcome = run_load(load, workers=workers)
-    if outcome is None or outcome.interrupted:
+    if outcome.interrupted:
         raise KeyboardInterrupt
     return outcome.records
 

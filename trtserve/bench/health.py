@@ -32,10 +32,6 @@ class Health:
     """Reads of events that found 32 KiB or more waiting, so that all of them got one time (HTTP)."""
     late_connections: int = 0
     """Connections opened inside the window."""
-    clock_offset_ns: int = 0
-    """The worker's clock minus the first worker's, at the start (other machines only)."""
-    clock_drift_ns: int = 0
-    """How far the two clocks drifted apart during the run."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The worker processes of a run: one in this process, or several children, on this machine or under MPI.
+"""The worker processes of a run: one in this process, or several children.
 
 Every worker knows its share of the absolute schedule before the run, so nothing passes between processes inside the
 measured window; counters for the display lie in shared memory. Results are pooled afterwards, request by request.
@@ -22,7 +22,6 @@ import uvloop
 
 from trtserve.bench.health import Health
 from trtserve.bench.live import Live, Totals, shared_cells
-from trtserve.bench.ranks import Ranks
 from trtserve.bench.records import Record, pooled
 from trtserve.bench.worker import (
     CANCEL_TIMEOUT,
@@ -61,41 +60,30 @@ class Watcher:
     end: Callable[[], None] = lambda: None
 
 
-def run_load(
-    load: Load, *, workers: int = 1, ranks: Ranks | None = None, watcher: Watcher | None = None
-) -> Outcome | None:
+def run_load(load: Load, *, workers: int = 1, watcher: Watcher | None = None) -> Outcome:
     """Send the warm-up, then the measured requests. SIGINT cancels requests in flight and returns what was measured.
 
-    After `load.timeout` seconds the requests in flight count as failed, the remaining ones as never sent. Returns None
-    on ranks other than the first one. Raises ServerUnreachableError without a connection and RequestError when the
-    whole warm-up fails.
+    After `load.timeout` seconds the requests in flight count as failed, the remaining ones as never sent. Raises
+    ServerUnreachableError without a connection and RequestError when the whole warm-up fails.
     """
-    ranks, watcher = ranks or Ranks(), watcher or Watcher()
-    wanted = workers * ranks.count
-    all_shares = shares(load, wanted if load.concurrency is None else max(ranks.count, min(wanted, load.concurrency)))
-    own = all_shares[ranks.number :: ranks.count]
-    group: _Group = _Children(own) if len(own) > 1 else _OwnProcess(own[0])
+    watcher = watcher or Watcher()
+    parts = shares(load, workers if load.concurrency is None else min(workers, load.concurrency))
+    group: _Group = _Children(parts) if len(parts) > 1 else _OwnProcess(parts[0])
     try:
         group.prepare()
-        clock = ranks.compare_clocks()
         watcher.begin(group.totals)  # before the start is set: a display takes 0.2 s to appear
         try:
-            start_ns = ranks.agree(time.monotonic_ns() + round(_LEAD * 1e9))
-            parts = group.run(start_ns + clock)
+            start_ns = time.monotonic_ns() + round(_LEAD * 1e9)
+            sent = group.run(start_ns)
         finally:
             watcher.end()
     finally:
         group.close()
-    ranks.adjust_clock(parts, clock)
-    interrupted = ranks.any(group.interrupted)
-    gathered = ranks.gather(parts)
-    if gathered is None:
-        return None
     return Outcome(
-        records=pooled(part.records for part in gathered),
-        interrupted=interrupted,
-        timed_out=any(part.timed_out for part in gathered),
-        health=[part.health for part in gathered],
+        records=pooled(part.records for part in sent),
+        interrupted=group.interrupted,
+        timed_out=any(part.timed_out for part in sent),
+        health=[part.health for part in sent],
         start_ns=start_ns,
     )
 

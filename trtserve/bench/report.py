@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,6 @@ class Report:
     calibration: Calibration | None = None
     health: tuple[Health, ...] = ()
     samples: Samples = field(default_factory=Samples, repr=False)
-    ranks: int = 1
-    """Processes of mpirun or srun that sent the requests; the first one sampled its own requests in flight."""
     queue_wait_ms: float | None = None
     """Mean wait in the server's own queue, from its metrics."""
     interrupted: bool = False
@@ -97,7 +95,6 @@ class Report:
                 machine=self.bounds,
                 rows=self.samples.rows,
                 server_tokens=self.samples.tokens.get("generated"),
-                ranks=self.ranks,
             ),
         )
         object.__setattr__(self, "statistics", statistics)
@@ -286,16 +283,21 @@ def read_report(path: Path) -> Report:
 
 def _report(content: Mapping[str, Any], records: Sequence[Record], rows: list[dict[str, Any]]) -> Report:
     server, calibration = content["server"], content["calibration"]
-    computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds")
+    computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds", "ranks")
     made_again = (*computed, "calibration", "capacity_per_second")
     known = {key: value for key, value in content.items() if key not in made_again}
+    if content.get("ranks", 1) > 1:  # of an older version under mpirun, whose samples are those of the first rank
+        rows = []
+    health_of = {each.name for each in fields(Health)}
     recomputed = notes_on(compute(records, read_goals(content["spec"].get("slo") or {})))
     return Report(
         **known,
         records=tuple(records),
         bounds=Machine(**content["bounds"]),
         calibration=None if calibration is None else Calibration(**calibration),
-        health=tuple(Health(**each) for each in content["workers"]),
+        health=tuple(
+            Health(**{key: value for key, value in each.items() if key in health_of}) for each in content["workers"]
+        ),
         samples=Samples(rows=rows, server=server["counters"], tokens=server["tokens"]),
         planned_notes=tuple(note for note in content["notes"] if note not in recomputed),
     )

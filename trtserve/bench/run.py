@@ -20,11 +20,9 @@ from trtserve.bench.provenance import (
     prompts_hash,
     versions,
 )
-from trtserve.bench.ranks import Ranks
 from trtserve.bench.report import Report
 from trtserve.bench.requests import precision_of_repository
 from trtserve.bench.sampling import Sampler, queue_wait_ms
-from trtserve.errors import BenchmarkError
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -34,30 +32,21 @@ if TYPE_CHECKING:
     from trtserve.progress import Task
 
 
-def run_benchmark(
-    plan: BenchPlan, *, progress: Progress = SILENT, metrics: str | None = None, ranks: Ranks | None = None
-) -> Report:
+def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str | None = None) -> Report:
     """Send the traffic of `plan` and measure the answers; `metrics` is the address of the server's metrics page.
 
-    Failed requests and an interrupt do not raise: the report contains them (`report.interrupted`). Under MPI the first
-    of `ranks` calls this and the others `send_share`. Errors: ServerUnreachableError, RequestError (every warm-up
-    request was refused).
+    Failed requests and an interrupt do not raise: the report contains them (`report.interrupted`). Errors:
+    ServerUnreachableError, RequestError (every warm-up request was refused).
     """
     spec, endpoint, measured, requests = plan.spec, plan.endpoint, plan.measured, plan.traffic.requests
-    load, ranks = plan.load(), ranks or Ranks()
+    load = plan.load()
     target = load.target
-    calibration = _calibrate(plan, ranks, progress)
+    calibration = _calibrate(plan, progress)
     progress.step(f"Benchmark of {measured.name!r} at {target.address}: {plan.pace}")
     started = datetime.datetime.now(datetime.timezone.utc).isoformat()
-    sending, total = f"Sending {len(load.warmup)} + {len(requests)} requests", len(requests)
-    if ranks.count > 1:
-        sending, total = f"{sending} from {ranks.count} ranks, shown for the first", -(-total // ranks.count)
-    with progress.task(sending, total=total) as task:
+    with progress.task(f"Sending {len(load.warmup)} + {len(requests)} requests", total=len(requests)) as task:
         sampler = Sampler(metrics, on_sample=_reporter(task))
-        watcher = Watcher(begin=sampler.begin, end=sampler.end)
-        outcome = run_load(load, workers=spec.workers, ranks=ranks, watcher=watcher)
-    if outcome is None:
-        raise BenchmarkError("Only the first rank has the records; the others call send_share.")
+        outcome = run_load(load, workers=spec.workers, watcher=Watcher(begin=sampler.begin, end=sampler.end))
     counted_by, notes = "output_ids", list(plan.notes)
     if measured.takes_text:
         counted = count_answers(
@@ -65,11 +54,6 @@ def run_benchmark(
         )
         counted_by = counted.by
         notes += counted.notes(measured.tokenizer)
-    if ranks.count > 1:
-        notes.append(
-            f"{ranks.count} ranks sent the requests. The requests in flight of the first one were sampled, and the "
-            "client was not measured on the echo server."
-        )
     if outcome.interrupted:
         notes.append("Interrupted: the figures cover what had been sent.")
     if outcome.timed_out:
@@ -95,7 +79,6 @@ def run_benchmark(
         calibration=calibration,
         health=tuple(outcome.health),
         samples=sampler.samples,
-        ranks=ranks.count,
         queue_wait_ms=queue_wait_ms(sampler.samples.server, measured.core_model),
         interrupted=outcome.interrupted,
         timed_out=outcome.timed_out,
@@ -103,13 +86,8 @@ def run_benchmark(
     )
 
 
-def send_share(plan: BenchPlan, ranks: Ranks) -> None:
-    """Send the share of a rank other than the first, which gets the records."""
-    run_load(plan.load(), workers=plan.spec.workers, ranks=ranks)
-
-
-def _calibrate(plan: BenchPlan, ranks: Ranks, progress: Progress) -> Calibration | None:
-    if not plan.spec.calibrate or ranks.count > 1:
+def _calibrate(plan: BenchPlan, progress: Progress) -> Calibration | None:
+    if not plan.spec.calibrate:
         return None
     load = plan.load()
     found = calibrate(load.target, load.requests, workers=plan.spec.workers, concurrency=plan.concurrency)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
 
     Raises BenchmarkError for failed requests, and DoubtfulResultError if --strict was given.
     """
+    _require_one_process()
     _check_combination(spec, runs, connection)
     served = spec.openai is None and spec.in_process is None
     endpoint = find_endpoint(connection) if served else _no_endpoint(connection)
@@ -64,8 +66,6 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
     reports = stages.all(spec, runs)
-    if not reports:
-        return  # a rank of an MPI run other than the first
     _print(spec, runs, reports, stages.found, json=results.json)
     say_notes(reports, progress.step)
     if stages.found is not None:
@@ -81,6 +81,18 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     if interrupted:
         raise KeyboardInterrupt
     _require_answers(reports, stages.found, runs)
+
+
+def _require_one_process() -> None:
+    """Raise UsageError under mpirun or srun: each rank would send all requests."""
+    # Set by Open MPI, by MPICH, and by srun with any MPI.
+    sizes = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+    count = next((int(size) for size in sizes if size.isdigit() and int(size) > 1), None)
+    if count is not None:
+        raise UsageError(
+            f"`bench` was started {count} times, by mpirun or srun; one process measures a server.",
+            hint="Start it without mpirun or srun; --workers N sends from N processes of this machine.",
+        )
 
 
 def _make_folder(folder: Path, flag: str) -> None:
@@ -156,39 +168,32 @@ class _Stages:
     """Runs a benchmark, or every stage of a sweep or a search; an interrupt ends the stages."""
 
     def __init__(self, endpoint: Endpoint, *, metrics: str | None, out: Path | None, progress: Progress) -> None:
-        from trtserve.bench.ranks import find_ranks
-
         self._endpoint, self._metrics, self._out, self._progress = endpoint, metrics, out, progress
-        self._ranks = find_ranks()
         self._reports: list[Report] = []
         self.found: Found | None = None
         """What --find-rate found."""
 
     def all(self, spec: BenchSpec, runs: BenchRuns) -> list[Report]:
-        """Return the reports of all stages, or none on ranks of an MPI run other than the first."""
+        """Return the reports of all stages."""
         if not runs.several:
             self._run(spec)
             return self._reports
         stages = [(replace(spec, request_rate=rate), f"rate-{rate:g}") for rate in runs.sweep_rate]
         stages += [(replace(spec, concurrency=number), f"concurrency-{number}") for number in runs.sweep_concurrency]
         for stage, name in stages:
-            report = self._run(stage, name)
-            if report is not None and report.interrupted:
+            if self._run(stage, name).interrupted:
                 return self._reports
         if runs.find_rate:
             self._search(spec)
         return self._reports
 
-    def _run(self, stage: BenchSpec, name: str | None = None) -> Report | None:
-        from trtserve.bench import plan_benchmark, run_benchmark, send_share
+    def _run(self, stage: BenchSpec, name: str | None = None) -> Report:
+        from trtserve.bench import plan_benchmark, run_benchmark
 
         # One calibration tells about all stages.
         stage = replace(stage, calibrate=stage.calibrate and not self._reports)
         plan = plan_benchmark(stage, self._endpoint)
-        if self._ranks.number != 0:
-            send_share(plan, self._ranks)
-            return None
-        report = run_benchmark(plan, progress=self._progress, metrics=self._metrics, ranks=self._ranks)
+        report = run_benchmark(plan, progress=self._progress, metrics=self._metrics)
         self._reports.append(report)
         if self._out is not None:
             folder = self._out if name is None else self._out / name
@@ -204,15 +209,12 @@ class _Stages:
             rate_answer,
         )
 
-        if self._ranks.count > 1:
-            raise UsageError("--find-rate cannot run under mpirun or srun; use --sweep-rate, or start one process.")
-
         def answer(rate: float) -> Answer:
             found: Answer = "unclear"
             for number in range(TRIES):
                 name = f"rate-{rate:g}" + (f"-again-{number}" if number else "")
                 report = self._run(replace(spec, request_rate=rate), name)
-                if report is None or report.interrupted:
+                if report.interrupted:
                     raise KeyboardInterrupt
                 found = rate_answer(report)
                 counts = report.statistics.counts
@@ -270,8 +272,6 @@ def _require_answers(reports: list[Report], found: Found | None, runs: BenchRuns
 
 def _check_diagnosis(spec: BenchSpec, endpoint: Endpoint) -> Endpoint:
     """Return the server to diagnose, for an OpenAI address the one behind it; refuse what cannot be diagnosed."""
-    from trtserve.bench.ranks import find_ranks
-
     if spec.openai is not None:
         endpoint = find_openai_endpoint(spec.openai) or endpoint
     if endpoint.repository is None:
@@ -279,8 +279,6 @@ def _check_diagnosis(spec: BenchSpec, endpoint: Endpoint) -> Endpoint:
             "--diagnose needs the server's repository on this machine, whose engine it runs.",
             hint="Run it where the server was started by trtserve.",
         )
-    if find_ranks().count > 1:
-        raise UsageError("--diagnose cannot run under mpirun or srun; start one process.")
     return endpoint
 
 

@@ -22,10 +22,9 @@ from trtserve.specs.options import given_flags
 
 if TYPE_CHECKING:
     from trtserve.client.base import Endpoint
-    from trtserve.client.expected_answer import ExpectedAnswer
     from trtserve.server.local_engine import LocalEngine
 
-CHECKING = "Saving and checking"
+SAVING = "Saving outputs"
 _LOCAL = "Without a server"
 # Seconds that the other ranks wait, so that the leader reports an engine error first.
 _LEADER_FIRST = 3.0
@@ -82,7 +81,7 @@ def query(
     save: Annotated[
         list[str] | None,
         typer.Option(
-            "--save", metavar="NAME", help="Save this output as NAME.npy; repeatable.", rich_help_panel=CHECKING
+            "--save", metavar="NAME", help="Save this output as NAME.npy; repeatable.", rich_help_panel=SAVING
         ),
     ] = None,
     output_dir: Annotated[
@@ -91,38 +90,9 @@ def query(
             "--output-dir",
             metavar="DIR",
             help="Folder for saved outputs; without --save, logits and other arrays are saved.",
-            rich_help_panel=CHECKING,
+            rich_help_panel=SAVING,
         ),
     ] = None,
-    check_output: Annotated[
-        bool,
-        typer.Option(
-            "--check-output",
-            "--check-outputs",
-            "-c",
-            help="Compare the answer with the expected one.",
-            rich_help_panel=CHECKING,
-        ),
-    ] = False,
-    output_tokens_csv: Annotated[
-        str | None,
-        typer.Option("--output-tokens-csv", metavar="FILE", help="Expected token ids.", rich_help_panel=CHECKING),
-    ] = None,
-    expected_output: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--expected-output", "--expected-outputs", metavar="TEXT", help="Expected text.", rich_help_panel=CHECKING
-        ),
-    ] = None,
-    correctness_threshold: Annotated[
-        float,
-        typer.Option(
-            "--correctness-threshold",
-            metavar="SHARE",
-            help="Share of tokens that must be equal, 0 … 1.",
-            rich_help_panel=CHECKING,
-        ),
-    ] = 1.0,
     local: Annotated[
         bool,
         typer.Option("--local", help="Run the engine of --engine in this process.", rich_help_panel=_LOCAL),
@@ -147,8 +117,6 @@ def query(
         trtserve query --stream --temperature 0.7 --top-p 0.9 "Tell me a story"
         cat prompts.txt | trtserve query --input-file - --json
     """
-    from trtserve.client.expected_answer import expected_answer
-
     found = None
     if _asks_locally(engine, local, connection):
         found = _local_engine(engine, spec.tokenizer, dry_run=dry_run)
@@ -162,7 +130,6 @@ def query(
         place = nullcontext(find_endpoint(connection, spec.protocol))
     else:
         spec, place = replace(spec, tokenizer=found.tokenizer), found.endpoint(timeout=spec.timeout)
-    expected = expected_answer(check_output, output_tokens_csv, expected_output or (), correctness_threshold)
     sink = query_output.Sink(
         stream=spec.stream and not json,
         json=json,
@@ -176,7 +143,7 @@ def query(
             query_output.describe(spec, endpoint)
             return
         # Without a stream there is no first token to time.
-        _ask(replace(spec, stream=spec.stream or verbose), endpoint, sink, expected)
+        _ask(replace(spec, stream=spec.stream or verbose), endpoint, sink)
 
 
 def _complete(spec: QuerySpec, request: RequestOptions, inputs: list[str], **prompts: Any) -> QuerySpec:
@@ -254,17 +221,13 @@ def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
     return folder
 
 
-def _ask(spec: QuerySpec, endpoint: Endpoint, sink: query_output.Sink, expected: ExpectedAnswer | None) -> None:
+def _ask(spec: QuerySpec, endpoint: Endpoint, sink: query_output.Sink) -> None:
     from trtserve.client.query import generate_each
 
-    generations = []
     try:
         for generation in generate_each(spec, endpoint, on_text=sink.on_text):
             sink.add(generation, spec)
-            generations.append(generation)
     except (KeyboardInterrupt, TrtserveError):
         sink.broken()
         raise
     sink.finish(spec, endpoint)
-    if expected is not None:
-        output.say(expected.check([sequence for each in generations for sequence in each.sequences]))

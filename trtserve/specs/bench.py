@@ -111,7 +111,9 @@ class BenchSpec(Spec):
         1.0, metavar="0-1", help="Part of the requests that have a shared prefix.", minimum=0, maximum=1, panel=TRAFFIC
     )
     turns: int = option(4, metavar="N", help="Turns of a conversation.", minimum=1, panel=TRAFFIC)
-    speed: float = option(1.0, metavar="FACTOR", help="Play a trace so many times as fast.", above=0, panel=TRAFFIC)
+    speed: float = option(
+        1.0, metavar="FACTOR", help="Speed of a trace; 2 plays it twice as fast.", above=0, panel=TRAFFIC
+    )
     seed: int = option(0, help="Seed of lengths, prompts and arrivals.", minimum=0, panel=TRAFFIC)
     protocol: Literal["grpc", "http"] = option(
         "grpc", "--protocol", "-i", help="Protocol to a Triton server; http means generate_stream.", panel=TARGET
