@@ -23,6 +23,7 @@ from tests.benchmarks import engines
 from tests.benchmarks.engines import make_engine
 from tests.benchmarks.results import Figure, benchmark_parser, finish
 from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.engine.model import StepInputs
 from trtserve.host.machine import free_memory
 
 SIZES = engines.SIZES["llama-135m"]
@@ -172,8 +173,8 @@ class _ZeroWork:
     def warm_up(self) -> None:
         """There is nothing to make."""
 
-    def forward(self, *, rows: npt.NDArray[Any], **_: Any) -> npt.NDArray[np.float32]:
-        return self._logits[: len(rows)]
+    def forward(self, step: StepInputs) -> npt.NDArray[np.float32]:
+        return self._logits[: len(step.rows)]
 
     def copy_block(self, source: int, target: int) -> None:
         """Blocks hold nothing."""

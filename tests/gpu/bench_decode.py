@@ -21,6 +21,7 @@ import torch
 from tests.gpu.random_models import HF_SIZES, MAX_NUM_TOKENS, random_model
 from trtserve.executor import api
 from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.step_kernels import (
     FIRST_BLOCK,
     LENGTH,
@@ -113,7 +114,7 @@ def prefill(name: str, model: Any, tokens: int, sequences: int) -> None:
     """TFLOP/s of a step of whole prompts: matrices and causal attention, without the head."""
     each = tokens // sequences
     blocks = -(-each // model.tokens_per_block)
-    inputs = model.inputs(
+    step = StepInputs(
         token_ids=np.random.default_rng(0).integers(0, model.vocab_size, tokens),
         positions=np.tile(np.arange(each), sequences),
         past_lens=np.zeros(sequences, np.int32),
@@ -121,8 +122,9 @@ def prefill(name: str, model: Any, tokens: int, sequences: int) -> None:
         block_indices=np.arange(sequences * blocks, dtype=np.int32),
         block_indices_begins=np.arange(sequences + 1, dtype=np.int32) * blocks,
         max_context_len=each,
-        rows=np.arange(1, sequences + 1) * each - 1,
+        rows=np.arange(1, sequences + 1, dtype=np.int32) * each - 1,
     )
+    inputs = model.inputs(step)
     times = []
     with torch.inference_mode():
         for _ in range(6):

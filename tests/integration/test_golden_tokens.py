@@ -12,6 +12,7 @@ import pytest
 from tests.support.goldens import Golden, GoldenCase, golden_names, load_golden
 from trtserve.artifacts import Engine, Model
 from trtserve.executor import api
+from trtserve.executor.engine.model import single_sequence
 from trtserve.executor.openvino.paged_model import PagedModel
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
@@ -75,15 +76,5 @@ def test_logits_of_the_prompt(served: tuple[Golden, Engine]) -> None:
     blocks = -(-128 // model.tokens_per_block)
     model.allocate(blocks)
     for case in golden.cases:
-        count = len(case.prompt)
-        logits = model.forward(
-            token_ids=np.array(case.prompt, np.int64),
-            positions=np.arange(count, dtype=np.int64),
-            past_lens=np.zeros(1, np.int32),
-            subsequence_begins=np.array([0, count], np.int32),
-            block_indices=np.arange(blocks, dtype=np.int32),
-            block_indices_begins=np.array([0, blocks], np.int32),
-            max_context_len=count,
-            rows=np.array([count - 1], np.int32),
-        )
+        logits = model.forward(single_sequence(case.prompt, range(blocks), rows=[len(case.prompt) - 1]))
         np.testing.assert_allclose(logits[0, :: case.stride], case.logits, atol=2e-4)

@@ -6,13 +6,14 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.draws import Chosen, Draws
-from trtserve.executor.engine.model import FatalModelError
+from trtserve.executor.engine.model import FatalModelError, StepInputs
 from trtserve.executor.engine.sampling import Row, choose_tokens
 from trtserve.host.machine import free_memory
 
@@ -75,47 +76,36 @@ class FakeModel:
         assert self.blocks
         self.is_warm = True
 
-    def forward(
-        self,
-        *,
-        token_ids: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        past_lens: npt.NDArray[np.int32],
-        subsequence_begins: npt.NDArray[np.int32],
-        block_indices: npt.NDArray[np.int32],
-        block_indices_begins: npt.NDArray[np.int32],
-        max_context_len: int,
-        rows: npt.NDArray[Any],
-        prompt_table: npt.NDArray[np.float32] | None = None,
-        adapters: Any = None,
-        long_sequences: npt.NDArray[np.bool_] | None = None,
-    ) -> npt.NDArray[np.float32]:
+    def forward(self, step: StepInputs) -> npt.NDArray[np.float32]:
         if not self.gate.wait(timeout=30):
             raise TimeoutError("the test never opened the gate")
         if self.failures:
             self.failures -= 1
             raise ValueError("broken step")
+        token_ids, rows, begins = step.token_ids, step.rows, step.subsequence_begins
         self.steps.append(len(token_ids))
-        contents = _contents(token_ids, prompt_table, adapters)
+        contents = _contents(token_ids, step.prompt_table, step.adapters)
         spans: list[tuple[int, int, npt.NDArray[np.int64]]] = []
         longest = 0
-        for number, past in enumerate(past_lens.tolist()):
-            first, last = subsequence_begins[number : number + 2].tolist()
-            blocks = block_indices[block_indices_begins[number] : block_indices_begins[number + 1]]
+        for number, past in enumerate(step.past_lens.tolist()):
+            first, last = begins[number : number + 2].tolist()
+            blocks = step.block_indices[step.block_indices_begins[number] : step.block_indices_begins[number + 1]]
             places = (blocks[:, None] * self.tokens_per_block + np.arange(self.tokens_per_block)).reshape(-1)
             end = past + last - first
             assert (len(blocks) - 1) * self.tokens_per_block < end <= len(places)
             spans.append((first, past, places[:end]))
-            self.cache[places[past:end]] = contents[first:last] + POSITION * (positions[first:last] - range(past, end))
+            self.cache[places[past:end]] = contents[first:last] + POSITION * (
+                step.positions[first:last] - range(past, end)
+            )
             longest = max(longest, end)
         written = [place for _, past, places in spans for place in places[past:].tolist()]
         assert len(set(written)) == len(written), "two sequences write to one place"
-        assert longest == max_context_len
-        assert len(token_ids) == subsequence_begins[-1] == len(written)
-        begins = subsequence_begins[:-1]
+        assert longest == step.max_context_len
+        assert len(token_ids) == begins[-1] == len(written)
         if len(rows) == 0:
             return np.zeros((0, VOCAB), dtype=np.float32)
-        return np.stack([self._logits(int(row), spans[np.searchsorted(begins, row, side="right") - 1]) for row in rows])
+        owners = np.searchsorted(begins[:-1], rows, side="right") - 1
+        return np.stack([self._logits(int(row), spans[owner]) for row, owner in zip(rows, owners, strict=True)])
 
     def _logits(self, row: int, span: tuple[int, int, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
         first, past, places = span
@@ -159,17 +149,18 @@ class FakeChoosingModel(FakeModel):
         self._rows: dict[int, Row] = {}
         self._last: dict[int, int] = {}
 
-    def start(self, draws: Draws, **inputs: Any) -> _FakeStep:
+    def start(self, draws: Draws, step: StepInputs) -> _FakeStep:
         begun = {
             slot: Row(row.parameters, row.processor.fork(), list(row.generated), row.log_prob)
             for slot, row, begins in zip(draws.slots, draws.rows, draws.begins, strict=True)
             if begins
         }
-        copies = {name: each.copy() if isinstance(each, np.ndarray) else each for name, each in inputs.items()}
-        step = _FakeStep(self, draws, begun, copies)
-        self._waiting.append(step.compute)
+        values = {field.name: getattr(step, field.name) for field in fields(step)}
+        copies: dict[str, Any] = {name: each.copy() for name, each in values.items() if isinstance(each, np.ndarray)}
+        waiting = _FakeStep(self, draws, begun, replace(step, **copies))
+        self._waiting.append(waiting.compute)
         assert sum(isinstance(getattr(each, "__self__", None), _FakeStep) for each in self._waiting) <= 2
-        return step
+        return waiting
 
     def copy_block(self, source: int, target: int) -> None:
         self._waiting.append(lambda: super(FakeChoosingModel, self).copy_block(source, target))
@@ -179,13 +170,13 @@ class FakeChoosingModel(FakeModel):
         while to in self._waiting:
             self._waiting.popleft()()
 
-    def choose(self, draws: Draws, begun: dict[int, Row], inputs: dict[str, Any]) -> Chosen:
+    def choose(self, draws: Draws, begun: dict[int, Row], step: StepInputs) -> Chosen:
         """Compute a step; `begun` are the sequences whose slots are new."""
         self._rows |= begun
-        ids = inputs["token_ids"]
+        ids = step.token_ids
         for place in np.flatnonzero(ids < 0):
             ids[place] = max(self._last[-1 - ids[place]], 0)
-        logits = self.forward(**inputs)
+        logits = self.forward(step)
         rows = [self._rows[slot] for slot in draws.slots]
         assert [len(row.generated) for row in rows] == draws.counts
         choices = choose_tokens(logits[draws.numbers], rows, normalize_log_probs=draws.normalize_log_probs)
@@ -220,7 +211,7 @@ class _FakeStep:
 
 
 def _contents(
-    token_ids: npt.NDArray[np.int64], table: npt.NDArray[np.float32] | None, adapters: list[tuple[Any, int]] | None
+    token_ids: npt.NDArray[np.int64], table: npt.NDArray[np.float32] | None, adapters: Any
 ) -> npt.NDArray[np.int64]:
     """Return the contents of each token without its position; `adapters` are those of FakeAdapters.batch."""
     contents = token_ids.copy()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_decoders import POSITIONS, TinyDecoder
-from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.model import Model, StepInputs
 
 Logits = npt.NDArray[np.float32]
 
@@ -95,13 +95,13 @@ class PagedSteps:
     def step(self, new: Mapping[str, int], **extra: Any) -> dict[str, Logits]:
         """Let `new[name]` more tokens of each named sequence through the model; logits [new, vocab] of all of them.
 
-        `extra` goes to the model as it is.
+        `extra` are further fields of the step.
         """
         lengths = np.array(list(new.values()))
         begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = [np.arange(self.past[name], self.past[name] + count) for name, count in new.items()]
         blocks = [self.blocks[name] for name in new]
-        logits = self.model.forward(
+        step = StepInputs(
             token_ids=np.concatenate([self._tokens[n][p] for n, p in zip(new, positions, strict=True)]),
             positions=np.concatenate(positions),
             past_lens=np.array([self.past[name] for name in new], dtype=np.int32),
@@ -109,9 +109,10 @@ class PagedSteps:
             block_indices=np.concatenate(blocks).astype(np.int32),
             block_indices_begins=np.concatenate([[0], np.cumsum([len(b) for b in blocks])]).astype(np.int32),
             max_context_len=max(self.past[name] + count for name, count in new.items()),
-            rows=np.arange(begins[-1]),
+            rows=np.arange(begins[-1], dtype=np.int32),
             **extra,
-        ).copy()
+        )
+        logits = self.model.forward(step).copy()
         for name, count in new.items():
             self.past[name] += count
         return {name: logits[begins[i] : begins[i + 1]] for i, name in enumerate(new)}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.model import TorchModel, load_model
 
 _SOON = 60.0
@@ -73,8 +74,8 @@ class ThreadRanks:
         for rank in self.ranks:
             rank.allocate(num_blocks)
 
-    def forward(self, **inputs: Any) -> npt.NDArray[np.float32]:
+    def forward(self, step: StepInputs) -> npt.NDArray[np.float32]:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
-            results = list(pool.map(lambda rank: rank.forward(**inputs), self.ranks))
+            results = list(pool.map(lambda rank: rank.forward(step), self.ranks))
         logits: npt.NDArray[np.float32] = results[-1]
         return logits

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
+from trtserve.executor.engine.model import StepInputs, single_sequence
 from trtserve.executor.openvino.decode_padding import (
     SIZES,
-    StepInputs,
-    first_step,
     least,
     measure_steps,
     pad_step,
@@ -20,7 +20,8 @@ from trtserve.executor.openvino.decode_padding import (
 
 
 def _as_lists(step: StepInputs) -> list[object]:
-    return [value if isinstance(value, int) else value.tolist() for value in step]
+    values = (getattr(step, field.name) for field in fields(step))
+    return [value if isinstance(value, int) else value.tolist() for value in values if value is not None]
 
 
 def test_padding_tokens_have_their_own_places_in_the_spare_block() -> None:
@@ -48,11 +49,11 @@ def test_padding_tokens_have_their_own_places_in_the_spare_block() -> None:
 
 
 def test_padding_may_have_the_longest_context() -> None:
-    assert pad_step(first_step(1, 4), 6, 4).max_context_len == 5
+    assert pad_step(single_sequence([0], [4]), 6, 4).max_context_len == 5
 
 
 def test_a_draft_is_padded_behind_its_last_row() -> None:
-    assert _as_lists(pad_step(first_step(3, 4), 5, 9)) == [
+    assert _as_lists(pad_step(single_sequence([0] * 3, [4]), 5, 9)) == [
         [0, 0, 0, 0, 0],
         [0, 1, 2, 0, 1],
         [0, 0, 1],

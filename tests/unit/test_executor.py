@@ -29,6 +29,7 @@ from trtserve.executor.api import (
     SchedulerConfig,
     for_release,
 )
+from trtserve.executor.engine.model import StepInputs
 
 # What a response contains
 
@@ -195,9 +196,9 @@ def test_nan_logits_end_only_their_request(
     executor, model = start()
     forward = model.forward
 
-    def broken(**inputs: Any) -> Any:
-        logits = forward(**inputs)
-        logits[inputs["token_ids"][inputs["rows"]] == 90, 7] = float("nan")
+    def broken(step: StepInputs) -> Any:
+        logits = forward(step)
+        logits[step.token_ids[step.rows] == 90, 7] = float("nan")
         return logits
 
     monkeypatch.setattr(model, "forward", broken)

@@ -14,7 +14,7 @@ from tests.support.fake_model import FakeChoosingModel, FakeModel, greedy_contin
 from tests.support.waiting import wait_until
 from trtserve.executor.api import KvCacheConfig, Request
 from trtserve.executor.engine import step, worker
-from trtserve.executor.engine.model import FatalModelError
+from trtserve.executor.engine.model import FatalModelError, StepInputs
 from trtserve.executor.interface.executor import Executor
 
 STOPPED = "The executor has stopped working: "
@@ -32,11 +32,11 @@ def fail_with(model: FakeModel, monkeypatch: pytest.MonkeyPatch, *errors: Except
     """Let the next steps fail with `errors`; None is a step that succeeds."""
     waiting, forward = list(errors), model.forward
 
-    def failing(**inputs: Any) -> Any:
+    def failing(step: StepInputs) -> Any:
         error = waiting.pop(0) if waiting else None
         if error is not None:
             raise error
-        return forward(**inputs)
+        return forward(step)
 
     monkeypatch.setattr(model, "forward", failing)
 
@@ -136,7 +136,7 @@ def test_blocks_that_gave_undefined_logits_are_not_reused(start: Start, monkeypa
     executor, model = start(kv_cache_config=REUSE)
     prompt = list(range(20))
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda **inputs: forward(**inputs) * float("nan"))
+    monkeypatch.setattr(model, "forward", lambda step: forward(step) * float("nan"))
     assert "are not finite" in error_of_prompt(executor, prompt)
     monkeypatch.setattr(model, "forward", forward)
     before = executor._worker.cache.reused_total  # type: ignore[union-attr]

@@ -60,7 +60,9 @@ def test_model_gets_a_flag_per_sequence_and_beam() -> None:
     batch = Batch(scheduler.limits, scheduler.cache)
     add(scheduler, 1, 13, new=2, width=2)
     add(scheduler, 2, 5, new=2, width=2)
-    assert batch.fill(scheduler.plan_step()).inputs["long_sequences"].tolist() == [True, False]
+    flags = batch.fill(scheduler.plan_step()).inputs.long_sequences
+    assert flags is not None
+    assert flags.tolist() == [True, False]
 
 
 def test_context_logits_keep_those_of_the_first_rotation() -> None:
@@ -79,4 +81,5 @@ def test_context_logits_keep_those_of_the_first_rotation() -> None:
 def test_models_without_longrope_get_no_flags() -> None:
     scheduler = make_scheduler()
     add(scheduler, 1, 13)
-    assert "long_sequences" not in Batch(scheduler.limits, scheduler.cache).fill(scheduler.plan_step()).inputs
+    batch = Batch(scheduler.limits, scheduler.cache)
+    assert batch.fill(scheduler.plan_step()).inputs.long_sequences is None

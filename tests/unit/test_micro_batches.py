@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trtserve.executor.engine.batch import ModelInputs
+from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.micro_batches import micro_batches
 
 
-def step(new: list[int], past: list[int], page: int = 4) -> ModelInputs:
+def step(new: list[int], past: list[int], page: int = 4) -> StepInputs:
     """Sequences with `new` tokens after `past` ones; logits are wanted of each last token, in reverse order."""
     begins = np.cumsum([0, *new]).astype(np.int32)
     counts = [-(-(a + b) // page) for a, b in zip(new, past, strict=True)]
-    return ModelInputs(
+    return StepInputs(
         token_ids=np.arange(begins[-1]) + 100,
         positions=np.concatenate([np.arange(b, a + b) for a, b in zip(new, past, strict=True)]),
         past_lens=np.array(past, np.int32),
@@ -39,7 +39,7 @@ def step(new: list[int], past: list[int], page: int = 4) -> ModelInputs:
 )
 def test_parts_have_about_as_many_tokens_each(new: list[int], count: int, least: int, sizes: list[int]) -> None:
     parts = micro_batches(step(new, [0] * len(new)), count, least=least)
-    assert [len(part.inputs["token_ids"]) for part in parts] == sizes
+    assert [len(part.step.token_ids) for part in parts] == sizes
 
 
 def test_every_sequence_keeps_its_tokens_blocks_and_logits() -> None:
@@ -49,24 +49,23 @@ def test_every_sequence_keeps_its_tokens_blocks_and_logits() -> None:
     assert len(parts) == 3
     sequence = 0
     for part in parts:
-        inputs = part.inputs
-        begins, blocks = inputs["subsequence_begins"], inputs["block_indices_begins"]
+        inputs = part.step
+        begins, blocks = inputs.subsequence_begins, inputs.block_indices_begins
         assert begins[0] == blocks[0] == 0
         for number in range(len(begins) - 1):
-            tokens = slice(whole["subsequence_begins"][sequence], whole["subsequence_begins"][sequence + 1])
-            owned = slice(whole["block_indices_begins"][sequence], whole["block_indices_begins"][sequence + 1])
+            tokens = slice(whole.subsequence_begins[sequence], whole.subsequence_begins[sequence + 1])
+            owned = slice(whole.block_indices_begins[sequence], whole.block_indices_begins[sequence + 1])
             mine = slice(begins[number], begins[number + 1])
-            np.testing.assert_array_equal(inputs["token_ids"][mine], whole["token_ids"][tokens])
-            np.testing.assert_array_equal(inputs["positions"][mine], whole["positions"][tokens])
+            np.testing.assert_array_equal(inputs.token_ids[mine], whole.token_ids[tokens])
+            np.testing.assert_array_equal(inputs.positions[mine], whole.positions[tokens])
             np.testing.assert_array_equal(
-                inputs["block_indices"][blocks[number] : blocks[number + 1]], whole["block_indices"][owned]
+                inputs.block_indices[blocks[number] : blocks[number + 1]], whole.block_indices[owned]
             )
-            assert inputs["past_lens"][number] == past[sequence]
-            assert inputs["long_sequences"][number] == (new[sequence] > 5)
+            assert inputs.past_lens[number] == past[sequence]
+            assert inputs.long_sequences is not None
+            assert inputs.long_sequences[number] == (new[sequence] > 5)
             sequence += 1
-        assert inputs["max_context_len"] == max(
-            a + b for a, b in zip(inputs["past_lens"], np.diff(begins), strict=True)
-        )
-        np.testing.assert_array_equal(inputs["token_ids"][inputs["rows"]], whole["rows"][part.rows] + 100)
+        assert inputs.max_context_len == max(a + b for a, b in zip(inputs.past_lens, np.diff(begins), strict=True))
+        np.testing.assert_array_equal(inputs.token_ids[inputs.rows], whole.rows[part.rows] + 100)
     assert sequence == len(new)
     np.testing.assert_array_equal(np.sort(np.concatenate([part.rows for part in parts])), np.arange(len(new)))

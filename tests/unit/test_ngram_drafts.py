@@ -19,6 +19,7 @@ from trtserve.executor.api import (
     Request,
     SamplingConfig,
 )
+from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.engine.ngram_drafts import NgramDrafter, best_draft_lengths
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9]
@@ -229,9 +230,10 @@ def test_a_draft_never_crosses_the_length_at_which_rotations_change(
     seen: list[tuple[int, bool]] = []
     forward = FakeRepeatingModel.forward
 
-    def record(self: FakeRepeatingModel, **inputs: Any) -> Any:
-        seen.append((inputs["max_context_len"], bool(inputs["long_sequences"][0])))
-        return forward(self, **inputs)
+    def record(self: FakeRepeatingModel, step: StepInputs) -> Any:
+        assert step.long_sequences is not None
+        seen.append((step.max_context_len, bool(step.long_sequences[0])))
+        return forward(self, step)
 
     monkeypatch.setattr(FakeRepeatingModel, "forward", record)
     executor, _ = repeating(config_class=Drafting, built={"long_rope_beyond": 45})

@@ -17,7 +17,7 @@ from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.executor.engine.lora import AdapterCache
 from trtserve.executor.engine.lora_weights import Adapter
-from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.model import Model, StepInputs
 from trtserve.executor.interface.configs import PeftCacheConfig
 from trtserve.executor.interface.requests import LoraConfig
 from trtserve.executor.openvino.paged_model import PagedModel
@@ -122,7 +122,7 @@ def test_last_layer_applies_adapters_to_the_requested_rows(runtime: str, tmp_pat
     spans = [(mixed.adapters["a"], 40), (None, 40)]
     tokens = np.array(SEQUENCES["a"] * 2)
     rows = np.array([79, 39, 3, 43], dtype=np.int32)
-    logits = model.forward(
+    step = StepInputs(
         token_ids=tokens,
         positions=np.tile(np.arange(40), 2),
         past_lens=np.zeros(2, np.int32),
@@ -133,6 +133,7 @@ def test_last_layer_applies_adapters_to_the_requested_rows(runtime: str, tmp_pat
         rows=rows,
         adapters=mixed.cache.batch(spans),
     )
+    logits = model.forward(step)
     plain = _reference(tiny).logits(SEQUENCES["a"])
     changed = _reference(tiny, **merged(tiny, model.lora, *mixed.sent[1])).logits(SEQUENCES["a"])
     expected = np.stack([plain[39], changed[39], changed[3], plain[3]])

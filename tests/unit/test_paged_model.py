@@ -19,7 +19,7 @@ from tests.support.paged_steps import MODEL_RUNTIMES, PagedSteps, tiny_model, wr
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
-from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.model import Model, single_sequence
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.openvino import paged_model
 from trtserve.executor.openvino.decode_padding import SIZES
@@ -140,7 +140,7 @@ def test_large_models_without_exact_arithmetic_are_padded(
 def test_logits_are_returned_in_the_order_of_rows(runtime: str, tmp_path: Path) -> None:
     model = tiny_model(runtime, tmp_path, DECODERS["llama"])
     whole = PagedSteps(model, {"a": SEQUENCES["a"]}).run([{"a": 40}])["a"]
-    chosen = np.array([39, 0, 7, 7], dtype=np.int32)
+    chosen = [39, 0, 7, 7]
     np.testing.assert_allclose(_forward(model, SEQUENCES["a"], rows=chosen), whole[chosen], atol=1e-5)
 
 
@@ -149,29 +149,21 @@ def test_copied_block_equals_its_source(runtime: str, tmp_path: Path) -> None:
     model = tiny_model(runtime, tmp_path, DECODERS["llama"])
     ids = SEQUENCES["a"][:12]
     model.allocate(3)
-    _forward(model, ids, rows=np.array([11]), block=1)
-    followed = _forward(model, [5], rows=np.array([0]), block=1, past=12).copy()
+    _forward(model, ids, rows=[11], block=1)
+    followed = _forward(model, [5], rows=[0], block=1, past=12).copy()
     model.copy_block(1, 2)
-    copied = _forward(model, [5], rows=np.array([0]), block=2, past=12)
+    copied = _forward(model, [5], rows=[0], block=2, past=12)
     np.testing.assert_allclose(copied, followed, atol=1e-6)
-    assert not np.allclose(_forward(model, [5], rows=np.array([0]), block=0, past=12), followed, atol=1e-2)
+    assert not np.allclose(_forward(model, [5], rows=[0], block=0, past=12), followed, atol=1e-2)
 
 
 def _forward(
-    model: Model, ids: list[int], *, rows: npt.NDArray[Any], block: int = 0, past: int = 0
+    model: Model, ids: list[int], *, rows: list[int], block: int = 0, past: int = 0
 ) -> npt.NDArray[np.float32]:
     """One sequence with the blocks from `block` on."""
     count = -(-(past + len(ids)) // model.tokens_per_block)
-    return model.forward(
-        token_ids=np.array(ids),
-        positions=np.arange(past, past + len(ids)),
-        past_lens=np.array([past], dtype=np.int32),
-        subsequence_begins=np.array([0, len(ids)], dtype=np.int32),
-        block_indices=np.arange(block, block + count, dtype=np.int32),
-        block_indices_begins=np.array([0, count], dtype=np.int32),
-        max_context_len=past + len(ids),
-        rows=rows,
-    )
+    blocks = range(block, block + count)
+    return model.forward(single_sequence(ids, blocks, past=past, rows=rows))
 
 
 def test_sizes_come_from_the_engine(tmp_path: Path) -> None:

@@ -164,17 +164,10 @@ def compute_token(model: Model, started: float) -> dict[str, Any]:
     """
     import numpy as np
 
+    from trtserve.executor.engine.model import single_sequence
+
     model.allocate(1)
-    logits = model.forward(
-        token_ids=np.zeros(1, dtype=np.int64),
-        positions=np.zeros(1, dtype=np.int64),
-        past_lens=np.zeros(1, dtype=np.int32),
-        subsequence_begins=np.array([0, 1], dtype=np.int32),
-        block_indices=np.zeros(1, dtype=np.int32),
-        block_indices_begins=np.array([0, 1], dtype=np.int32),
-        max_context_len=1,
-        rows=np.zeros(1, dtype=np.int32),
-    )
+    logits = model.forward(single_sequence([0], [0]))
     seconds = time.monotonic() - started
     if not np.isfinite(logits).all():
         raise BuildError(

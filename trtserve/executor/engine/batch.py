@@ -1,9 +1,8 @@
-"""Convert a planned step to the flat arrays of `Model.forward`, in buffers that are allocated once."""
+"""Convert a planned step to the flat arrays of `StepInputs`, in buffers that are allocated once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -11,25 +10,9 @@ import numpy.typing as npt
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.limits import Limits
 from trtserve.executor.engine.lora import AdapterBatch, AdapterCache
-from trtserve.executor.engine.model import Int32s, Int64s, Logits
+from trtserve.executor.engine.model import Logits, StepInputs
 from trtserve.executor.engine.scheduler import StepPlan
 from trtserve.executor.engine.sequence import Sequence
-
-
-class ModelInputs(TypedDict, total=False):
-    """Keyword arguments of `Model.forward`."""
-
-    token_ids: Int64s
-    positions: Int64s
-    past_lens: Int32s
-    subsequence_begins: Int32s
-    block_indices: Int32s
-    block_indices_begins: Int32s
-    max_context_len: int
-    rows: Int32s
-    prompt_table: Logits
-    adapters: AdapterBatch | None
-    long_sequences: npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -47,7 +30,7 @@ class Span:
 class Step:
     """The inputs of a step, and the sequences that the rows of its logits belong to."""
 
-    inputs: ModelInputs
+    inputs: StepInputs
     sampled: list[Sequence]
     """Row i of the logits gives the next token of `sampled[i]`."""
     begins: int
@@ -118,17 +101,7 @@ class Batch:
         for sequence in plan.generations[plain:]:
             self._write_draft(cursor, sequence, plan.drafts[sequence])
         spans, contexts = _spans(cursor, cursor.groups), _spans(cursor, cursor.contexts)
-        inputs = self._inputs(cursor)
-        if cursor.tables:
-            inputs["prompt_table"] = np.concatenate(cursor.tables)
-        if self._adapters is not None:
-            self._add_adapters(inputs, plan)
-        if self._long_rope_beyond is not None:
-            flags = [sequence.is_long(self._long_rope_beyond) for sequence, _ in plan.chunks]
-            for sequence in plan.generations:
-                beams = 1 if sequence.search is None else len(sequence.search.beams)
-                flags += [sequence.is_long(self._long_rope_beyond)] * beams
-            inputs["long_sequences"] = np.array(flags, dtype=np.bool_)
+        inputs = self._inputs(cursor, self._adapters_of(plan), self._long_sequences(plan))
         return Step(inputs, cursor.sampled, begins, spans, contexts)
 
     def _write_chunk(self, cursor: _Cursor, sequence: Sequence, size: int) -> None:
@@ -215,12 +188,12 @@ class Batch:
         cursor.longest = max(cursor.longest, past + 1)
         cursor.groups.append((sequence, first, count))
 
-    def _add_adapters(self, inputs: ModelInputs, plan: StepPlan) -> None:
-        """Add the LoRA adapters of the step's tokens if any sequence has one."""
-        assert self._adapters is not None
-        sequences = [sequence for sequence, _ in plan.chunks] + plan.generations
-        if all(sequence.adapter is None for sequence in sequences):
-            return
+    def _adapters_of(self, plan: StepPlan) -> AdapterBatch | None:
+        """Return the LoRA adapters of the step's tokens if any sequence has one."""
+        if self._adapters is None or all(
+            sequence.adapter is None for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.generations]
+        ):
+            return None
         spans = [
             (sequence.adapter, size + (len(sequence.draft) if size == sequence.context_left else 0))
             for sequence, size in plan.chunks
@@ -229,15 +202,27 @@ class Batch:
             (sequence.adapter, len(plan.drafts.get(sequence, ())) + (1 if search is None else len(search.beams)))
             for sequence, search in ((sequence, sequence.search) for sequence in plan.generations)
         ]
-        inputs["adapters"] = self._adapters.batch(spans)
+        return self._adapters.batch(spans)
 
-    def _inputs(self, cursor: _Cursor) -> ModelInputs:
+    def _long_sequences(self, plan: StepPlan) -> npt.NDArray[np.bool_] | None:
+        """Return which of the step's sequences LongRoPE rotates with its long factors."""
+        beyond = self._long_rope_beyond
+        if beyond is None:
+            return None
+        flags = [sequence.is_long(beyond) for sequence, _ in plan.chunks]
+        for sequence in plan.generations:
+            flags += [sequence.is_long(beyond)] * (1 if sequence.search is None else len(sequence.search.beams))
+        return np.array(flags, dtype=np.bool_)
+
+    def _inputs(
+        self, cursor: _Cursor, adapters: AdapterBatch | None, long_sequences: npt.NDArray[np.bool_] | None
+    ) -> StepInputs:
         count, tokens = cursor.sequences, cursor.tokens
         slots, begins = self._slots[:count], self._begins[: count + 1]
         # A sequence whose draft was wrong may have a block too many.
         blocks = -(-(self._past[:count] + begins[1:] - begins[:-1]) // self._cache.tokens_per_block)
         blocks.cumsum(out=self._block_begins[1 : count + 1])
-        return ModelInputs(
+        return StepInputs(
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
             past_lens=self._past[:count],
@@ -246,6 +231,9 @@ class Batch:
             block_indices_begins=self._block_begins[: count + 1],
             max_context_len=cursor.longest,
             rows=np.array(cursor.rows, dtype=np.int32),
+            prompt_table=np.concatenate(cursor.tables) if cursor.tables else None,
+            adapters=adapters,
+            long_sequences=long_sequences,
         )
 
 

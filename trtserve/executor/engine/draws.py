@@ -7,12 +7,12 @@ as the next step's inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.model import Model, StepInputs
 from trtserve.executor.engine.sampling import Row
 
 
@@ -56,8 +56,8 @@ class PendingStep(Protocol):
 class ChoosingModel(Model, Protocol):
     """A model that can choose tokens."""
 
-    def start(self, draws: Draws, **inputs: Any) -> PendingStep:
-        """Send a step, with the arguments of `forward`, and return without waiting for it.
+    def start(self, draws: Draws, step: StepInputs) -> PendingStep:
+        """Send a step and return without waiting for it.
 
         Steps, and calls of `copy_block` between them, take effect in the order of the calls. At most two steps are
         pending. An id of -1 - n in `token_ids` is the token that the model chose for row n of the step before.

@@ -8,7 +8,8 @@ All calls after construction come from one thread, the executor's worker.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,57 @@ from trtserve.executor.engine.lora_modules import LoraShape
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What a model computes in one step: t new tokens of s sequences, one sequence after another.
+
+    Prompts and generations may be mixed. The arrays are only valid until the step has been sent.
+    """
+
+    token_ids: Int64s
+    """i64[t]. An id of vocab_size + n is row n of `prompt_table`; for one of -1 - n see `ChoosingModel.start`."""
+    positions: Int64s
+    """i64[t], the position of each token in its sequence."""
+    past_lens: Int32s
+    """i32[s], the number of each sequence's tokens that are already in the cache."""
+    subsequence_begins: Int32s
+    """i32[s + 1]. Sequence i owns tokens subsequence_begins[i] … subsequence_begins[i + 1]."""
+    block_indices: Int32s
+    """i32[b], the cache blocks of all sequences, one sequence after another. Sequences may share full blocks.
+
+    Block n of a sequence holds its tokens n * tokens_per_block … (n + 1) * tokens_per_block.
+    """
+    block_indices_begins: Int32s
+    """i32[s + 1]. Sequence i owns block_indices[block_indices_begins[i] … block_indices_begins[i + 1]]."""
+    max_context_len: int
+    """The largest number of past plus new tokens of a sequence."""
+    rows: Int32s
+    """i32[r], the numbers (0 … t - 1) of the tokens whose logits are needed, in the order of the result."""
+    prompt_table: Logits | None = None
+    """f32[n, hidden_size], the embeddings of ids from vocab_size on."""
+    adapters: AdapterBatch | None = None
+    """The LoRA adapters of the tokens, or None if no token has one."""
+    long_sequences: npt.NDArray[np.bool_] | None = None
+    """boolean[s], the sequences that LongRoPE rotates with its long factors; None means none."""
+
+
+def single_sequence(
+    token_ids: SequenceOf[int], blocks: SequenceOf[int], *, past: int = 0, rows: SequenceOf[int] | None = None
+) -> StepInputs:
+    """Return a step of one sequence with `past` tokens in the cache and logits of `rows`, by default of all tokens."""
+    count = len(token_ids)
+    return StepInputs(
+        token_ids=np.array(token_ids, np.int64),
+        positions=np.arange(past, past + count),
+        past_lens=np.array([past], np.int32),
+        subsequence_begins=np.array([0, count], np.int32),
+        block_indices=np.array(blocks, np.int32),
+        block_indices_begins=np.array([0, len(blocks)], np.int32),
+        max_context_len=past + count,
+        rows=np.array(range(count) if rows is None else rows, np.int32),
+    )
 
 
 class FatalModelError(RuntimeError):
@@ -75,45 +127,10 @@ class Model(Protocol):
     def warm_up(self) -> None:
         """Do one-time work (compile, pack weights, tune), so that the first step is as fast as any other."""
 
-    def forward(
-        self,
-        *,
-        token_ids: Int64s,
-        positions: Int64s,
-        past_lens: Int32s,
-        subsequence_begins: Int32s,
-        block_indices: Int32s,
-        block_indices_begins: Int32s,
-        max_context_len: int,
-        rows: Int32s | Int64s,
-        prompt_table: Logits | None = None,
-        adapters: AdapterBatch | None = None,
-        long_sequences: npt.NDArray[np.bool_] | None = None,
-    ) -> npt.NDArray[Any]:
-        """Write the keys and values of the new tokens to the cache and return the logits of some of the tokens.
+    def forward(self, step: StepInputs) -> Logits:
+        """Write the keys and values of the step's tokens to the cache and return logits f32[r, vocab_size] of its rows.
 
-        A step has t new tokens of s sequences, one sequence after another; prompts and generations may be mixed. The
-        arrays are only valid during the call.
-
-        Args:
-            token_ids: i64[t]. An id of vocab_size + n is row n of `prompt_table`.
-            positions: i64[t], the position of each token in its sequence.
-            past_lens: i32[s], the number of each sequence's tokens that are already in the cache.
-            subsequence_begins: i32[s + 1]. Sequence i owns tokens subsequence_begins[i] … subsequence_begins[i + 1].
-            block_indices: i32[b], the cache blocks of all sequences, one sequence after another. Block n of a sequence
-                holds its tokens n * tokens_per_block … (n + 1) * tokens_per_block. Sequences may share full blocks.
-            block_indices_begins: i32[s + 1]. Sequence i owns block_indices[block_indices_begins[i] …
-                block_indices_begins[i + 1]].
-            max_context_len: the largest number of past plus new tokens of a sequence.
-            rows: [r], the numbers (0 … t - 1) of the tokens whose logits are needed, in the order of the result.
-            prompt_table: f32[n, hidden_size], the embeddings of ids from vocab_size on.
-            adapters: the LoRA adapters of the tokens, or None if no token has one.
-            long_sequences: boolean[s], the sequences that LongRoPE rotates with its long factors; None means none.
-
-        Returns:
-            Logits f32[r, vocab_size]. The array may be a view that is valid until the next call; the executor writes
-            to it.
-
+        The array may be a view that is valid until the next call; the executor writes to it.
         """
         ...
 

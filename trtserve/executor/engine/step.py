@@ -100,7 +100,7 @@ class Stepper:
                 sequence.metrics.first_iter = iteration
                 sequence.metrics.timing_metrics.first_scheduled_time = _now()
         if self._choosing is None:
-            running = RunningStep(plan, step, begin, self._model.forward(**step.inputs))
+            running = RunningStep(plan, step, begin, self._model.forward(step.inputs))
         else:
             running = self._send(self._choosing, plan, step, begin)
         self._cache.step_started()
@@ -124,7 +124,7 @@ class Stepper:
                 draws.counts.append(len(sequence.generated) + sequence.ahead)
                 draws.begins.append(number < step.begins)
                 drawn.append(sequence)
-        pending = model.start(draws, **step.inputs)
+        pending = model.start(draws, step.inputs)
         for number, sequence in enumerate(step.sampled):
             sequence.ahead += 1
             sequence.place = number

@@ -10,37 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
+
+from trtserve.executor.engine.model import StepInputs
 
 SIZES = (1, 2, 4, 6, 8, 12)
 """The measured numbers of tokens."""
 _ROUNDS = 3
 # A padded step must be this much faster: smaller gains may be chance, and results differ in the last bit.
 _REQUIRED_RATIO = 0.95
-
-
-class StepInputs(NamedTuple):
-    """Inputs of a step with the shapes of `Model.forward`."""
-
-    token_ids: npt.NDArray[Any]
-    positions: npt.NDArray[Any]
-    past_lens: npt.NDArray[Any]
-    subsequence_begins: npt.NDArray[Any]
-    block_indices: npt.NDArray[Any]
-    block_indices_begins: npt.NDArray[Any]
-    max_context_len: int
-    rows: npt.NDArray[Any]
-
-
-def first_step(size: int, block: int) -> StepInputs:
-    """Return a step with the first `size` tokens of a sequence whose keys and values go to `block`."""
-    zero, ramp = np.zeros(1, np.int32), np.arange(size)
-    begins = np.array([0, size], np.int32)
-    block_begins = np.array([0, 1], np.int32)
-    return StepInputs(0 * ramp, ramp, zero, begins, np.array([block], np.int32), block_begins, size, ramp)
 
 
 def pad_step(step: StepInputs, size: int, block: int) -> StepInputs:
@@ -52,7 +32,8 @@ def pad_step(step: StepInputs, size: int, block: int) -> StepInputs:
     if not len(others):
         return step
     begins, block_begins = step.subsequence_begins, step.block_indices_begins
-    return step._replace(
+    return replace(
+        step,
         token_ids=np.append(step.token_ids, np.zeros_like(others)),
         positions=np.append(step.positions, others),
         past_lens=np.append(step.past_lens, others),

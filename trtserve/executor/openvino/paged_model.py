@@ -19,14 +19,13 @@ import openvino as ov
 from trtserve.errors import BuildError, CorruptFileError
 from trtserve.executor.engine.attention_limits import layer_windows
 from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION
-from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
+from trtserve.executor.engine.lora import AdapterStack
 from trtserve.executor.engine.lora_modules import lora_shape
+from trtserve.executor.engine.model import Logits, StepInputs, single_sequence
 from trtserve.executor.interface.configs import ExecutorConfig
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.openvino.decode_padding import (
     SIZES,
-    StepInputs,
-    first_step,
     least,
     measure_steps,
     pad_step,
@@ -42,12 +41,9 @@ from trtserve.executor.openvino.paged_graph import (
 from trtserve.host.machine import free_memory
 
 Array = npt.NDArray[Any]
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-Logits = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
-# Inputs of the transformed graph in the order of `StepInputs`; `rows` is added by paged_graph.
+# Inputs of the transformed graph; `rows` is added by paged_graph.
 _STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("input_ids", np.int64),
     ("position_ids", np.int64),
@@ -58,6 +54,22 @@ _STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("max_context_len", np.int32),
     ("rows", np.int32),
 )
+
+
+def _step_values(step: StepInputs) -> tuple[Array | int, ...]:
+    """Return the values of _STEP_INPUTS."""
+    return (
+        step.token_ids,
+        step.positions,
+        step.past_lens,
+        step.subsequence_begins,
+        step.block_indices,
+        step.block_indices_begins,
+        step.max_context_len,
+        step.rows,
+    )
+
+
 _CACHE_LINE = 64
 # The plugin caches the kernels of every shape it has seen, 5000 by default, each with memory of its own: a server with
 # steps of different sizes grew by hundreds of megabytes for minutes. The layers share kernels, so that a few dozen
@@ -180,50 +192,27 @@ class PagedModel:
             self.step_costs = [self.step_costs[size - 1] for size in self._padded_sizes]
 
     def _run_step(self, size: int) -> None:
-        self._set_step(first_step(size, self._spare_block))
+        self._set_step(single_sequence([0] * size, [self._spare_block]))
         self._infer()
 
-    def forward(
-        self,
-        *,
-        token_ids: Int64s,
-        positions: Int64s,
-        past_lens: Int32s,
-        subsequence_begins: Int32s,
-        block_indices: Int32s,
-        block_indices_begins: Int32s,
-        max_context_len: int,
-        rows: Int32s | Int64s,
-        prompt_table: Logits | None = None,
-        adapters: AdapterBatch | None = None,
-        long_sequences: Bools | None = None,
-    ) -> Logits:
+    def forward(self, step: StepInputs) -> Logits:
         """See `Model.forward`. The GIL is released while OpenVINO computes."""
-        step = StepInputs(
-            token_ids,
-            positions,
-            past_lens,
-            subsequence_begins,
-            block_indices,
-            block_indices_begins,
-            max_context_len,
-            rows,
-        )
-        if len(token_ids) <= len(self._padded_sizes) and len(rows) and adapters is None:
-            step = pad_step(step, self._padded_sizes[len(token_ids) - 1], self._spare_block)
-        self._set_step(step, long_sequences)
-        if prompt_table is not None or self._prompt_table is not None:
-            self._set_prompt_table(prompt_table)
+        count, wanted, adapters = len(step.token_ids), len(step.rows), step.adapters
+        if count <= len(self._padded_sizes) and wanted and adapters is None:
+            step = pad_step(step, self._padded_sizes[count - 1], self._spare_block)
+        self._set_step(step)
+        if step.prompt_table is not None or self._prompt_table is not None:
+            self._set_prompt_table(step.prompt_table)
         if adapters is not None or self._stack is not None:
             if adapters is None or adapters.stack is not self._stack:
                 self._set_stack(None if adapters is None else adapters.stack)
             if adapters is not None:
                 for linear, mask in adapters.masks.items():
                     self._set_mask(linear, mask)
-        return self._infer()[: len(rows)]  # without the rows of padding
+        return self._infer()[:wanted]  # without the rows of padding
 
-    def _set_step(self, step: StepInputs, long_sequences: Bools | None = None) -> None:
-        values: tuple[Any, ...] = step
+    def _set_step(self, step: StepInputs) -> None:
+        values = _step_values(step)
         self._held = [
             np.ascontiguousarray(value, dtype).reshape(np.shape(value))
             for value, (_, dtype) in zip(values, self._step_inputs, strict=True)
@@ -231,7 +220,7 @@ class PagedModel:
         for array, (index, _) in zip(self._held, self._step_inputs, strict=True):
             self._request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
         if self.long_rope_beyond is not None:
-            self._set_long_sequences(self._held[3], long_sequences)
+            self._set_long_sequences(self._held[3], step.long_sequences)
 
     def _infer(self) -> Logits:
         self._request.start_async()

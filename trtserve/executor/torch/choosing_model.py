@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trtserve.executor.engine.draws import Chosen, Draws
+from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter
 from trtserve.executor.torch.model import TorchModel, max_rows
 from trtserve.executor.torch.step_faults import StepFaults
@@ -85,21 +86,21 @@ class ChoosingTorchModel(TorchModel):
 
         return KernelSampler(self.max_rows, self.vocab_size, self.device)
 
-    def start(self, draws: Draws, **inputs: Any) -> _Pending:
+    def start(self, draws: Draws, step: StepInputs) -> _Pending:
         """See `ChoosingModel.start`."""
-        return self.launch(self.arrays(draws), **inputs)
+        return self.launch(self.arrays(draws), step)
 
     def arrays(self, draws: Draws) -> DrawArrays:
         """Return the draws of a step as arrays."""
         return self._writer.write(draws)
 
-    def launch(self, draws: DrawArrays, **inputs: Any) -> _Pending:
+    def launch(self, draws: DrawArrays, step: StepInputs) -> _Pending:
         """Send a step whose draws are arrays, as every rank of a group does."""
         with self.faults, torch.inference_mode():
             for entry, tokens, numbers in draws.new_rows:
                 self._table[entry].zero_()
                 self._table[entry, self._copy(tokens)] = self._copy(numbers)
-            return self._send(draws, inputs)
+            return self._send(draws, step)
 
     def warm_up(self) -> None:
         """Compile the kernels, and capture decode steps as CUDA graphs."""
@@ -125,16 +126,16 @@ class ChoosingTorchModel(TorchModel):
         rows = len(logits)
         self._sampler.choose(logits, words, self._table, self._tokens[:rows], self._log_probs[:rows])
 
-    def _send(self, draws: DrawArrays, inputs: dict[str, Any]) -> _Pending:
-        if self._graphs is not None and self._graphs.fits(inputs):
-            positions, long = inputs["positions"], inputs.get("long_sequences")
+    def _send(self, draws: DrawArrays, step: StepInputs) -> _Pending:
+        if self._graphs is not None and self._graphs.fits(step):
+            positions, long = step.positions, step.long_sequences
             if long is not None and self.long_rope_beyond is not None:
                 positions = positions + self.max_position * long
-            return self._fetch(draws, self._graphs.replay(draws.words, inputs, positions))
-        step = self.inputs(**inputs)
-        if (inputs["token_ids"] < 0).any():
-            step = replace(step, token_ids=self._resolve(step.token_ids))
-        logits = self.compute(step)
+            return self._fetch(draws, self._graphs.replay(draws.words, step, positions))
+        inputs = self.inputs(step)
+        if (step.token_ids < 0).any():
+            inputs = replace(inputs, token_ids=self._resolve(inputs.token_ids))
+        logits = self.compute(inputs)
         chosen_from = len(draws.words)  # rows with draws come first
         if chosen_from:
             self._choose(logits[:chosen_from], self._copy(draws.words))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.decoder import Inputs
 from trtserve.executor.torch.draw_words import WORDS
 from trtserve.executor.torch.step_kernels import (
@@ -119,19 +120,19 @@ class DecodeGraphs:
         self._choose(logits, self._packed[: size * STEP_WORDS].view(size, STEP_WORDS))
         return logits
 
-    def fits(self, inputs: dict[str, Any]) -> bool:
+    def fits(self, step: StepInputs) -> bool:
         """Return whether a step only decodes, one token of each sequence and its logits."""
-        rows = len(inputs["rows"])
+        rows = len(step.rows)
         return (
-            0 < rows == len(inputs["token_ids"]) == len(inputs["past_lens"]) <= len(self._chosen)
-            and np.array_equal(inputs["rows"], np.arange(rows))
-            and inputs.get("prompt_table") is None
-            and inputs.get("adapters") is None
+            0 < rows == len(step.token_ids) == len(step.past_lens) <= len(self._chosen)
+            and np.array_equal(step.rows, np.arange(rows))
+            and step.prompt_table is None
+            and step.adapters is None
         )
 
-    def replay(self, draws: Int32s, inputs: dict[str, Any], positions: npt.NDArray[Any]) -> Tensor:
+    def replay(self, draws: Int32s, step: StepInputs, positions: npt.NDArray[Any]) -> Tensor:
         """Send a step with the words of its draws; return its logits, which the next call overwrites."""
-        rows = len(inputs["rows"])
+        rows = len(step.rows)
         size = next(size for size in sorted(self._captured) if size >= rows)
         graph, logits = self._captured[size]
         self._staging.reverse()
@@ -139,11 +140,11 @@ class DecodeGraphs:
         words = staging[: size * STEP_WORDS].reshape(size, STEP_WORDS)
         words[:, :] = 0
         words[: len(draws), :WORDS] = draws
-        words[:rows, TOKEN] = inputs["token_ids"]
+        words[:rows, TOKEN] = step.token_ids
         words[:rows, POSITION] = positions
-        words[:rows, LENGTH] = inputs["past_lens"] + 1
-        words[:rows, FIRST_BLOCK] = inputs["block_indices_begins"][:-1]
-        blocks = inputs["block_indices"]
+        words[:rows, LENGTH] = step.past_lens + 1
+        words[:rows, FIRST_BLOCK] = step.block_indices_begins[:-1]
+        blocks = step.block_indices
         used = size * STEP_WORDS + len(blocks)
         staging[size * STEP_WORDS : used] = blocks
         self._packed[:used].copy_(self._staging[0][:used], non_blocking=True)

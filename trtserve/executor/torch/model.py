@@ -17,9 +17,8 @@ from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import ArtifactError, MissingDependencyError
 from trtserve.executor.engine.attention_limits import layer_windows
 from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, MOST_FREE_FRACTION
-from trtserve.executor.engine.lora import AdapterBatch
 from trtserve.executor.engine.lora_modules import lora_shape
-from trtserve.executor.engine.model import Int32s, Int64s, Logits
+from trtserve.executor.engine.model import Int32s, Logits, StepInputs, single_sequence
 from trtserve.executor.engine.sizes import Sizes
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch.adapters import AdapterWeights
@@ -108,89 +107,40 @@ class TorchModel:
     def warm_up(self) -> None:
         """Run a prompt and a decode step in the spare block."""
         for new in (min(_WARM_TOKENS, self.tokens_per_block, self.max_position), 1):
-            self.forward(
-                token_ids=np.zeros(new, np.int64),
-                positions=np.arange(new),
-                past_lens=np.zeros(1, np.int32),
-                subsequence_begins=np.array([0, new], np.int32),
-                block_indices=np.array([self.spare_block], np.int32),
-                block_indices_begins=np.array([0, 1], np.int32),
-                max_context_len=new,
-                rows=np.array([new - 1]),
-            )
+            self.forward(single_sequence([0] * new, [self.spare_block], rows=[new - 1]))
 
-    def forward(
-        self,
-        *,
-        token_ids: Int64s,
-        positions: Int64s,
-        past_lens: Int32s,
-        subsequence_begins: Int32s,
-        block_indices: Int32s,
-        block_indices_begins: Int32s,
-        max_context_len: int,
-        rows: Int32s | Int64s,
-        prompt_table: Logits | None = None,
-        adapters: AdapterBatch | None = None,
-        long_sequences: npt.NDArray[np.bool_] | None = None,
-    ) -> Logits:
+    def forward(self, step: StepInputs) -> Logits:
         """See `Model.forward`."""
         with self.faults, torch.inference_mode():
-            inputs = self.inputs(
-                token_ids=token_ids,
-                positions=positions,
-                past_lens=past_lens,
-                subsequence_begins=subsequence_begins,
-                block_indices=block_indices,
-                block_indices_begins=block_indices_begins,
-                max_context_len=max_context_len,
-                rows=rows,
-                prompt_table=prompt_table,
-                adapters=adapters,
-                long_sequences=long_sequences,
-            )
-            return self._fetch_logits(self.compute(inputs))
+            return self._fetch_logits(self.compute(self.inputs(step)))
 
     def compute(self, inputs: Inputs) -> Tensor:
         """Return the logits of a step, on the device."""
         return self.decoder.forward(inputs, self.caches)
 
-    def inputs(
-        self,
-        *,
-        token_ids: Int64s,
-        positions: Int64s,
-        past_lens: Int32s,
-        subsequence_begins: Int32s,
-        block_indices: Int32s,
-        block_indices_begins: Int32s,
-        max_context_len: int,
-        rows: Int32s | Int64s,
-        prompt_table: Logits | None = None,
-        adapters: AdapterBatch | None = None,
-        long_sequences: npt.NDArray[np.bool_] | None = None,
-    ) -> Inputs:
-        """Return the arguments of `forward` as tensors on the device."""
-        new = np.diff(subsequence_begins)
-        tables = _block_tables(block_indices, block_indices_begins)
+    def inputs(self, step: StepInputs) -> Inputs:
+        """Return the inputs of a step as tensors on the device."""
+        begins, past, positions = step.subsequence_begins, step.past_lens, step.positions
+        new = np.diff(begins)
+        tables = _block_tables(step.block_indices, step.block_indices_begins)
         owners = np.repeat(np.arange(len(new)), new)
-        places = np.arange(len(token_ids)) - np.repeat(subsequence_begins[:-1] - past_lens, new)
+        places = np.arange(len(step.token_ids)) - np.repeat(begins[:-1] - past, new)
         blocks, offsets = np.divmod(places, self.tokens_per_block)
-        if long_sequences is not None and self.long_rope_beyond is not None:
-            positions = positions + np.where(long_sequences[owners], self.max_position, 0)
+        if step.long_sequences is not None and self.long_rope_beyond is not None:
+            positions = positions + np.where(step.long_sequences[owners], self.max_position, 0)
         return Inputs(
-            token_ids=self._copy(token_ids),
+            token_ids=self._copy(step.token_ids),
             positions=self._copy(positions),
             slots=self._copy(tables[owners, blocks].astype(np.int64) * self.tokens_per_block + offsets),
             block_tables=self._copy(tables),
-            past_lengths=self._copy(past_lens),
-            lengths=self._copy(past_lens + new),
-            begins=self._copy(subsequence_begins),
+            past_lengths=self._copy(past),
+            lengths=self._copy(past + new),
+            begins=self._copy(begins),
             most_new=int(new.max()),
-            longest=max_context_len,
-            rows=self._copy(np.asarray(rows, np.int64)),
-            prompt_table=None if prompt_table is None else self._copy(prompt_table),
-            adapters=None if adapters is None else self._adapters.batch(adapters),
+            longest=step.max_context_len,
+            rows=self._copy(step.rows.astype(np.int64)),
+            prompt_table=None if step.prompt_table is None else self._copy(step.prompt_table),
+            adapters=None if step.adapters is None else self._adapters.batch(step.adapters),
         )
 
     def _copy(self, array: npt.NDArray[Any]) -> Tensor:

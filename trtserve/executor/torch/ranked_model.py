@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 import torch
 
-from trtserve.executor.engine.batch import ModelInputs
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
+from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.micro_batches import micro_batches
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _Masks: TypeAlias = "Mapping[str, npt.NDArray[np.bool_]]"
 # A step without its adapters, their masks, and their weights if the other ranks do not have them.
-_Described: TypeAlias = "tuple[ModelInputs, _Masks | None, AdapterStack | None]"
+_Described: TypeAlias = "tuple[StepInputs, _Masks | None, AdapterStack | None]"
 
 # A part of a step has at least so many tokens. With fewer, a GPU reads its weights in the same time as for all of them.
 _LEAST_TOKENS: Final = {"cpu": 8, "cuda": 256}
@@ -63,16 +64,16 @@ class RankedModel:
         self.bytes_per_block = -ranks.smallest(-model.bytes_per_block)
         self._free_memory = ranks.smallest(model.free_memory())
 
-    def _compute(self, inputs: ModelInputs) -> npt.NDArray[Any]:
+    def _compute(self, step: StepInputs) -> npt.NDArray[Any]:
         """Compute a step together with the other ranks; the logits are those of the step on rank 0 only."""
         model, ranks = self._model, self._ranks
         if ranks.stages == 1:
-            return model.forward(**inputs)
-        rows = len(inputs["rows"])
+            return model.forward(step)
+        rows = len(step.rows)
         with torch.inference_mode():
             logits = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=ranks.device)
-            for part in micro_batches(inputs, ranks.stages, least=_LEAST_TOKENS[model.device]):
-                computed = model.compute(model.inputs(**part.inputs))
+            for part in micro_batches(step, ranks.stages, least=_LEAST_TOKENS[model.device]):
+                computed = model.compute(model.inputs(part.step))
                 if ranks.last_stage:
                     logits[torch.from_numpy(part.rows).to(ranks.device)] = computed
             # Logits follow after all hidden states: on a GPU, both would wait for each other in one stream.
@@ -98,9 +99,8 @@ class LeadingModel(RankedModel):
         self._tell("warm_up")
         self._model.warm_up()
 
-    def forward(self, **inputs: Any) -> npt.NDArray[Any]:
+    def forward(self, step: StepInputs) -> npt.NDArray[Any]:
         """Compute a step on all ranks."""
-        step = cast("ModelInputs", inputs)
         with _all_or_none():
             self._tell("step", *self._described(step))
             return self._compute(step)
@@ -111,14 +111,14 @@ class LeadingModel(RankedModel):
             self._tell("copy_block", source, target)
             self._model.copy_block(source, target)
 
-    def _described(self, step: ModelInputs) -> _Described:
-        adapters = step.get("adapters")
+    def _described(self, step: StepInputs) -> _Described:
+        adapters = step.adapters
         if adapters is None:
             return step, None, None
         # The weights of adapters stay with the other ranks until a step has others.
         stack = None if adapters.stack is self._stack else adapters.stack
         self._stack = adapters.stack
-        return cast("ModelInputs", {**step, "adapters": None}), adapters.masks, stack
+        return replace(step, adapters=None), adapters.masks, stack
 
     def _tell(self, name: str, *arguments: Any) -> None:
         if self._ranks.device.type == "cuda":  # the current device belongs to a thread, and the executor has its own
@@ -133,12 +133,12 @@ class LeadingChooser(LeadingModel):
         super().__init__(model, ranks)
         self._chooser = model
 
-    def start(self, draws: Draws, **inputs: Any) -> PendingStep:
+    def start(self, draws: Draws, step: StepInputs) -> PendingStep:
         """Send a step on all ranks."""
         arrays = self._chooser.arrays(draws)
         with _all_or_none():
-            self._tell("launch", arrays, *self._described(cast("ModelInputs", inputs)))
-            return self._chooser.launch(arrays, **inputs)
+            self._tell("launch", arrays, *self._described(step))
+            return self._chooser.launch(arrays, step)
 
 
 @contextmanager
@@ -176,10 +176,10 @@ class FollowingModel(RankedModel):
         if len(self._pending) == self._pending.maxlen:
             self._pending[0].result()
         chooser = cast("ChoosingTorchModel", self._model)
-        self._pending.append(chooser.launch(arrays, **self._restored(*described)))
+        self._pending.append(chooser.launch(arrays, self._restored(*described)))
 
-    def _restored(self, step: ModelInputs, masks: _Masks | None, stack: AdapterStack | None) -> ModelInputs:
+    def _restored(self, step: StepInputs, masks: _Masks | None, stack: AdapterStack | None) -> StepInputs:
         self._stack = stack or self._stack
         if masks is not None and self._stack is not None:
-            step["adapters"] = AdapterBatch(self._stack, masks)
+            return replace(step, adapters=AdapterBatch(self._stack, masks))
         return step
