@@ -33,21 +33,19 @@ from trtserve.nvidia.releases.installed import engine_route
 from trtserve.nvidia.releases.loaders import evidence, family_architectures, takes_stages
 from trtserve.pipeline.setup_file.schema import json_schema
 from trtserve.repository.check import RULES
-from trtserve.repository.parameters import (
-    ConfigField,
-    OpenvinoSupport,
-    Parameter,
-    added_parameters,
-    parameters_of,
-)
-from trtserve.repository.parameters import config_fields as template_fields
 from trtserve.repository.profiles import (
     BLS,
     CORE,
     ENSEMBLE,
     MODELS,
+    ConfigField,
+    OpenvinoSupport,
+    Parameter,
+    added_parameters,
+    parameters_of,
     profile,
 )
+from trtserve.repository.profiles import config_fields as template_fields
 from trtserve.repository.tables import releases_text
 from trtserve.specs.options import Option
 

@@ -21,7 +21,7 @@ from trtserve.pipeline.convert import convert_model
 from trtserve.progress import SILENT
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.repository.check import check_repository
-from trtserve.repository.check.contents import require_intact
+from trtserve.repository.check.files import require_intact
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store.integrity import Checksums
 

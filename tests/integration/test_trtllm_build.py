@@ -25,7 +25,7 @@ from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.tensorrt_llm import TensorrtLlmRuntime
 from trtserve.repository.core_models import CoreModel
-from trtserve.repository.engine_match import rebuild_command
+from trtserve.repository.engines import rebuild_command
 from trtserve.specs import BuildSpec
 from trtserve.store import Store
 

@@ -24,7 +24,7 @@ from trtserve.executor import runtimes
 from trtserve.host.ports import free_ports
 from trtserve.pipeline.imported_names import recorded_spec
 from trtserve.pipeline.world_size import repository_for, with_world_size
-from trtserve.repository.preflight import inspect_repository
+from trtserve.repository.served import inspect_repository
 from trtserve.server.engine_fit import wants_rebuild
 from trtserve.server.repositories import find_repository
 from trtserve.specs import ServerSpec

@@ -16,7 +16,7 @@ from trtserve.programs.core.executor_module import ExecutorModule, load_executor
 from trtserve.programs.core.request import RequestFactory
 from trtserve.programs.core.settings import executor_config
 from trtserve.programs.shared.parameters import ModelParameters
-from trtserve.repository.profiles import CORE, Tensor, profile
+from trtserve.repository.profiles import CORE, TensorSpec, profile
 
 STAND_INS = Path(__file__).parents[1] / "support" / "stand_ins"
 
@@ -129,7 +129,7 @@ def test_every_parameter(release: str, monkeypatch: pytest.MonkeyPatch, tmp_path
         executor_config(module, reader, queue)
 
 
-def value_of(tensor: Tensor) -> Any:
+def value_of(tensor: TensorSpec) -> Any:
     """A batch of one row that asks for something."""
     dtype = DTYPES[tensor.type]
     if tensor.name in OWN_INPUTS:

@@ -41,7 +41,7 @@ from trtserve.repository.check import (
     require_sound,
 )
 from trtserve.repository.check.repository import MachineFacts
-from trtserve.repository.engine_match import Installation
+from trtserve.repository.engines import Installation
 
 LOADED = {rule.name for rule in RULES if rule.needs == "tokenizer"}
 

@@ -34,10 +34,10 @@ from trtserve.files import read_json_object
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.programs.shared.arrays import read_array
 from trtserve.programs.shared.lora_names import LoraNames
-from trtserve.repository.check.findings import refusal
+from trtserve.repository.check.rules import refusal
 from trtserve.repository.core_models import read_model_yaml
-from trtserve.repository.engine import read_engine
-from trtserve.repository.preflight import read_config as read_model_config
+from trtserve.repository.engines import read_engine
+from trtserve.repository.served import read_config as read_model_config
 from trtserve.repository.tokenizer import token_ids
 
 DEEP = 50_000

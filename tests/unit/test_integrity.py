@@ -17,7 +17,7 @@ from trtserve.artifacts import (
 )
 from trtserve.errors import CorruptFileError
 from trtserve.progress import SILENT
-from trtserve.repository.check.contents import require_intact
+from trtserve.repository.check.files import require_intact
 from trtserve.store import (
     NameRecord,
     Store,

@@ -7,7 +7,7 @@ import pytest
 from tests.doubles import model_tables
 from tests.doubles.model_tables import MODELS, parse_release
 from trtserve.nvidia.releases import RELEASES
-from trtserve.repository.profiles import Tensor, llmapi_model, profile
+from trtserve.repository.profiles import TensorSpec, llmapi_model, profile
 
 # The reference dates the counters "1.x" (0.20 and later); the commit that the double cites is of 1.0.
 COUNTERS = {"return_num_input_tokens", "return_num_output_tokens", "num_input_tokens", "num_output_tokens"}
@@ -16,7 +16,7 @@ CHOSEN = {"$logits": "LOGITS", "$encoder": "FEATURES", "$prompt": "TABLE", "$lor
 Facts = tuple[str, str, str, str, str]
 
 
-def facts_of_product(direction: str, tensor: Tensor) -> Facts:
+def facts_of_product(direction: str, tensor: TensorSpec) -> Facts:
     flags = "".join(
         letter for letter, given in (("o", tensor.optional), ("r", tensor.ragged), ("s", tensor.scalar)) if given
     )

@@ -12,20 +12,18 @@ import pytest
 from trtserve.nvidia.releases import RELEASES
 from trtserve.programs.shared.parameter_classes import check_classes
 from trtserve.programs.shared.parameters import ModelParameters
-from trtserve.repository.parameters import (
+from trtserve.repository.profiles import (
+    BLS,
     CLASSES_FILE,
+    CORE,
+    MODELS,
+    POSTPROCESSING,
+    PREPROCESSING,
     classes_json,
     find_parameter,
     ignored_settings,
     parameter_classes,
     parameters_of,
-)
-from trtserve.repository.profiles import (
-    BLS,
-    CORE,
-    MODELS,
-    POSTPROCESSING,
-    PREPROCESSING,
 )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtserve.repository.config import parse_config
-from trtserve.repository.placeholders import parameter_texts, unfilled_parameters, wrong_placeholders
+from trtserve.repository.config import parameter_texts, parse_config, unfilled_parameters, wrong_placeholders
 
 CORE = """\
 name: "tensorrt_llm" # ${a comment}

@@ -23,7 +23,7 @@ from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.pipeline.convert.conversion_plan import convert_memory
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
-from trtserve.repository.preflight import Served
+from trtserve.repository.served import ServedRepository
 from trtserve.server.memory import fitting_tokens, require_servable, server_needs, serving_note
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.runtime import Limits
@@ -216,8 +216,10 @@ def test_draft_model_memory_is_included(monkeypatch: pytest.MonkeyPatch) -> None
         _require(replace(_deployment(), draft=2 * GIB))
 
 
-def _served(**changes: Any) -> Served:
-    served = Served(models=(), model="m", backends=frozenset(), streaming=True, engine=_engine(max_seq_len=4000))
+def _served(**changes: Any) -> ServedRepository:
+    served = ServedRepository(
+        models=(), model="m", backends=frozenset(), streaming=True, engine=_engine(max_seq_len=4000)
+    )
     return replace(served, instances={"preprocessing": 1, "postprocessing": 1, "tensorrt_llm_bls": 1}, **changes)
 
 

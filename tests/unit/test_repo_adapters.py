@@ -15,8 +15,8 @@ from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.programs.shared.lora_names import LoraNames
+from trtserve.repository.adapters import find_adapters
 from trtserve.repository.assembling import assemble_repository, plan_repository
-from trtserve.repository.named import find_adapters
 from trtserve.specs import RepositorySpec
 from trtserve.specs.options import options_of
 from trtserve.store import Store

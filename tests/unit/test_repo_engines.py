@@ -17,9 +17,8 @@ from trtserve.artifacts import Engine, ModelRepository
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.repository.config import parse_config
-from trtserve.repository.engine_match import Installation, rebuild_command, require_matching
-from trtserve.repository.preflight import Served, inspect_repository
-from trtserve.repository.remake_command import remake_command
+from trtserve.repository.engines import Installation, rebuild_command, remake_command, require_matching
+from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.specs import RepositorySpec
 
 SPEC = RepositorySpec(name="tiny")
@@ -205,7 +204,7 @@ def test_adding_to_a_folder_of_other_tools_is_refused(engine: Engine, tokenizer:
         plan_repository(engine, tokenizer, replace(SPEC, suffix="_b"), into=tmp_path / "foreign")
 
 
-def served_of(engine: Engine, tokenizer: Path, out: Path) -> Served:
+def served_of(engine: Engine, tokenizer: Path, out: Path) -> ServedRepository:
     repository = assemble_repository(plan_repository(engine, tokenizer, SPEC, out=out))
     return inspect_repository(repository)
 

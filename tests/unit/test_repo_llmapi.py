@@ -25,8 +25,8 @@ from trtserve.repository.assembling import assemble_repository, check_tokenizer
 from trtserve.repository.check import check_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.llmapi import plan_llmapi_repository
-from trtserve.repository.preflight import inspect_repository
 from trtserve.repository.profiles import llmapi_model
+from trtserve.repository.served import inspect_repository
 from trtserve.specs import RepositorySpec
 
 SPEC = RepositorySpec(name="tiny")

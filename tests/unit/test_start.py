@@ -25,7 +25,7 @@ from trtserve.errors import (
 from trtserve.host.machine import describe, differences
 from trtserve.host.ports import free_ports, is_free, next_free
 from trtserve.process import ProcessId
-from trtserve.repository.preflight import inspect_repository
+from trtserve.repository.served import inspect_repository
 from trtserve.server.plan import plan_server, with_free_ports
 from trtserve.server.repositories import find_repository
 from trtserve.server.start import start_server

@@ -19,8 +19,8 @@ from trtserve.cli import run
 from trtserve.errors import RepositoryError, ServerDiedError, ServerNotReadyError
 from trtserve.host.machine import describe
 from trtserve.process import ProcessId
-from trtserve.repository.parameters import CLASSES_FILE, classes_json
-from trtserve.repository.preflight import inspect_repository, require_loadable
+from trtserve.repository.profiles import CLASSES_FILE, classes_json
+from trtserve.repository.served import inspect_repository, require_loadable
 from trtserve.server.state import (
     ProxyState,
     Server,

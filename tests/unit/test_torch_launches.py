@@ -15,7 +15,7 @@ from tests.support.recorded_progress import Lines
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host import gpus
-from trtserve.repository.preflight import inspect_repository
+from trtserve.repository.served import inspect_repository
 from trtserve.server.engine_fit import wants_rebuild
 from trtserve.server.gpu_checks import require_devices
 from trtserve.server.launch import kubernetes, slurm

@@ -116,7 +116,7 @@ def import_(
 
 def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool, quiet: bool) -> None:
     from trtserve.pipeline.importing import import_to_repository
-    from trtserve.repository.tree import tree
+    from trtserve.repository.layout import tree
 
     repository = import_to_repository(spec, progress=progress)
     if json:

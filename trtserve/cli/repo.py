@@ -152,8 +152,9 @@ class _Call:
 
 
 def _assemble(call: _Call) -> None:
+    from trtserve.repository.adapters import find_adapters
     from trtserve.repository.assembling import assemble_repository, default_name, plan_repository
-    from trtserve.repository.named import find_adapters, find_draft
+    from trtserve.repository.draft import find_draft
 
     store, progress = Store(), call.progress
     if call.tokenizer is None:
@@ -172,9 +173,9 @@ def _assemble(call: _Call) -> None:
 
 
 def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
+    from trtserve.repository.adapters import find_adapters
     from trtserve.repository.assembling import assemble_repository, default_name
     from trtserve.repository.llmapi import plan_llmapi_repository
-    from trtserve.repository.named import find_adapters
     from trtserve.store.sources import parse_source
 
     for flag, value in (("--tokenizer", call.tokenizer), ("--draft-engine", call.draft_engine)):
@@ -238,7 +239,7 @@ def _fill(call: _Call, folder: Path, others: list[str], *, drop_unset: bool, in_
 
 
 def _print_result(call: _Call, path: Path, described: Mapping[str, object], lines: Sequence[str]) -> None:
-    from trtserve.repository.tree import tree
+    from trtserve.repository.layout import tree
 
     if call.json:
         print_json("repo", described)

@@ -34,13 +34,11 @@ from trtserve.repository.assembling import (
     plan_repository,
     require_addable_spec,
     require_fitting,
-    settings_of,
 )
-from trtserve.repository.engine import read_engine
+from trtserve.repository.engines import read_engine
 from trtserve.repository.llmapi import llmapi_models, plan_llmapi_repository
-from trtserve.repository.options import spelled_as
 from trtserve.repository.profiles import profile
-from trtserve.repository.settings import resolve_settings
+from trtserve.repository.settings import resolve_settings, settings_of, spelled_as
 from trtserve.store import Store, reusable
 
 

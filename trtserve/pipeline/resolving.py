@@ -9,7 +9,8 @@ from trtserve.artifacts import Model
 from trtserve.executor.runtimes import choose_runtime
 from trtserve.pipeline.importing import ImportSpec, engine_destination
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.named import find_adapters, find_draft
+from trtserve.repository.adapters import find_adapters
+from trtserve.repository.draft import find_draft
 from trtserve.specs import (
     BuildSpec,
     CheckSpec,

@@ -17,7 +17,7 @@ from trtserve.pipeline.importing import (
     warn_about_resources,
 )
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.preflight import Served, inspect_repository
+from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import wants_rebuild
 from trtserve.server.plan import plan_server
 from trtserve.server.start import require_startable
@@ -36,7 +36,7 @@ class Rebuild:
     record: NameRecord
     spec: ImportSpec
     ranks: int
-    served: Served
+    served: ServedRepository
 
     @property
     def reason(self) -> str:
@@ -126,7 +126,7 @@ def with_world_size(spec: ImportSpec, world_size: int) -> ImportSpec:
     return replace(spec, convert=convert, engine_out=None, out=None, verify=None)
 
 
-def with_ranks(served: Served, world_size: int) -> Served:
+def with_ranks(served: ServedRepository, world_size: int) -> ServedRepository:
     """Return what will be served: the first core model with other ranks; a draft model keeps its own."""
     first, *others = served.core_models
     return replace(served, core_models=(replace(first, world_size=world_size), *others))

@@ -1,23 +1,18 @@
-"""Triton Inference Server: model configuration, the server process, and clients.
+"""What a Triton model repository is: its models in every release, making one, reading one, and checking one.
 
-What the models are:
+- `tables/`: tensors and parameters of NVIDIA's models per release, as YAML; `profiles` reads them
+- `config`: writes and reads config.pbtxt; `settings`: what `--set` may set; `templates`: fills NVIDIA's own templates
+- `layout`: names and paths in a repository; `programs`: the model.py programs that are copied into it
 
-- `tables/`: tensors and parameters of NVIDIA's models per release, as YAML; `parameters` and `profiles` read them
-- `settings`: what `--set` may set; `config`: writes and reads config.pbtxt
+Making one:
 
-What a repository on disk will serve:
+- `options`: configurations from the spec and the engine; `embedded`: whether the embedded executor starts with them
+- `tokenizer`, `adapters`, `draft`: what a repository has besides an engine
+- `assembling`: repositories of engines; `llmapi`: those of the LLM API; `publishing`: writes or adds to one
 
-- `preflight`: models, engines and settings, read from its files; `core_models`: the models that run an engine
-- `engine_match`: does an engine fit this machine; `embedded`: does the embedded executor accept the parameters
+Reading one:
 
-The server process:
-
-- `installation`: finds tritonserver and its Python stub; `stub_probe`: one round trip through the stub
-- `tritonserver`: command line, health, shared memory; `startup`: waits until it is ready, stops it
-- `server_log`: reasons of failures, lines of ranks; `metrics`: reads the metrics page
-
-Clients, all with the interface `client.Client`:
-
-- `grpc_client`, `http_client`, `local_client` (an executor in this process)
-- `tensors`: values to bytes and back; `call_errors`: the errors that users see
+- `served`: everything that `start` asks of a repository on disk; `core_models`: the models that run an engine
+- `engines`: engine folders, whether an engine fits a machine, and the command that makes it again
+- `check/`: the rules of `trtserve check REPOSITORY`, which `start` applies too
 """

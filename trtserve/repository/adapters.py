@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtserve.artifacts import Adapter, looks_like
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.engine.lora_modules import MODULE_IDS, LoraModule, lora_modules
 from trtserve.programs.shared.arrays import read_array
-from trtserve.repository.names import VERSION, lora_table, model_names
+from trtserve.repository.layout import VERSION, lora_table, model_names
 from trtserve.repository.profiles import CORE
+from trtserve.specs import RepositorySpec
+from trtserve.store import Store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +36,19 @@ class NamedAdapter:
     name: str
     folder: Path
     task_id: int  # the core model caches the adapter under it; a hash of the content
+
+
+def find_adapters(spec: RepositorySpec, store: Store) -> dict[str, Path]:
+    """Return name → folder of the adapters; `--lora poet=poet` may name one that `trtserve lora` made."""
+    # After `trtserve lora ./poet`, `--lora poet=poet` means the converted adapter and not the PEFT folder.
+    return {
+        name: (
+            folder.absolute()
+            if folder.is_dir() and (looks_like(Adapter, folder) or str(folder) not in store.by_name(Adapter))
+            else store.find(Adapter, str(folder)).path
+        )
+        for name, folder in spec.lora.items()
+    }
 
 
 def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> tuple[NamedAdapter, ...]:

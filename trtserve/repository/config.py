@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,8 @@ from trtserve.repository.profiles import (
     PREPROCESSING,
     ModelProfile,
     Profile,
-    Tensor,
+    TensorSpec,
+    parameters_of,
 )
 
 
@@ -129,7 +131,7 @@ def type_name(tensor: Any) -> str:
     return str(DataType.Name(tensor.data_type)).removeprefix("TYPE_")
 
 
-def _data_type(tensor: Tensor, options: ConfigOptions) -> Any:
+def _data_type(tensor: TensorSpec, options: ConfigOptions) -> Any:
     from tritonclient.grpc.model_config_pb2 import DataType
 
     chosen = {
@@ -141,7 +143,7 @@ def _data_type(tensor: Tensor, options: ConfigOptions) -> Any:
     return DataType.Value(f"TYPE_{chosen.get(tensor.type, tensor.type)}")
 
 
-def _add_input(config: Any, tensor: Tensor, options: ConfigOptions) -> None:
+def _add_input(config: Any, tensor: TensorSpec, options: ConfigOptions) -> None:
     added = config.input.add(
         name=tensor.name,
         data_type=_data_type(tensor, options),
@@ -191,3 +193,34 @@ def _add_batching(config: Any, profile: Profile, name: str, options: ConfigOptio
         batching.preferred_batch_size.append(options.max_batch_size)
         batching.max_queue_delay_microseconds = options.max_queue_delay_microseconds
         batching.default_queue_policy.max_queue_size = options.max_queue_size
+
+
+_PLACEHOLDER = re.compile(r"\$\{[^}]*\}?")
+_PARAMETER = re.compile(
+    r'key\s*:\s*"(?P<key>[^"]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:\s*"(?P<text>\$\{[^}"]*\})"'
+)
+# A text that only the config.pbtxt of one model has.
+_SIGNS = {CORE: '"gpt_model_type"', PREPROCESSING: '"QUERY"', POSTPROCESSING: '"TOKENS_BATCH"'}
+
+
+def wrong_placeholders(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every placeholder that keeps a model from loading; those in comments do not."""
+    code = "\n".join(line.split("#", 1)[0] for line in text.splitlines())
+    model = next((model for model, sign in _SIGNS.items() if sign in code), CORE)
+    needed = {row.name for row in parameters_of(model) if row.required}
+    optional = {found.start("text") for found in _PARAMETER.finditer(code) if found["key"] not in needed}
+    for found in _PLACEHOLDER.finditer(code):
+        if found.start() not in optional:
+            yield code.count("\n", 0, found.start()) + 1, found[0]
+
+
+def parameter_texts(config: Any) -> dict[str, str]:
+    """Return parameter → text of a ModelConfig message; empty where the placeholder is left."""
+    texts = {key: str(value.string_value).strip() for key, value in config.parameters.items()}
+    return {key: "" if _PLACEHOLDER.fullmatch(text) else text for key, text in texts.items()}
+
+
+def unfilled_parameters(config: Any) -> list[str]:
+    """Return the parameters of a ModelConfig message whose placeholder is left."""
+    values = config.parameters.items()
+    return sorted(key for key, value in values if _PLACEHOLDER.fullmatch(value.string_value.strip()))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import is_embedded
 from trtserve.files import read_json_object
-from trtserve.repository.placeholders import parameter_texts
+from trtserve.repository.config import parameter_texts
 
 Backend = Literal["tensorrtllm", "python", "llmapi"]
 Groups = tuple[tuple[int, ...], ...]

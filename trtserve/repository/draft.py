@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import Engine
-from trtserve.errors import RepositoryError, UsageError
+from trtserve.artifacts import Engine, Model
+from trtserve.errors import RepositoryError, TrtserveError, UsageError
 from trtserve.executor.loaders import is_embedded
+from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions
 from trtserve.repository.embedded import require_startable
-from trtserve.repository.engine import limits_of, read_engine, require_engine_files
-from trtserve.repository.names import VERSION
+from trtserve.repository.engines import limits_of, read_engine, require_engine_files
+from trtserve.repository.layout import VERSION
 from trtserve.repository.options import (
     core_instances,
     core_parameters,
     engine_types,
-    settings_of,
 )
 from trtserve.repository.profiles import (
     BLS,
@@ -25,8 +27,9 @@ from trtserve.repository.profiles import (
     DRAFT,
     Profile,
 )
-from trtserve.repository.settings import resolve_settings
+from trtserve.repository.settings import resolve_settings, settings_of
 from trtserve.specs import RepositorySpec
+from trtserve.store import Store
 
 _GPU_FRACTION = 0.9  # TensorRT-LLM's default share of free GPU memory, which two models must divide
 _PREFIX = f"{DRAFT}."
@@ -39,6 +42,17 @@ class Draft:
     engine: Engine
     options: ConfigOptions  # of its configuration, under the core model's name
     facts: Mapping[str, Any]
+
+
+def find_draft(text: str | None, store: Store, progress: Progress = SILENT) -> tuple[Engine | None, Path | None]:
+    """Return the draft engine and, for an imported model, the folder of its tokenizer."""
+    if text is None:
+        return None, None
+    engine = store.find(Engine, text, progress=progress)
+    with suppress(TrtserveError):
+        if not Path(text).is_dir():
+            return engine, store.find(Model, text).path
+    return engine, None
 
 
 def resolve_draft(

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.repository.parameters import find_parameter, parameter_classes
-from trtserve.repository.profiles import CORE
+from trtserve.repository.profiles import CORE, find_parameter, parameter_classes
 
 _ENGINE_FOLDER = f"{CORE}/1"
 _NEEDED = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": _ENGINE_FOLDER}

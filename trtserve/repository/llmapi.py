@@ -27,8 +27,8 @@ from trtserve.nvidia.releases.llm_arguments import dropped_argument, unknown_arg
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions, config_text, llmapi_config_text
 from trtserve.repository.core_models import LLMAPI_FILE, device_groups
-from trtserve.repository.engine import own_files
-from trtserve.repository.names import VERSION, model_names, root_of
+from trtserve.repository.engines import own_files
+from trtserve.repository.layout import VERSION, model_names, root_of
 from trtserve.repository.options import require_one_gpu_each
 from trtserve.repository.profiles import (
     BLS,

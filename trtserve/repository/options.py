@@ -19,59 +19,24 @@ from trtserve.nvidia.releases.installed import require_engine_path
 from trtserve.repository.config import ConfigOptions
 from trtserve.repository.core_models import Groups, device_groups, world_size
 from trtserve.repository.embedded import require_accepted, require_startable
-from trtserve.repository.engine import limits_of
-from trtserve.repository.names import ENGINE, TOKENIZER
-from trtserve.repository.parameters import added_parameters, find_parameter
+from trtserve.repository.engines import limits_of
+from trtserve.repository.layout import ENGINE, TOKENIZER
 from trtserve.repository.profiles import (
     BLS,
     CORE,
-    DRAFT,
     MODELS,
     POSTPROCESSING,
     PREPROCESSING,
     Profile,
+    added_parameters,
+    find_parameter,
     profile,
 )
-from trtserve.repository.settings import Settings, resolve_settings
+from trtserve.repository.settings import Settings, resolve_settings, settings_of, spelled_as
 from trtserve.specs import RepositorySpec
 
 _MOST_BLS = 32
 _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
-
-# Fields of RepositorySpec that set the same as --set KEY.
-_NAMED = {
-    "batching_strategy": "gpt_model_type",
-    "batch_scheduler_policy": "batch_scheduler_policy",
-    "enable_kv_cache_reuse": "enable_kv_cache_reuse",
-    "enable_chunked_context": "enable_chunked_context",
-    "max_attention_window_size": "max_attention_window_size",
-    "exclude_input_in_output": "exclude_input_in_output",
-    "accumulate_tokens": f"{BLS}.accumulate_tokens",
-    "max_queue_size": "max_queue_size",
-    "ngram_max_draft_len": "ngram_max_draft_len",
-}
-
-
-def settings_of(spec: RepositorySpec) -> dict[str, str]:
-    """Return the settings of `--set` and of flags that mean the same, without the draft model's.
-
-    Raises UsageError for a setting given in both ways.
-    """
-    settings = {key: value for key, value in spec.settings.items() if not key.startswith(f"{DRAFT}.")}
-    for field, key in _NAMED.items():
-        value = getattr(spec, field)
-        if value is None:
-            continue
-        given = next((each for each in (key, f"{CORE}.{key}", field) if each in settings), None)
-        if given is not None:
-            raise UsageError(f"--set {given} and the flag of {field} were both given; leave one of them out.")
-        settings[key] = str(value).lower() if isinstance(value, bool) else str(value)
-    return settings
-
-
-def spelled_as(spec: RepositorySpec) -> dict[str, str]:
-    """Return key of `settings_of` → the option that gave it, for settings given by an option."""
-    return {key: f"--{field.replace('_', '-')}" for field, key in _NAMED.items() if getattr(spec, field) is not None}
 
 
 def resolve_options(

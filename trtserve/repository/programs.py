@@ -9,22 +9,20 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from trtserve.repository.config import ConfigOptions, config_text
-from trtserve.repository.names import VERSION
-from trtserve.repository.parameters import CLASSES_FILE, classes_json
+from trtserve.repository.layout import PACKAGE, VERSION
 from trtserve.repository.profiles import (
     BLS,
+    CLASSES_FILE,
     CORE,
     ENSEMBLE,
     POSTPROCESSING,
     PREPROCESSING,
     Profile,
+    classes_json,
 )
 
 LLMAPI, LLMAPI_BLS = "llmapi", "llmapi_bls"
-PACKAGE = "trtserve_models"
-"""Name of the copied package, in the version folder of each model."""
-
-_SOURCES = Path(__file__).parents[1] / "programs"
+SOURCES = Path(__file__).parents[1] / "programs"
 _PACKAGES = {
     PREPROCESSING: "preprocessing",
     POSTPROCESSING: "postprocessing",
@@ -63,7 +61,7 @@ def program_files(model: str) -> dict[str, bytes]:
         module = waiting.pop()
         if f"{PACKAGE}/{module}" in files:
             continue
-        content = (_SOURCES / module).read_bytes()
+        content = (SOURCES / module).read_bytes()
         files[f"{PACKAGE}/{module}"] = content
         waiting += [folder / "__init__.py" for folder in module.parents]
         waiting += imported_modules(module, content.decode())

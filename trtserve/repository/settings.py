@@ -9,18 +9,35 @@ from typing import Any
 
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases.old_options import TEMPLATE_TOOL, old_option
-from trtserve.repository.parameters import (
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    DRAFT,
+    MODELS,
     ConfigField,
+    Profile,
     added_parameters,
     config_fields,
     find_parameter,
     parameters_of,
 )
-from trtserve.repository.profiles import CORE, MODELS, Profile
 from trtserve.repository.tables import releases_text
+from trtserve.specs import RepositorySpec
 
 # Of the core model.
 _RENAMED = {"batching_strategy": "gpt_model_type", "engine_dir": "gpt_model_path"}
+# Fields of RepositorySpec that set the same as --set KEY.
+_NAMED = {
+    "batching_strategy": "gpt_model_type",
+    "batch_scheduler_policy": "batch_scheduler_policy",
+    "enable_kv_cache_reuse": "enable_kv_cache_reuse",
+    "enable_chunked_context": "enable_chunked_context",
+    "max_attention_window_size": "max_attention_window_size",
+    "exclude_input_in_output": "exclude_input_in_output",
+    "accumulate_tokens": f"{BLS}.accumulate_tokens",
+    "max_queue_size": "max_queue_size",
+    "ngram_max_draft_len": "ngram_max_draft_len",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +48,28 @@ class Settings:
     """Model → parameter → text."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ConfigOptions."""
+
+
+def settings_of(spec: RepositorySpec) -> dict[str, str]:
+    """Return the settings of `--set` and of flags that mean the same, without the draft model's.
+
+    Raises UsageError for a setting given in both ways.
+    """
+    settings = {key: value for key, value in spec.settings.items() if not key.startswith(f"{DRAFT}.")}
+    for option, key in _NAMED.items():
+        value = getattr(spec, option)
+        if value is None:
+            continue
+        given = next((each for each in (key, f"{CORE}.{key}", option) if each in settings), None)
+        if given is not None:
+            raise UsageError(f"--set {given} and the flag of {option} were both given; leave one of them out.")
+        settings[key] = str(value).lower() if isinstance(value, bool) else str(value)
+    return settings
+
+
+def spelled_as(spec: RepositorySpec) -> dict[str, str]:
+    """Return key of `settings_of` → the option that gave it, for settings given by an option."""
+    return {key: f"--{option.replace('_', '-')}" for option, key in _NAMED.items() if getattr(spec, option) is not None}
 
 
 def resolve_settings(given: Mapping[str, str], table: Profile, *, spelled: Mapping[str, str] | None = None) -> Settings:

@@ -19,8 +19,7 @@ from trtserve.nvidia.releases import NEWEST, normalize_release, order
 from trtserve.nvidia.releases.old_options import TEMPLATE_TOOL, old_option
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import parse_config
-from trtserve.repository.parameters import find_parameter
-from trtserve.repository.profiles import CORE, profile
+from trtserve.repository.profiles import CORE, find_parameter, profile
 
 _CONFIG = "config.pbtxt"
 _PLACEHOLDER = re.compile(r"\$\{([^}]*)\}")

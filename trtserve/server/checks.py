@@ -14,7 +14,7 @@ from trtserve.nvidia.containers import known_container, require_docker
 from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
-from trtserve.repository.check.contents import require_intact
+from trtserve.repository.check.files import require_intact
 from trtserve.server.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
 from trtserve.server.doors import is_loopback
 from trtserve.server.engine_fit import require_fitting_engine, require_release

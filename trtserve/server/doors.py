@@ -29,8 +29,8 @@ from trtserve.process import (
     spawn,
     was_killed,
 )
-from trtserve.repository.preflight import Served
 from trtserve.repository.profiles import CORE
+from trtserve.repository.served import ServedRepository
 from trtserve.server.state import (
     DoorState,
     door_folder,
@@ -91,7 +91,7 @@ def behind_doors(addresses: Collection[Address]) -> list[Address]:
 
 
 def plan_door(
-    name: str, address: Address, number: int, spec: ServerSpec, served: Served, repository: Path, store: Store
+    name: str, address: Address, number: int, spec: ServerSpec, served: ServedRepository, repository: Path, store: Store
 ) -> DoorPlan:
     """Return the door of one instance. Raises UsageError for a key, or a file, that cannot be used."""
     folder = door_folder(name, store)

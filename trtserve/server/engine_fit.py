@@ -14,10 +14,9 @@ from trtserve.nvidia.containers import installed_in
 from trtserve.nvidia.releases import NEWEST, order
 from trtserve.nvidia.releases.installed import Installed, installed, require_engine_path
 from trtserve.progress import Progress
-from trtserve.repository.engine_match import Installation, rebuild_command, require_matching
-from trtserve.repository.preflight import Served
+from trtserve.repository.engines import Installation, rebuild_command, remake_command, require_matching
 from trtserve.repository.profiles import DRAFT, PREPROCESSING
-from trtserve.repository.remake_command import remake_command
+from trtserve.repository.served import ServedRepository
 from trtserve.server.repositories import import_again
 from trtserve.server.triton.installation import CONTAINER_TRITON, Triton, find_triton
 from trtserve.specs import ConvertSpec, RepositorySpec, ServerSpec
@@ -34,7 +33,7 @@ def installed_for(spec: ServerSpec) -> Installed | None:
     return installed(spec.trtllm_version)
 
 
-def launch_release(served: Served, spec: ServerSpec) -> str:
+def launch_release(served: ServedRepository, spec: ServerSpec) -> str:
     """Return the release whose launch script is followed.
 
     It is the container's, --trtllm-version, the installed one or the repository's; the newest one for the embedded
@@ -56,7 +55,7 @@ def launch_release(served: Served, spec: ServerSpec) -> str:
     return NEWEST if order(version) > order(NEWEST) else require_engine_path(version)
 
 
-def gpu_triton(served: Served, *, on_this_machine: bool = True) -> Triton:
+def gpu_triton(served: ServedRepository, *, on_this_machine: bool = True) -> Triton:
     """Return the tritonserver here that has the backends; for another machine that of NVIDIA's container will do."""
     try:
         return find_triton(served.backends | {"python"}, system_first=True)
@@ -66,7 +65,7 @@ def gpu_triton(served: Served, *, on_this_machine: bool = True) -> Triton:
         return CONTAINER_TRITON
 
 
-def require_release(served: Served, spec: ServerSpec, progress: Progress, *, repository: Path) -> None:
+def require_release(served: ServedRepository, spec: ServerSpec, progress: Progress, *, repository: Path) -> None:
     """Raise RepositoryError for an engine of another TensorRT-LLM than the one that will serve."""
     found = installed_for(spec)
     if found is not None:
@@ -76,7 +75,7 @@ def require_release(served: Served, spec: ServerSpec, progress: Progress, *, rep
 
 
 def require_fitting_engine(
-    served: Served, spec: ServerSpec, progress: Progress, *, repository: Path, store: Store
+    served: ServedRepository, spec: ServerSpec, progress: Progress, *, repository: Path, store: Store
 ) -> None:
     """Raise RepositoryError, with the command that builds it again, for an engine of other versions or another GPU."""
     found = installed_for(spec)
@@ -92,14 +91,14 @@ def require_fitting_engine(
     require_matching(served, installation, progress, remake_command=command, container=spec.container)
 
 
-def _remake_command(repository: Path, served: Served, spec: ServerSpec, store: Store) -> str | None:
+def _remake_command(repository: Path, served: ServedRepository, spec: ServerSpec, store: Store) -> str | None:
     """Return the command that makes a repository again with its engine: the import's, else `trtserve repo`'s."""
     if (command := import_again(repository, store)) is not None or not served.core_models:
         return command
     return remake_command(repository, served.core_models[0], container=spec.container)
 
 
-def require_world_size(served: Served, spec: ServerSpec, repository: ModelRepository, needed: int) -> None:
+def require_world_size(served: ServedRepository, spec: ServerSpec, repository: ModelRepository, needed: int) -> None:
     """Raise UsageError when --world-size is not `needed`; the hint has the commands that make such an engine."""
     if spec.world_size in (None, needed):
         return
@@ -118,13 +117,13 @@ def require_world_size(served: Served, spec: ServerSpec, repository: ModelReposi
     )
 
 
-def wants_rebuild(served: Served, spec: ServerSpec) -> bool:
+def wants_rebuild(served: ServedRepository, spec: ServerSpec) -> bool:
     """Return whether --world-size needs another engine: never where one process merges all shards."""
     fixed = served.runtime is None or served.merges_ranks or spec.multi_model
     return not fixed and spec.world_size not in (None, served.world_size)
 
 
-def rebuild_commands(served: Served, repository: ModelRepository, spec: ServerSpec) -> str:
+def rebuild_commands(served: ServedRepository, repository: ModelRepository, spec: ServerSpec) -> str:
     """Return the commands that make an engine for --world-size, with the tools that made the present one."""
     world_size = int(spec.world_size or 1)
     if served.uses_llmapi:

@@ -34,7 +34,7 @@ from trtserve.programs.core.response import Wanted, output_arrays
 from trtserve.programs.core.settings import executor_config
 from trtserve.programs.shared.parameters import ModelParameters
 from trtserve.repository.core_models import world_size
-from trtserve.repository.engine import read_engine, require_engine_files
+from trtserve.repository.engines import read_engine, require_engine_files
 from trtserve.repository.options import resolve_options
 from trtserve.repository.profiles import CORE
 from trtserve.specs import RepositorySpec

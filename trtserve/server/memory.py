@@ -12,8 +12,8 @@ from trtserve.executor.steps import draft_memory, engine_needs_of, fitting_step
 from trtserve.host.machine import address_space, format_bytes, free_memory
 from trtserve.host.resources import available_memory, require_memory, to_be_mapped
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.preflight import Served
 from trtserve.repository.profiles import BLS, POSTPROCESSING, PREPROCESSING
+from trtserve.repository.served import ServedRepository
 from trtserve.specs.runtime import EnginePlan
 
 # The smallest KV cache in tokens.
@@ -82,7 +82,7 @@ def fitting_tokens(needs: ServerNeeds, kv_per_token: int, free: int) -> int:
     return max(0, free - needs.processes - needs.engine) // kv_per_token // _BLOCK * _BLOCK
 
 
-def require_servable(served: Served, name: str, progress: Progress = SILENT) -> None:
+def require_servable(served: ServedRepository, name: str, progress: Progress = SILENT) -> None:
     """Raise MemoryLimitError when the embedded executor and Triton's processes do not fit the free memory.
 
     An explicit cache size must fit completely. Otherwise the executor shrinks its cache, and with it the longest

@@ -15,7 +15,7 @@ from trtserve.host.mpi import mpirun_program, needs_oversubscription
 from trtserve.host.ports import ipv4_address, is_free, next_free
 from trtserve.nvidia.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
 from trtserve.repository.check import require_sound
-from trtserve.repository.preflight import Served, inspect_repository, require_loadable
+from trtserve.repository.served import ServedRepository, inspect_repository, require_loadable
 from trtserve.server.doors import DoorPlan, behind_doors, plan_door, require_protected
 from trtserve.server.engine_fit import gpu_triton, require_world_size
 from trtserve.server.launch.base import Launch, LaunchSetup, first_address, in_this_python, server_setup
@@ -52,7 +52,7 @@ class ServerPlan:
     name: str
     repository: ModelRepository
     spec: ServerSpec
-    served: Served
+    served: ServedRepository
     """What the files of the repository say."""
     triton: Triton
     shm_prefix: str
@@ -94,7 +94,7 @@ def plan_server(
     repository: ModelRepository,
     spec: ServerSpec,
     *,
-    served: Served | None = None,
+    served: ServedRepository | None = None,
     store: Store | None = None,
     on_this_machine: bool = True,
 ) -> ServerPlan:
@@ -197,7 +197,7 @@ def on_free_ports(plan: ServerPlan) -> ServerPlan:
 
 
 def _instance_setups(
-    common: LaunchSetup, served: Served, spec: ServerSpec, addresses: Sequence[Address], ranks: int
+    common: LaunchSetup, served: ServedRepository, spec: ServerSpec, addresses: Sequence[Address], ranks: int
 ) -> list[LaunchSetup]:
     """Return the setup of each instance, with its own GPUs, ports and shared memory; `ranks` counts all instances'."""
     world, count = served.world_size, spec.instances
@@ -227,7 +227,9 @@ def _instance_setups(
     ]
 
 
-def _container(repository: ModelRepository, served: Served, spec: ServerSpec, launch: Launch) -> ContainerRun | None:
+def _container(
+    repository: ModelRepository, served: ServedRepository, spec: ServerSpec, launch: Launch
+) -> ContainerRun | None:
     """Return the container of one launch; it sees the repository, and files outside it that its configurations name."""
     if spec.container is None:
         return None

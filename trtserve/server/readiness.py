@@ -12,7 +12,7 @@ from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, exit_code, was_killed
 from trtserve.progress import Progress
-from trtserve.repository.programs import PACKAGE
+from trtserve.repository.layout import PACKAGE
 from trtserve.server.launch.modes import LlmApi, Single
 from trtserve.server.plan import InstancePlan, ServerPlan
 from trtserve.server.rank_processes import describe_ranks, describe_stubs, kept_waiting, rank_processes, stubs_of

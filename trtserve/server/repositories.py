@@ -12,7 +12,7 @@ from trtserve.errors import ModelNotFoundError, UsageError
 from trtserve.nvidia.containers import known_container
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
-from trtserve.repository.preflight import Served
+from trtserve.repository.served import ServedRepository
 from trtserve.specs import ServerSpec
 from trtserve.specs.command_line import import_command
 from trtserve.store import NameRecord, Store
@@ -106,7 +106,7 @@ def named_paths(repository: Path) -> tuple[Path, ...]:
     return tuple(path for path in _outside(repository) if path.exists())
 
 
-def engine_paths(repository: ModelRepository, served: Served) -> tuple[Path, ...]:
+def engine_paths(repository: ModelRepository, served: ServedRepository) -> tuple[Path, ...]:
     """Return the paths outside the repository that its core models need: named files and engine folders."""
     return named_paths(repository.path) + tuple(core.engine for core in served.core_models if core.engine)
 

@@ -13,8 +13,8 @@ from trtserve.client.heartbeats import read_heartbeats
 from trtserve.errors import ServerDiedError, TrtserveError
 from trtserve.host.machine import differences
 from trtserve.process import exit_code, how_it_ended
-from trtserve.repository.preflight import Served, inspect_repository
 from trtserve.repository.profiles import CORE
+from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.discovery import find_server
 from trtserve.server.state import Instance, Server, State, last_record, recorded_servers, run_folder
 from trtserve.server.triton import server_log
@@ -218,7 +218,7 @@ def _requests(page: str) -> dict[str, int]:
     return {"running": int(running), "finished": int(finished)}
 
 
-def _served(server: Server) -> Served | None:
+def _served(server: Server) -> ServedRepository | None:
     """Return what the repository says now, or None when it was removed, or changed into something unreadable."""
     try:
         artifact = load_artifact(ModelRepository, server.repository)

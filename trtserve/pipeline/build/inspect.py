@@ -30,7 +30,7 @@ from trtserve.nvidia.plan_header import tensorrt_version
 from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.core_models import CoreModel, core_models, world_size
-from trtserve.repository.preflight import read_config
+from trtserve.repository.served import read_config
 from trtserve.specs.runtime import weights_precision
 from trtserve.store import Store
 

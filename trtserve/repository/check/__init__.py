@@ -8,27 +8,14 @@ from dataclasses import replace
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.check import (
-    adapters,
-    contents,
-    engines,
-    ensembles,
-    files,
-    gpus,
-    llmapi,
-    machine,
-    parameters,
-    serving,
-    tensors,
-    tokenizers,
-)
-from trtserve.repository.check.findings import (
+from trtserve.repository.check import engines, files, gpus, llmapi, machine, models, tensors, tokenizers
+from trtserve.repository.check.repository import MachineFacts, Repository, read_repository
+from trtserve.repository.check.rules import (
     Finding,
     Needs,
     RepositoryReport,
     Rule,
 )
-from trtserve.repository.check.repository import MachineFacts, Repository, read_repository
 
 __all__ = [
     "RULES",
@@ -40,20 +27,9 @@ __all__ = [
     "require_sound",
 ]
 
-RULES: tuple[Rule, ...] = (
-    *files.RULES,
-    *contents.RULES,
-    *parameters.RULES,
-    *serving.RULES,
-    *engines.RULES,
-    *gpus.RULES,
-    *tensors.RULES,
-    *ensembles.RULES,
-    *adapters.RULES,
-    *tokenizers.RULES,
-    *llmapi.RULES,
-    *machine.RULES,
-)
+_MODULES = (files, models, engines, gpus, tensors, tokenizers, llmapi, machine)
+
+RULES = tuple(each for module in _MODULES for each in vars(module).values() if isinstance(each, Rule))
 """Every rule, in the order in which findings are reported."""
 
 

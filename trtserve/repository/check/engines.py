@@ -1,21 +1,27 @@
-"""Rules about engines: their files and ranks, what they were built for, and the size of the KV cache."""
+"""Rules about engines: their files and ranks, what they were built for, the KV cache, adapters and drafts."""
 
 from __future__ import annotations
 
 import filecmp
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trtserve.errors import TrtserveError, counted
+from trtserve.errors import RepositoryError, TrtserveError, counted
+from trtserve.files import parse_json
 from trtserve.nvidia.plan_header import begins_like_an_engine
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.engine_config import speculative_mode
-from trtserve.repository.check.findings import Finding, Rule
+from trtserve.repository.adapters import CONFIG, WEIGHTS, resolve_adapters
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.check.rules import Finding, refusal, rule
 from trtserve.repository.core_models import LLMAPI_FILE, world_size
-from trtserve.repository.engine import lacking_files, rank_sizes
-from trtserve.repository.profiles import CORE
+from trtserve.repository.draft import require_pair
+from trtserve.repository.engines import lacking_files, rank_sizes
+from trtserve.repository.layout import model_names
+from trtserve.repository.profiles import BLS, CORE
 
 _RANK = re.compile(r"rank(\d+)\.(engine|xml|bin)")
 _CONSTANT = re.compile(rb'\boffset="(\d+)"[^>]*?\bsize="(\d+)"')
@@ -41,6 +47,7 @@ _BUILT_MODES = {
 _COPY_AGAIN = "Copy every file of the engine again, or build it again."
 
 
+@rule("core-files", "config.json, model.yaml and lists of GPUs can be read", stops=True)
 def unreadable_files(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         if (error := model.unreadable) is not None:
@@ -52,6 +59,7 @@ def unreadable_files(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("path", "paths of engines and adapters exist on this machine")
 def absent_paths(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         for key in (*_FOLDER_KEYS, _TOKENIZER_INFO):
@@ -67,6 +75,7 @@ def absent_paths(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("path-outside", "the engine is the repository's own")
 def foreign_engine_paths(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(CORE):
         recorded, folder = repository.core_entry(model).get("engine"), model.engine_folder
@@ -77,6 +86,7 @@ def foreign_engine_paths(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("engine-config", "an engine has its config.json", stops=True)
 def incomplete_configs(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(CORE):
         folder = model.engine_folder
@@ -91,6 +101,7 @@ def incomplete_configs(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("engine-rank", "no rank's file is missing or empty", stops=True)
 def missing_ranks(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.engines:
         for name in lacking_files(folder, model.engine, executor=model.executor):
@@ -100,6 +111,7 @@ def missing_ranks(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("engine-extra", "no rank is of another engine, or a copy of another rank")
 def wrong_ranks(repository: Repository) -> Iterator[Finding]:
     """No rank belongs to a larger engine or is a copy of another rank."""
     for model, folder in repository.gpu_engines:
@@ -117,6 +129,7 @@ def wrong_ranks(repository: Repository) -> Iterator[Finding]:
                 yield model.finding(f"{name} is a copy of {first}: every rank has its own weights.", _COPY_AGAIN)
 
 
+@rule("engine-size", "ranks are about equally large", severity="warning")
 def unequal_ranks(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.gpu_engines:
         sizes = {name: size for name, size in rank_sizes(folder).items() if name.endswith(".engine")}
@@ -130,6 +143,7 @@ def unequal_ranks(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("engine-plan", "files of engines begin as they should, and are not cut off")
 def damaged_files(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.engines:
         if model.embedded:
@@ -154,6 +168,7 @@ def _damaged_graph(model: ModelFolder, graph: Path, weights: Path) -> Iterator[F
         )
 
 
+@rule("engine-mapping", "world size is tp × pp × cp")
 def contradicting_mappings(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.engines:
         tp, pp, cp = (int(model.mapping.get(key) or 1) for key in ("tp_size", "pp_size", "cp_size"))
@@ -164,6 +179,7 @@ def contradicting_mappings(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("engine-release", "engine and repository have one release")
 def wrong_release(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         version = model.core.version if model.core is not None else None
@@ -181,6 +197,7 @@ def wrong_release(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("beam-width", "no more beams than the engine was built for", stops=True)
 def many_beams(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         built, beams = model.limit("max_beam_width") or 1, model.number("max_beam_width")
@@ -191,6 +208,7 @@ def many_beams(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("paged-context", "chunked context and KV reuse have what they need")
 def without_paged_context(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         for key in ("enable_chunked_context", "enable_kv_cache_reuse"):
@@ -201,6 +219,7 @@ def without_paged_context(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("engine-in-flight", "the engine can batch in flight")
 def without_in_flight_batching(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         paged = str(model.build.get("kv_cache_type")).lower() != "continuous"
@@ -219,6 +238,7 @@ def without_in_flight_batching(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("engine-encoder", "a decoder has its encoder")
 def missing_encoders(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         if model.pretrained.get("architecture") == "DecoderModel" and not model.parameters.get("encoder_model_path"):
@@ -228,6 +248,7 @@ def missing_encoders(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("decoding-mode", "the engine was built for the decoding mode", severity="warning")
 def other_decoding_modes(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         mode = model.parameters.get("decoding_mode", "")
@@ -239,6 +260,7 @@ def other_decoding_modes(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("length-hidden", "prompts may be as long as the engine was built for", severity="warning")
 def short_prompts(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         longest, step = model.limit("max_input_len"), model.limit("max_num_tokens")
@@ -249,6 +271,7 @@ def short_prompts(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("logits-pipeline", "logits are not gathered over pipeline stages", severity="warning")
 def logits_over_stages(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         stages = int(model.mapping.get("pp_size") or 1)
@@ -261,6 +284,7 @@ def logits_over_stages(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("cache-both", "KV cache by tokens or by share, not both", severity="warning")
 def two_cache_sizes(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(CORE):
         tokens = model.parameters.get("max_tokens_in_paged_kv_cache")
@@ -273,6 +297,7 @@ def two_cache_sizes(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("cache-small", "the KV cache holds one sequence", severity="warning")
 def small_caches(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.engines:
         tokens, longest = model.number("max_tokens_in_paged_kv_cache"), model.limit("max_seq_len")
@@ -283,6 +308,7 @@ def small_caches(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("cache-shares", "shares of one GPU's memory add up to at most 1", severity="warning")
 def large_cache_shares(repository: Repository) -> Iterator[Finding]:
     def share(model: ModelFolder) -> float:
         try:
@@ -301,25 +327,84 @@ def large_cache_shares(repository: Repository) -> Iterator[Finding]:
         )
 
 
-RULES = (
-    Rule("core-files", unreadable_files, "config.json, model.yaml and lists of GPUs can be read", stops=True),
-    Rule("path", absent_paths, "paths of engines and adapters exist on this machine"),
-    Rule("path-outside", foreign_engine_paths, "the engine is the repository's own"),
-    Rule("engine-config", incomplete_configs, "an engine has its config.json", stops=True),
-    Rule("engine-rank", missing_ranks, "no rank's file is missing or empty", stops=True),
-    Rule("engine-extra", wrong_ranks, "no rank is of another engine, or a copy of another rank"),
-    Rule("engine-plan", damaged_files, "files of engines begin as they should, and are not cut off"),
-    Rule("engine-size", unequal_ranks, "ranks are about equally large", severity="warning"),
-    Rule("engine-mapping", contradicting_mappings, "world size is tp × pp × cp"),
-    Rule("engine-release", wrong_release, "engine and repository have one release"),
-    Rule("beam-width", many_beams, "no more beams than the engine was built for", stops=True),
-    Rule("paged-context", without_paged_context, "chunked context and KV reuse have what they need"),
-    Rule("engine-in-flight", without_in_flight_batching, "the engine can batch in flight"),
-    Rule("engine-encoder", missing_encoders, "a decoder has its encoder"),
-    Rule("decoding-mode", other_decoding_modes, "the engine was built for the decoding mode", severity="warning"),
-    Rule("length-hidden", short_prompts, "prompts may be as long as the engine was built for", severity="warning"),
-    Rule("logits-pipeline", logits_over_stages, "logits are not gathered over pipeline stages", severity="warning"),
-    Rule("cache-both", two_cache_sizes, "KV cache by tokens or by share, not both", severity="warning"),
-    Rule("cache-small", small_caches, "the KV cache holds one sequence", severity="warning"),
-    Rule("cache-shares", large_cache_shares, "shares of one GPU's memory add up to at most 1", severity="warning"),
-)
+_MAKE_AGAIN = "Make the repository again: trtserve repo --lora NAME=FOLDER"
+
+
+@rule("lora-table", "lora.json can be read")
+def invalid_tables(repository: Repository) -> Iterator[Finding]:
+    for file, entries in _tables(repository):
+        if isinstance(entries, Exception):
+            yield Finding(file=file, what=f"{file.name} is not a table of adapters: {entries!r}.", fix=_MAKE_AGAIN)
+
+
+@rule("lora-files", "adapters have their files")
+def missing_files(repository: Repository) -> Iterator[Finding]:
+    for file, name, entry in _adapters(repository):
+        folder = repository.path / entry["folder"]
+        missing = [each for each in (WEIGHTS, CONFIG) if not (folder / each).is_file()]
+        if missing:
+            what = f"The adapter {name} has no {' and no '.join(missing)} in {entry['folder']}."
+            yield Finding(file=file, what=what, fix=_MAKE_AGAIN)
+
+
+@rule("lora-fit", "adapters fit the engine: plugin, modules, layers, ranks, content")
+def unfit_adapters(repository: Repository) -> Iterator[Finding]:
+    for file, name, entry in _adapters(repository):
+        core = repository.models.get(model_names(file.stem.removeprefix("lora"))[CORE])
+        folder = repository.path / entry["folder"]
+        if core is None or not core.build or not all((folder / each).is_file() for each in (WEIGHTS, CONFIG)):
+            continue
+        try:
+            (found,) = resolve_adapters({name: folder}, core.engine)
+        except RepositoryError as error:
+            yield core.finding(error.message, error.hint or _MAKE_AGAIN, folder)
+            continue
+        if found.task_id != entry["task_id"]:
+            yield core.finding(
+                f"The files of the adapter {name} have changed: its task id is {entry['task_id']}, and the server "
+                "would use a cached adapter with that id.",
+                _MAKE_AGAIN,
+                folder,
+            )
+
+
+@rule("lora-cache", "cache pages hold the engine's ranks", severity="warning")
+def small_pages(repository: Repository) -> Iterator[Finding]:
+    for model, _ in repository.gpu_engines:
+        built = int((model.build.get("lora_config") or {}).get("max_lora_rank") or 0)
+        largest = model.parameters.get("lora_cache_max_adapter_size") or "64"
+        if model.plugins.get("lora_plugin") and largest.isdigit() and int(largest) < built:
+            yield model.finding(
+                f"lora_cache_max_adapter_size is {largest}; the engine takes ranks up to {built}.",
+                f"Set it to {built}.",
+            )
+
+
+@rule("draft", "draft and target fit each other")
+def unfit_drafts(repository: Repository) -> Iterator[Finding]:
+    for bls in repository.of(BLS):
+        target = repository.core_of(bls)
+        draft = repository.models.get(bls.parameters.get("tensorrt_llm_draft_model_name", ""))
+        if target is None or draft is None or not all(each.build and each.pretrained for each in (target, draft)):
+            continue
+        if (error := refusal(partial(require_pair, target.engine, draft.engine, draft.name))) is not None:
+            yield draft.finding(error.message, error.hint or "", bls.file)
+
+
+def _tables(repository: Repository) -> Iterator[tuple[Path, dict[str, Mapping[str, Any]] | Exception]]:
+    """Every table of adapters: name → entry, or why it is not one."""
+    yield from ((file, _read_table(file)) for file in sorted(repository.path.glob("lora*.json")))
+
+
+def _read_table(file: Path) -> dict[str, Mapping[str, Any]] | Exception:
+    try:
+        entries = parse_json(file.read_text(encoding="utf-8"))["adapters"].items()
+        return {str(name): {"task_id": int(each["task_id"]), "folder": str(each["folder"])} for name, each in entries}
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        return error
+
+
+def _adapters(repository: Repository) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
+    for file, entries in _tables(repository):
+        if not isinstance(entries, Exception):
+            yield from ((file, name, entry) for name, entry in sorted(entries.items()))

@@ -1,41 +1,52 @@
-"""Rules about files: what must exist, can be read, and matches the manifest."""
+"""Rules about files: what must exist, can be read, matches the manifest, and is as it was when it was made."""
 
 from __future__ import annotations
 
 import ast
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trtserve.errors import listing
+from trtserve.artifacts import (
+    Artifact,
+    Engine,
+    ModelRepository,
+    load_artifact,
+)
+from trtserve.errors import ArtifactError, CorruptFileError, listing
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
-from trtserve.repository.check.findings import Finding, Rule, refusal
+from trtserve.progress import Progress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.check.rules import Finding, refusal, rule
+from trtserve.repository.config import unfilled_parameters, wrong_placeholders
 from trtserve.repository.core_models import world_size
-from trtserve.repository.names import model_names
-from trtserve.repository.parameters import CLASSES_FILE, classes_json
-from trtserve.repository.placeholders import unfilled_parameters, wrong_placeholders
-from trtserve.repository.preflight import require_program
+from trtserve.repository.layout import PACKAGE, model_names
 from trtserve.repository.profiles import (
+    CLASSES_FILE,
     CORE,
     DRAFT,
     ENSEMBLE,
     MODELS,
     POSTPROCESSING,
+    classes_json,
 )
-from trtserve.repository.programs import PACKAGE, imported_modules
+from trtserve.repository.programs import SOURCES, imported_modules
+from trtserve.repository.served import require_program
+from trtserve.specs.command_line import import_command
+from trtserve.store import Store, remembered_checksums
+from trtserve.store.integrity import Checksums, damages
 
 _MAKE_AGAIN = "Rebuild the repository with trtserve repo or trtserve import."
-_PROGRAMS = Path(__file__).parents[1] / "models"
 # Names under which NVIDIA's programs keep their own modules.
 _OF_NVIDIA = frozenset({"lib", "helpers"})
 
 
+@rule("no-model", "there is a model", stops=True)
 def no_models(repository: Repository) -> Iterator[Finding]:
     if not repository.models and not repository.unread:
         yield Finding(
@@ -44,6 +55,9 @@ def no_models(repository: Repository) -> Iterator[Finding]:
         )
 
 
+@rule(
+    "placeholder", "no `${…}` of NVIDIA's templates is left outside of quotes or in a mandatory parameter", stops=True
+)
 def unfilled_placeholders(repository: Repository) -> Iterator[Finding]:
     for name in repository.unread:
         file = repository.path / name / "config.pbtxt"
@@ -56,6 +70,7 @@ def unfilled_placeholders(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("placeholder-unset", "no `${…}` is left in an optional parameter", severity="warning")
 def unset_placeholders(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         if names := unfilled_parameters(model.config):
@@ -65,6 +80,7 @@ def unset_placeholders(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("config-syntax", "config.pbtxt can be read", stops=True)
 def invalid_configs(repository: Repository) -> Iterator[Finding]:
     for name, error in repository.unread.items():
         file = repository.path / name / "config.pbtxt"
@@ -77,6 +93,7 @@ def invalid_configs(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("stray-folder", "every folder is a model", stops=True)
 def stray_folders(repository: Repository) -> Iterator[Finding]:
     for folder in repository.folders:
         if not (folder / "config.pbtxt").exists():
@@ -88,6 +105,7 @@ def stray_folders(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("model-name", "`name` is that of the folder", stops=True)
 def wrong_names(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         if model.config.name not in ("", model.name):
@@ -97,6 +115,7 @@ def wrong_names(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("backend", "backend or platform fits the model's name and tensors", stops=True)
 def wrong_backends(repository: Repository) -> Iterator[Finding]:
     """Every model has the backend of its role, and NVIDIA's names are not used for other models."""
     for model in repository.models.values():
@@ -120,6 +139,7 @@ def wrong_backends(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("version-folder", "every model has a version", stops=True)
 def missing_versions(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         if not any(int(path.name) > 0 for path in model.versions):
@@ -130,6 +150,7 @@ def missing_versions(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("program-missing", "python models have their model.py", stops=True)
 def missing_programs(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         error = refusal(partial(require_program, model.path, model.config)) if model.versions else None
@@ -137,6 +158,7 @@ def missing_programs(repository: Repository) -> Iterator[Finding]:
             yield model.finding(error.message, _MAKE_AGAIN, model.version)
 
 
+@rule("program-syntax", "programs are Python")
 def invalid_programs(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         for name, file, text in _programs(model):
@@ -144,6 +166,7 @@ def invalid_programs(repository: Repository) -> Iterator[Finding]:
                 yield model.finding(f"{name} is not valid Python: {error}.", _MAKE_AGAIN, file)
 
 
+@rule("program-module", "programs find their own modules", stops=True)
 def missing_modules(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         for name, file, text in _programs(model):
@@ -161,6 +184,7 @@ def missing_modules(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("program-package", "programs import packages that exist", severity="warning")
 def unknown_packages(repository: Repository) -> Iterator[Finding]:
     """trtserve's programs import what they import in this installation, or what is installed here."""
     for model in repository.models.values():
@@ -177,6 +201,7 @@ def unknown_packages(repository: Repository) -> Iterator[Finding]:
                     )
 
 
+@rule("program-slow", "no answer counts the vocabulary, as in release 0.13", severity="warning")
 def slow_programs(repository: Repository) -> Iterator[Finding]:
     """The postprocessing of 0.13 counts the vocabulary for each answer, which takes about 40 ms a token."""
     for model in repository.of(POSTPROCESSING):
@@ -223,7 +248,7 @@ def _text(file: Path) -> str:
 @cache
 def _own_imports() -> frozenset[str]:
     """Top-level names of everything that trtserve's programs import."""
-    found = (_imports(_text(file)) for file in _PROGRAMS.rglob("*.py"))
+    found = (_imports(_text(file)) for file in SOURCES.rglob("*.py"))
     return frozenset().union(*(names for names in found if not isinstance(names, str)))
 
 
@@ -243,6 +268,7 @@ def _imports(source: str) -> frozenset[str] | str:
     return frozenset(found)
 
 
+@rule("file-access", "files can be read, links lead somewhere", stops=True)
 def unreadable_files(repository: Repository) -> Iterator[Finding]:
     for folder, names, files in os.walk(repository.path, followlinks=True):
         for name in (*names, *files):
@@ -262,6 +288,7 @@ def unreadable_files(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("manifest-models", "the models that the manifest lists exist")
 def missing_models(repository: Repository) -> Iterator[Finding]:
     members = repository.facts.get("members") or {}
     names = set(repository.facts.get("core_models") or {})
@@ -279,6 +306,7 @@ def missing_models(repository: Repository) -> Iterator[Finding]:
         )
 
 
+@rule("manifest-engine", "the engine is the one that the manifest records", stops=True)
 def changed_engines(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(CORE):
         entry, folder = repository.core_entry(model), model.engine_folder
@@ -309,6 +337,7 @@ def _compared(
             yield name, limit, model.build.get(name)
 
 
+@rule("parameter-classes", "parameter_classes.json is up to date", severity="warning")
 def outdated_classes(repository: Repository) -> Iterator[Finding]:
     """parameter_classes.json is what trtserve would write for the release."""
     for model in repository.models.values():
@@ -325,27 +354,49 @@ def outdated_classes(repository: Repository) -> Iterator[Finding]:
             )
 
 
-RULES = (
-    Rule("no-model", no_models, "there is a model", stops=True),
-    Rule(
-        "placeholder",
-        unfilled_placeholders,
-        "no `${…}` of NVIDIA's templates is left outside of quotes or in a mandatory parameter",
-        stops=True,
-    ),
-    Rule("placeholder-unset", unset_placeholders, "no `${…}` is left in an optional parameter", severity="warning"),
-    Rule("config-syntax", invalid_configs, "config.pbtxt can be read", stops=True),
-    Rule("stray-folder", stray_folders, "every folder is a model", stops=True),
-    Rule("model-name", wrong_names, "`name` is that of the folder", stops=True),
-    Rule("backend", wrong_backends, "backend or platform fits the model's name and tensors", stops=True),
-    Rule("version-folder", missing_versions, "every model has a version", stops=True),
-    Rule("program-missing", missing_programs, "python models have their model.py", stops=True),
-    Rule("program-syntax", invalid_programs, "programs are Python"),
-    Rule("program-module", missing_modules, "programs find their own modules", stops=True),
-    Rule("program-package", unknown_packages, "programs import packages that exist", severity="warning"),
-    Rule("program-slow", slow_programs, "no answer counts the vocabulary, as in release 0.13", severity="warning"),
-    Rule("file-access", unreadable_files, "files can be read, links lead somewhere", stops=True),
-    Rule("manifest-models", missing_models, "the models that the manifest lists exist"),
-    Rule("manifest-engine", changed_engines, "the engine is the one that the manifest records", stops=True),
-    Rule("parameter-classes", outdated_classes, "parameter_classes.json is up to date", severity="warning"),
-)
+@rule("file-content", "files are as they were when they were made", needs="contents")
+def damaged_contents(repository: Repository) -> Iterator[Finding]:
+    """Compare every byte, also of files that were compared before."""
+    for artifact in _artifacts(repository.path, (model.engine_folder for model in repository.models.values())):
+        for path, what in damages(artifact, Checksums()).items():
+            inside = path.is_relative_to(repository.path)
+            name = path.relative_to(repository.path).parts[0] if inside else None
+            yield Finding(model=name, file=path, what=f"{path.name} {what}.", fix=_repair(artifact))
+
+
+def require_intact(repository: Path, engines: Iterable[Path | None], progress: Progress) -> None:
+    """Raise CorruptFileError when a file is not as it was when the repository or one of its engines was made.
+
+    A file that was compared before is read again only when its size, time of change or inode differ.
+    """
+    for artifact in _artifacts(repository, engines):
+        if artifact.manifest is not None and artifact.manifest.files:
+            progress.step(f"Comparing the files of {artifact.path.name} with their checksums")
+        if found := damages(artifact, remembered_checksums()):
+            raise CorruptFileError(
+                f"{artifact.path} is damaged: "
+                + listing([f"{path.relative_to(artifact.path)} {what}" for path, what in found.items()], "; ")
+                + ".",
+                hint=f"{_repair(artifact)} To serve it as it is: --no-verify",
+            )
+
+
+def _artifacts(repository: Path, engines: Iterable[Path | None]) -> Iterator[Artifact]:
+    """Yield the repository and the engines outside of it."""
+    outside = {path.absolute() for path in engines if path is not None and path.is_dir()}
+    yield load_artifact(ModelRepository, repository)
+    for path in sorted(outside):
+        if not path.is_relative_to(repository.absolute()):
+            try:
+                yield load_artifact(Engine, path)
+            except ArtifactError:  # other rules say what is wrong with this folder
+                continue
+
+
+def _repair(artifact: Artifact) -> str:
+    """Return how to make an artefact again; `import` replaces damaged artefacts, also the engine it was linked from."""
+    for record in Store().recorded():
+        if str(artifact.path) in (record.repository, record.engine):
+            return f"Repair it: {import_command(record.name, record.source, record.spec)}"
+    command = "trtserve repo" if isinstance(artifact, ModelRepository) else "trtserve build"
+    return f"Make it again with `{command}`: a damaged artefact is not reused."

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from trtserve.errors import counted
 from trtserve.nvidia.releases.launcher import WORKER
-from trtserve.repository.check.findings import Finding, Rule
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.check.rules import Finding, rule
 from trtserve.repository.core_models import Groups
 from trtserve.repository.profiles import CORE
 
 
+@rule("gpu-groups", "every instance has a group, every rank its own GPU and MPI rank")
 def wrong_groups(repository: Repository) -> Iterator[Finding]:
     """Check gpu_device_ids and participant_ids: a group for each instance, in it a different number for each rank."""
     used_ranks: Counter[int] = Counter()
@@ -56,6 +57,7 @@ def _fits(model: ModelFolder, key: str, count: int, ranks: int) -> bool:
     return count * int(nodes) == ranks if key == "gpu_device_ids" and nodes.isdigit() else count == ranks
 
 
+@rule("gpu-shared", "models have the same GPUs or their own")
 def shared_gpus(repository: Repository) -> Iterator[Finding]:
     """Models have the same GPUs, as a leader's ranks need, or none in common, as an orchestrator needs."""
     placed = [(model, groups) for model, key, groups in _groups(repository) if key == "gpu_device_ids"]
@@ -70,6 +72,7 @@ def shared_gpus(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("worker-path", "the worker program of an orchestrator exists", severity="warning")
 def absent_workers(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(CORE):
         text = model.parameters.get("executor_worker_path", WORKER)
@@ -86,10 +89,3 @@ def _groups(repository: Repository) -> Iterator[tuple[ModelFolder, str, Groups]]
                 yield model, "gpu_device_ids", model.core.gpu_device_ids
             if model.core.participant_ids:
                 yield model, "participant_ids", model.core.participant_ids
-
-
-RULES = (
-    Rule("gpu-groups", wrong_groups, "every instance has a group, every rank its own GPU and MPI rank"),
-    Rule("gpu-shared", shared_gpus, "models have the same GPUs or their own"),
-    Rule("worker-path", absent_workers, "the worker program of an orchestrator exists", severity="warning"),
-)

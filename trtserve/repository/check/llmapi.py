@@ -9,8 +9,8 @@ from typing import Any
 
 from trtserve.errors import RepositoryError
 from trtserve.nvidia.releases.llm_arguments import dropped_argument, unknown_argument
-from trtserve.repository.check.findings import Finding, Rule, refusal
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.check.rules import Finding, refusal, rule
 from trtserve.repository.core_models import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml
 from trtserve.repository.llmapi import (
     KEYWORDS,
@@ -22,6 +22,7 @@ from trtserve.repository.llmapi import (
 _TRITON_KEYS = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
 
 
+@rule("llmapi-settings", "there is a model.yaml", stops=True)
 def missing_settings(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(LLMAPI):
         if not _file(model).is_file():
@@ -30,6 +31,7 @@ def missing_settings(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("llmapi-keyword", "the LLM has every argument", severity="warning")
 def unknown_arguments(repository: Repository) -> Iterator[Finding]:
     for model, settings in _settings(repository):
         for key in sorted(map(str, settings)):
@@ -40,6 +42,7 @@ def unknown_arguments(repository: Repository) -> Iterator[Finding]:
             yield model.finding(f"triton_config has no key {key}.", known, _file(model))
 
 
+@rule("llmapi-dropped", "no argument was dropped")
 def dropped_arguments(repository: Repository) -> Iterator[Finding]:
     for model, settings in _settings(repository):
         release = repository.parameter_release(model)
@@ -50,6 +53,7 @@ def dropped_arguments(repository: Repository) -> Iterator[Finding]:
                 yield model.finding(what, f"Remove it: {instead}.", _file(model))
 
 
+@rule("llmapi-value", "values are of their kind")
 def wrong_values(repository: Repository) -> Iterator[Finding]:
     for model, settings in _settings(repository):
         # A size that is not a number makes the model's files unreadable, which another rule reports.
@@ -70,6 +74,7 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield f"{before}{key}", value
 
 
+@rule("llmapi-model", "the model exists")
 def absent_models(repository: Repository) -> Iterator[Finding]:
     """The model is a folder with weights, or looks like a name on the hub."""
     for model, settings in _settings(repository):
@@ -86,6 +91,7 @@ def absent_models(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("llmapi-ranks", "manifest and model.yaml have one parallelism")
 def different_parallelism(repository: Repository) -> Iterator[Finding]:
     for model, settings in _settings(repository):
         part = repository.part(model.name)
@@ -99,6 +105,7 @@ def different_parallelism(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("llmapi-policy", "config.pbtxt and model.yaml agree")
 def different_policies(repository: Repository) -> Iterator[Finding]:
     """Both files agree about streaming and batches: servers start without auto-completion."""
     for model, settings in _settings(repository):
@@ -133,14 +140,3 @@ def _triton_config(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _file(model: ModelFolder) -> Path:
     return model.version / LLMAPI_FILE
-
-
-RULES = (
-    Rule("llmapi-settings", missing_settings, "there is a model.yaml", stops=True),
-    Rule("llmapi-keyword", unknown_arguments, "the LLM has every argument", severity="warning"),
-    Rule("llmapi-dropped", dropped_arguments, "no argument was dropped"),
-    Rule("llmapi-value", wrong_values, "values are of their kind"),
-    Rule("llmapi-model", absent_models, "the model exists"),
-    Rule("llmapi-ranks", different_parallelism, "manifest and model.yaml have one parallelism"),
-    Rule("llmapi-policy", different_policies, "config.pbtxt and model.yaml agree"),
-)

@@ -12,12 +12,10 @@ from trtserve.host.machine import format_bytes
 from trtserve.nvidia.plan_header import tensorrt_version
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.installed import has_engine_path, installed
-from trtserve.repository.check.findings import Finding, Rule, refusal
 from trtserve.repository.check.repository import LLMAPI, MachineFacts, Repository
-from trtserve.repository.engine import rank_sizes
-from trtserve.repository.engine_match import Installation, mismatches, rebuild_command
+from trtserve.repository.check.rules import Finding, refusal, rule
+from trtserve.repository.engines import Installation, mismatches, rank_sizes, rebuild_command, remake_command
 from trtserve.repository.profiles import CORE
-from trtserve.repository.remake_command import remake_command
 from trtserve.server.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed
 from trtserve.server.triton.tritonserver import SHARED_MEMORY
 
@@ -43,6 +41,7 @@ def has_gpu() -> bool:
     return bool(list_gpus())
 
 
+@rule("machine-engine", "TensorRT-LLM, TensorRT and GPU are those of the engine", needs="machine")
 def foreign_engines(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.gpu_engines:
         if repository.here is None or model.core is None:
@@ -58,6 +57,7 @@ def foreign_engines(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("machine-release", "the installed TensorRT-LLM runs engines", needs="machine")
 def no_engine_path(repository: Repository) -> Iterator[Finding]:
     version = repository.here.version if repository.here is not None else None
     if version is None or has_engine_path(release_of(version)):
@@ -69,6 +69,7 @@ def no_engine_path(repository: Repository) -> Iterator[Finding]:
         )
 
 
+@rule("machine-gpus", "every rank has a GPU", needs="machine")
 def few_gpus(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(CORE, LLMAPI):
         if repository.here is None or model.core is None or model.embedded:
@@ -82,6 +83,7 @@ def few_gpus(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("machine-gpu-memory", "no rank's engine is larger than a GPU", needs="machine")
 def large_engines(repository: Repository) -> Iterator[Finding]:
     memory = repository.here.gpu_bytes if repository.here is not None else None
     for model, folder in repository.gpu_engines:
@@ -99,6 +101,7 @@ def large_engines(repository: Repository) -> Iterator[Finding]:
         )
 
 
+@rule("machine-memory", "python models have enough shared memory", needs="machine")
 def little_shared_memory(repository: Repository) -> Iterator[Finding]:
     if repository.here is None:
         return
@@ -106,12 +109,3 @@ def little_shared_memory(repository: Repository) -> Iterator[Finding]:
     found = check_shared_memory(SHARED_MEMORY, least=MINIMUM_SHARED_MEMORY + 2**20 * processes)
     if (error := refusal(partial(raise_failed, [found]))) is not None:
         yield Finding(file=repository.path, what=error.message, fix=error.hint or "")
-
-
-RULES = (
-    Rule("machine-engine", foreign_engines, "TensorRT-LLM, TensorRT and GPU are those of the engine", needs="machine"),
-    Rule("machine-release", no_engine_path, "the installed TensorRT-LLM runs engines", needs="machine"),
-    Rule("machine-gpus", few_gpus, "every rank has a GPU", needs="machine"),
-    Rule("machine-gpu-memory", large_engines, "no rank's engine is larger than a GPU", needs="machine"),
-    Rule("machine-memory", little_shared_memory, "python models have enough shared memory", needs="machine"),
-)

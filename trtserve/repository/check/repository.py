@@ -17,11 +17,11 @@ from trtserve.nvidia.releases import (
     order,
     release_of,
 )
-from trtserve.repository.check.findings import Finding
+from trtserve.repository.check.rules import Finding
+from trtserve.repository.config import parameter_texts
 from trtserve.repository.core_models import LLMAPI_FILE, CoreModel, core_models
-from trtserve.repository.engine_match import Installation
-from trtserve.repository.placeholders import parameter_texts
-from trtserve.repository.preflight import read_config
+from trtserve.repository.engines import Installation
+from trtserve.repository.layout import PACKAGE
 from trtserve.repository.profiles import (
     BLS,
     CORE,
@@ -34,7 +34,7 @@ from trtserve.repository.profiles import (
     llmapi_model,
     profile,
 )
-from trtserve.repository.programs import PACKAGE
+from trtserve.repository.served import read_config
 
 LLMAPI = "llmapi"
 """Role of a model of the LLM API, in addition to those of `profiles.MODELS`."""

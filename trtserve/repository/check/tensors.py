@@ -1,15 +1,14 @@
-"""Rules that compare the tensors of each model with those that trtserve would declare for its release."""
+"""Rules about tensors: those of each model compared with its release's, and how ensembles connect them."""
 
 from __future__ import annotations
 
 import difflib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtserve.nvidia.releases import order
-from trtserve.repository.check.findings import Finding, Rule
 from trtserve.repository.check.repository import (
     LLMAPI,
     ModelFolder,
@@ -18,6 +17,7 @@ from trtserve.repository.check.repository import (
     releases_of,
     tensor_names,
 )
+from trtserve.repository.check.rules import Finding, rule
 from trtserve.repository.config import ConfigOptions, tensors_config, type_name
 from trtserve.repository.profiles import CORE, ENSEMBLE
 
@@ -50,6 +50,7 @@ def expected_tensors(repository: Repository, model: ModelFolder) -> tuple[dict[s
     return inputs, outputs
 
 
+@rule("tensors", "tensors are those of the release: names, types, dims, optional, ragged")
 def different_tensors(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         expected = expected_tensors(repository, model)
@@ -101,6 +102,7 @@ def _of_another_release(repository: Repository, model: ModelFolder, name: str) -
         )
 
 
+@rule("tensor-name", "no tensor is misspelt", severity="warning")
 def misspelt_tensors(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         expected = expected_tensors(repository, model)
@@ -114,6 +116,7 @@ def misspelt_tensors(repository: Repository) -> Iterator[Finding]:
                 yield model.finding(f"{model.name} does not read the tensor {name}.", f"Did you mean {close[0]}?")
 
 
+@rule("tensor-twice", "no tensor is declared twice")
 def repeated_tensors(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         for tensors in (model.config.input, model.config.output):
@@ -125,6 +128,7 @@ def repeated_tensors(repository: Repository) -> Iterator[Finding]:
                     yield model.finding(f"The tensor {name} is declared {count} times.", "Keep one of them.")
 
 
+@rule("logits-type", "logits have the engine's type")
 def wrong_logits(repository: Repository) -> Iterator[Finding]:
     """The C++ backend refuses to return logits of another type than the engine's."""
     for model, _ in repository.gpu_engines:
@@ -140,6 +144,7 @@ def wrong_logits(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("feature-unreachable", "what the engine was built for is declared", severity="warning")
 def unreachable_features(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.engines:
         declared = {tensor.name for tensor in (*model.config.input, *model.config.output)}
@@ -157,10 +162,141 @@ def unreachable_features(repository: Repository) -> Iterator[Finding]:
             )
 
 
-RULES = (
-    Rule("tensors", different_tensors, "tensors are those of the release: names, types, dims, optional, ragged"),
-    Rule("tensor-name", misspelt_tensors, "no tensor is misspelt", severity="warning"),
-    Rule("tensor-twice", repeated_tensors, "no tensor is declared twice"),
-    Rule("logits-type", wrong_logits, "logits have the engine's type"),
-    Rule("feature-unreachable", unreachable_features, "what the engine was built for is declared", severity="warning"),
-)
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """One end of an ensemble tensor: a tensor of a step's model, or of the ensemble itself."""
+
+    model: ModelFolder
+    tensor: Any
+    makes: bool  # whether it is the source
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(self.tensor.dims)
+
+    @property
+    def batched_dims(self) -> tuple[int, ...]:
+        return ((-1,) if self.model.config.max_batch_size > 0 else ()) + self.dims
+
+    @property
+    def described(self) -> str:
+        return f"{type_name(self.tensor)} {list(self.dims)} in {self.model.name} ({self.tensor.name})"
+
+    def fits(self, other: _End) -> bool:
+        """Return whether the shapes may be equal: Triton compares them with and without the batch axes."""
+        return _alike(self.dims, other.dims) or _alike(self.batched_dims, other.batched_dims)
+
+
+def _alike(first: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(first) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(first, other, strict=True))
+
+
+@rule("ensemble-step", "steps name models of the repository", stops=True)
+def absent_steps(repository: Repository) -> Iterator[Finding]:
+    for ensemble in repository.of(ENSEMBLE):
+        if not ensemble.config.ensemble_scheduling.step:
+            yield ensemble.finding("It has no step.", "Copy the steps of NVIDIA's template.")
+        for name in {step.model_name for step in ensemble.config.ensemble_scheduling.step}:
+            if name not in repository.models and name not in repository.unread:
+                close = difflib.get_close_matches(name, repository.models, n=1)
+                yield ensemble.finding(
+                    f"A step names the model {name!r}, which is not in the repository.",
+                    f"Did you mean {close[0]}?" if close else f"It has: {', '.join(sorted(repository.models))}.",
+                )
+
+
+@rule("ensemble-map", "maps are complete, and each tensor has one source", stops=True)
+def wrong_maps(repository: Repository) -> Iterator[Finding]:  # noqa: C901 - one branch per fault
+    """Maps name tensors of their step, every required input is mapped, every tensor has one source and a use."""
+    for ensemble in repository.of(ENSEMBLE):
+        for step, model in _steps(repository, ensemble):
+            for mapped, tensors in ((step.input_map, model.config.input), (step.output_map, model.config.output)):
+                for name in sorted(set(mapped) - {tensor.name for tensor in tensors}):
+                    yield ensemble.finding(
+                        f"The step {model.name} maps {name}, and that model declares no such tensor.",
+                        "Declare it there, or remove the line from the map.",
+                    )
+            for tensor in model.config.input:
+                if not tensor.optional and tensor.name not in step.input_map:
+                    yield ensemble.finding(
+                        f"The step {model.name} needs the input {tensor.name}, and nothing is mapped to it.",
+                        "Map a tensor to it, or mark it optional in that model.",
+                    )
+        for name, ends in _tensors(repository, ensemble).items():
+            sources = sum(end.makes for end in ends)
+            if sources == 0:
+                yield ensemble.finding(
+                    f"The tensor {name} has no source: no input of the ensemble and no output of a step has that name.",
+                    "Map the output of a step to it, or declare the input.",
+                )
+            elif all(end.model is ensemble for end in ends):
+                yield ensemble.finding(f"No step uses the input {name}.", "Map it to an input, or remove it.")
+            elif sources > 1:
+                yield ensemble.finding(f"{sources} steps make the tensor {name}.", "Give each its own name.")
+
+
+@rule("ensemble-tensor", "both ends of a tensor have the same type and shape", stops=True)
+def unequal_tensors(repository: Repository) -> Iterator[Finding]:
+    for ensemble in repository.of(ENSEMBLE):
+        for name, (first, *others) in _tensors(repository, ensemble).items():
+            for other in others:
+                types, shapes = type_name(first.tensor) != type_name(other.tensor), not first.fits(other)
+                if types or shapes:
+                    yield ensemble.finding(
+                        f"The tensor {name} has two {'types' if types else 'shapes'}: {first.described} and "
+                        f"{other.described}.",
+                        "Write the same in both files.",
+                    )
+                    break
+
+
+@rule("ensemble-batch", "batches fit every step", stops=True)
+def larger_batches(repository: Repository) -> Iterator[Finding]:
+    for ensemble in repository.of(ENSEMBLE):
+        own = ensemble.config.max_batch_size
+        for model in {model.name: model for _, model in _steps(repository, ensemble)}.values():
+            accepted = model.config.max_batch_size
+            if accepted < own:
+                yield ensemble.finding(
+                    f"It accepts batches of {own}, and its step {model.name} accepts {accepted}.",
+                    f"Set max_batch_size to the same number in all models, at most {accepted} in {ensemble.name}.",
+                )
+
+
+@rule("ensemble-policy", "it streams only if a step does", severity="warning")
+def own_policy(repository: Repository) -> Iterator[Finding]:
+    for ensemble in repository.of(ENSEMBLE):
+        steps = [model for _, model in _steps(repository, ensemble)]
+        if ensemble.decoupled and steps and not any(model.decoupled for model in steps):
+            yield ensemble.finding(
+                "It sets decoupled: true, but none of its steps is decoupled.",
+                "Remove model_transaction_policy from the ensemble, and set it in the core model.",
+            )
+
+
+def _steps(repository: Repository, ensemble: ModelFolder) -> Iterator[tuple[Any, ModelFolder]]:
+    for step in ensemble.config.ensemble_scheduling.step:
+        if step.model_name in repository.models:
+            yield step, repository.models[step.model_name]
+
+
+def _tensors(repository: Repository, ensemble: ModelFolder) -> dict[str, list[_End]]:
+    """Return a map of ensemble tensors to their ends.
+
+    It is empty while a step's model is missing or unreadable, which another rule reports.
+    """
+    if any(step.model_name not in repository.models for step in ensemble.config.ensemble_scheduling.step):
+        return {}
+    found: dict[str, list[_End]] = defaultdict(list)
+    for tensor in ensemble.config.input:
+        found[tensor.name].append(_End(model=ensemble, tensor=tensor, makes=True))
+    for tensor in ensemble.config.output:
+        found[tensor.name].append(_End(model=ensemble, tensor=tensor, makes=False))
+    for step, model in _steps(repository, ensemble):
+        inputs = {tensor.name: tensor for tensor in model.config.input}
+        outputs = {tensor.name: tensor for tensor in model.config.output}
+        for mapped, declared, makes in ((step.input_map, inputs, False), (step.output_map, outputs, True)):
+            for name, target in mapped.items():
+                if name in declared:
+                    found[target].append(_End(model=model, tensor=declared[name], makes=makes))
+    return found

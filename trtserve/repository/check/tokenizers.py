@@ -10,8 +10,8 @@ from trtserve.client.chat import find_chat_template, render
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import MissingDependencyError, TrtserveError, counted
 from trtserve.progress import SilentProgress
-from trtserve.repository.check.findings import Finding, Rule, refusal
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.check.rules import Finding, refusal, rule
 from trtserve.repository.profiles import CORE, POSTPROCESSING, PREPROCESSING
 from trtserve.repository.tokenizer import (
     check_tokenizer,
@@ -23,6 +23,7 @@ from trtserve.repository.tokenizer import (
 _LISTED = 3  # tokens that one message names
 
 
+@rule("tokenizer-path", "tokenizer_dir is a folder on this machine", stops=True)
 def absent_folders(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(PREPROCESSING, POSTPROCESSING, CORE):
         text = model.parameters.get("tokenizer_dir", "")
@@ -36,12 +37,14 @@ def absent_folders(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("tokenizer-files", "it holds a tokenizer")
 def missing_files(repository: Repository) -> Iterator[Finding]:
     for model, folder in _folders(repository):
         if (error := refusal(partial(tokenizer_files, folder))) is not None:
             yield model.finding(error.message, "Copy tokenizer.json, tokenizer_config.json and the like into it.")
 
 
+@rule("tokenizer-pair", "pre- and postprocessing use one tokenizer")
 def different_tokenizers(repository: Repository) -> Iterator[Finding]:
     found = {model.name: (model, folder) for model, folder in _folders(repository)}
     for name, (model, folder) in found.items():
@@ -56,6 +59,7 @@ def different_tokenizers(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("tokenizer-vocabulary", "its ids are within the engine's vocabulary")
 def large_vocabularies(repository: Repository) -> Iterator[Finding]:
     for model, folder, vocab_size in _with_engine(repository):
         beyond = _beyond(folder, vocab_size, added=False)
@@ -68,6 +72,7 @@ def large_vocabularies(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("tokenizer-added", "so are its added tokens", severity="warning")
 def large_added_tokens(repository: Repository) -> Iterator[Finding]:
     for model, folder, vocab_size in _with_engine(repository):
         beyond = _beyond(folder, vocab_size, added=True)
@@ -93,6 +98,7 @@ def _beyond(folder: Path, vocab_size: int, *, added: bool) -> list[tuple[int, st
     )
 
 
+@rule("tokenizer-end", "it ends texts as the model does", severity="warning")
 def wrong_end_tokens(repository: Repository) -> Iterator[Finding]:
     for model, folder in _folders(repository):
         files = TokenizerFiles(folder)
@@ -123,12 +129,14 @@ class _Warnings(SilentProgress):
         self.texts.append(text)
 
 
+@rule("tokenizer-load", "it can be loaded, without custom code", needs="tokenizer")
 def broken_tokenizers(repository: Repository) -> Iterator[Finding]:
     for model, error, _ in _loaded(repository):
         if error is not None:
             yield model.finding(error.message, error.hint or "Check the files of the tokenizer.")
 
 
+@rule("tokenizer-exact", "it returns the text that it was given", severity="warning", needs="tokenizer")
 def inexact_tokenizers(repository: Repository) -> Iterator[Finding]:
     for model, _, warnings in _loaded(repository):
         yield from (model.finding(text, "Check its normalizer and decoder.") for text in warnings)
@@ -144,6 +152,7 @@ def _loaded(repository: Repository) -> Iterator[tuple[ModelFolder, TrtserveError
             yield model, error, warnings.texts
 
 
+@rule("chat-template", "the chat template accepts a question", needs="tokenizer")
 def broken_chat_templates(repository: Repository) -> Iterator[Finding]:
     for model, folder in _distinct_folders(repository):
         files = TokenizerFiles(folder)
@@ -190,16 +199,3 @@ def _with_engine(repository: Repository) -> Iterator[tuple[ModelFolder, Path, in
         size = core.pretrained.get("vocab_size") if core is not None else None
         if isinstance(size, int) and model.role == PREPROCESSING:
             yield model, folder, size
-
-
-RULES = (
-    Rule("tokenizer-path", absent_folders, "tokenizer_dir is a folder on this machine", stops=True),
-    Rule("tokenizer-files", missing_files, "it holds a tokenizer"),
-    Rule("tokenizer-pair", different_tokenizers, "pre- and postprocessing use one tokenizer"),
-    Rule("tokenizer-vocabulary", large_vocabularies, "its ids are within the engine's vocabulary"),
-    Rule("tokenizer-added", large_added_tokens, "so are its added tokens", severity="warning"),
-    Rule("tokenizer-end", wrong_end_tokens, "it ends texts as the model does", severity="warning"),
-    Rule("tokenizer-load", broken_tokenizers, "it can be loaded, without custom code", needs="tokenizer"),
-    Rule("tokenizer-exact", inexact_tokenizers, "it returns the text that it was given", "warning", needs="tokenizer"),
-    Rule("chat-template", broken_chat_templates, "the chat template accepts a question", needs="tokenizer"),
-)

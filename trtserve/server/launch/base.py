@@ -14,7 +14,7 @@ from trtserve.host.ports import ipv4_address
 from trtserve.nvidia.releases import NEWEST
 from trtserve.nvidia.releases.launcher import CORE_MODEL, TRITONSERVER, launcher_facts
 from trtserve.process import Command
-from trtserve.repository.preflight import Served
+from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import launch_release
 from trtserve.server.state import server_name
 from trtserve.server.triton.installation import Triton, backend_folder
@@ -82,7 +82,12 @@ class Launch:
 
 
 def server_setup(
-    triton: Triton, repository: ModelRepository, served: Served, address: Address, spec: ServerSpec, prefix: str
+    triton: Triton,
+    repository: ModelRepository,
+    served: ServedRepository,
+    address: Address,
+    spec: ServerSpec,
+    prefix: str,
 ) -> LaunchSetup:
     """Return what the launches of a server on GPUs have in common, on this machine or another one."""
     return LaunchSetup(

@@ -13,7 +13,7 @@ from trtserve.errors import ArtifactError, UsageError, listing
 from trtserve.files import writing
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
-from trtserve.repository.preflight import Served, inspect_repository, require_loadable
+from trtserve.repository.served import ServedRepository, inspect_repository, require_loadable
 from trtserve.server.engine_fit import require_release, require_world_size
 from trtserve.server.launch.devices import EngineNodes, fit_engines, require_node_devices
 from trtserve.server.launch.modes import Single, launch_mode
@@ -91,7 +91,7 @@ def require_options(spec: ServerSpec, kind: str) -> None:
 
 def inspect_for_cluster(
     repository: ModelRepository, spec: ServerSpec, kind: str, progress: Progress
-) -> tuple[str, Served]:
+) -> tuple[str, ServedRepository]:
     """Return the server's name and content. Raises UsageError for a repository that this `kind` cannot serve."""
     require_options(spec, kind)
     name, served = server_name(repository, spec), inspect_repository(repository)
@@ -113,7 +113,12 @@ def inspect_for_cluster(
 
 
 def place_engines(
-    repository: ModelRepository, served: Served, spec: ServerSpec, nodes: Sequence[int], gpus: int, progress: Progress
+    repository: ModelRepository,
+    served: ServedRepository,
+    spec: ServerSpec,
+    nodes: Sequence[int],
+    gpus: int,
+    progress: Progress,
 ) -> Sequence[EngineNodes]:
     """Return the engines that must state how many GPUs a node has; `nodes` holds the node of each rank.
 

@@ -14,7 +14,7 @@ from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.launcher import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.core_models import CoreModel
-from trtserve.repository.preflight import Served
+from trtserve.repository.served import ServedRepository
 from trtserve.server.launch.base import Launch, LaunchSetup, rank_arguments, under_mpirun, without_mpi
 from trtserve.server.launch.devices import (
     require_engines_here,
@@ -35,23 +35,25 @@ class LaunchMode(ABC):
     """What `start --dry-run` and the state file call it."""
 
     @abstractmethod
-    def serves(self, served: Served, spec: ServerSpec) -> bool:
+    def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
         """Return whether this mode starts such a repository with these options."""
 
     @abstractmethod
-    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+    def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
         """Raise UsageError or RepositoryError when the mode cannot run these models.
 
         The GPUs of other machines are unknown, so they are checked only for this one.
         """
 
-    def ranks(self, served: Served, spec: ServerSpec) -> int:
+    def ranks(self, served: ServedRepository, spec: ServerSpec) -> int:
         """Return the world size that --world-size is compared with."""
         del spec
         return served.world_size
 
     @abstractmethod
-    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+    def compose(
+        self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
+    ) -> Launch:
         """Return the launch for this machine, or for `nodes` of a cluster; nothing is started."""
 
 
@@ -60,12 +62,12 @@ class Single(LaunchMode):
 
     name = "single"
 
-    def serves(self, served: Served, spec: ServerSpec) -> bool:
+    def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
         """Return whether Triton and Python of this machine can serve the repository without a GPU."""
         del spec
         return served.runtime is None or served.merges_ranks  # None means a plain Triton model
 
-    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+    def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
         """Raise UsageError for options of GPU engines."""
         del served, on_this_machine
         given = {
@@ -81,11 +83,13 @@ class Single(LaunchMode):
                 hint=f"Leave {flag} out.",
             )
 
-    def ranks(self, served: Served, spec: ServerSpec) -> int:
+    def ranks(self, served: ServedRepository, spec: ServerSpec) -> int:
         """Return the number that --world-size gives, since one process serves any number of shards."""
         return spec.world_size or served.world_size
 
-    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+    def compose(
+        self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
+    ) -> Launch:
         """Return the launch of one tritonserver, without MPI and without GPUs."""
         del served, spec, nodes
         executable = Path(setup.executable)
@@ -107,12 +111,12 @@ class LlmApi(LaunchMode):
 
     name = "llmapi"
 
-    def serves(self, served: Served, spec: ServerSpec) -> bool:
+    def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
         """Return whether the repository runs the LLM API."""
         del spec
         return served.uses_llmapi
 
-    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+    def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
         """Raise UsageError for --multi-model, which is for TensorRT engines."""
         del served, on_this_machine
         if spec.multi_model:
@@ -121,7 +125,9 @@ class LlmApi(LaunchMode):
                 hint="Leave --multi-model out.",
             )
 
-    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+    def compose(
+        self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
+    ) -> Launch:
         """Return the launch of tritonserver and of the workers that MPI starts."""
         del spec, nodes
         return llmapi(setup, mpi_ranks(served))
@@ -132,11 +138,11 @@ class Orchestrator(LaunchMode):
 
     name = "orchestrator"
 
-    def serves(self, served: Served, spec: ServerSpec) -> bool:
+    def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
         """Return whether engines are to be served with --multi-model."""
         return not served.uses_llmapi and spec.multi_model
 
-    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+    def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
         """Raise UsageError for an engine of the embedded executor, RepositoryError for one not on this machine."""
         del spec, on_this_machine
         if served.embedded:
@@ -146,11 +152,13 @@ class Orchestrator(LaunchMode):
             )
         require_engines_here(served.core_models)
 
-    def ranks(self, served: Served, spec: ServerSpec) -> int:
+    def ranks(self, served: ServedRepository, spec: ServerSpec) -> int:
         """Return 1 for an orchestrator that spawns its workers, else the number of all processes."""
         return 1 if spec.spawn_processes else world_of(served.core_models)
 
-    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+    def compose(
+        self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
+    ) -> Launch:
         """Return the launch of the orchestrator, and of its workers when it does not spawn them."""
         gpus = (len(spec.gpus) or count_gpus()) if nodes is None else 0
         return orchestrator(setup, served.core_models, spawn=spec.spawn_processes, gpus=gpus, nodes=nodes or 1)
@@ -161,11 +169,11 @@ class Leader(LaunchMode):
 
     name = "leader"
 
-    def serves(self, served: Served, spec: ServerSpec) -> bool:
+    def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
         """Return whether an engine is to be served without an orchestrator."""
         return not served.uses_llmapi and not spec.multi_model
 
-    def check(self, served: Served, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+    def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
         """Raise UsageError for engines of different world sizes, RepositoryError for GPUs that it cannot assign."""
         require_engines_here(served.core_models)
         if served.embedded:
@@ -180,7 +188,9 @@ class Leader(LaunchMode):
         visible = served.world_size if spec.instances > 1 else len(spec.gpus)
         require_leader_devices(served.core_models, visible if on_this_machine else None)
 
-    def compose(self, setup: LaunchSetup, served: Served, spec: ServerSpec, *, nodes: int | None = None) -> Launch:
+    def compose(
+        self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
+    ) -> Launch:
         """Return the launch of all ranks of the engine."""
         del spec, nodes
         return leader(setup, served.world_size)
@@ -190,7 +200,7 @@ class Leader(LaunchMode):
 MODES: Final = {mode.name: mode for mode in (Single(), LlmApi(), Orchestrator(), Leader())}
 
 
-def launch_mode(served: Served, spec: ServerSpec) -> LaunchMode:
+def launch_mode(served: ServedRepository, spec: ServerSpec) -> LaunchMode:
     """Return the mode that serves this repository with these options."""
     return next(mode for mode in MODES.values() if mode.serves(served, spec))
 
@@ -202,7 +212,7 @@ def leader(setup: LaunchSetup, world_size: int) -> Launch:
     return under_mpirun(setup, Leader.name, tuple(rank_arguments(setup, rank) for rank in range(world_size)))
 
 
-def _require_own_processes(served: Served, spec: ServerSpec, *, on_this_machine: bool) -> None:
+def _require_own_processes(served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool) -> None:
     """Raise an error unless each rank of the embedded executor can be one process of a Python that has trtserve."""
     if on_this_machine and spec.container is not None:
         raise UsageError(
@@ -247,7 +257,7 @@ def orchestrator(
     return under_mpirun(setup, Orchestrator.name, groups, environment)
 
 
-def mpi_ranks(served: Served) -> int:
+def mpi_ranks(served: ServedRepository) -> int:
     """Return the ranks that trtllm-llmapi-launch joins: 1 for several LLMs, which start workers of their own."""
     several = len(served.core_models) > 1 or served.core_models[0].instances > 1
     return 1 if several else served.world_size

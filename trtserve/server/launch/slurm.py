@@ -20,7 +20,7 @@ from trtserve.errors import (
 from trtserve.nvidia.containers import SQUASHFS, image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.preflight import Served
+from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import gpu_triton
 from trtserve.server.launch.base import (
     LaunchSetup,
@@ -161,7 +161,7 @@ def plan_job(
     return ClusterJob(files=files, logs=logs, command=f"sbatch {folder / JOB}", engines=engines)
 
 
-def _setup(repository: ModelRepository, served: Served, spec: ServerSpec, progress: Progress) -> LaunchSetup:
+def _setup(repository: ModelRepository, served: ServedRepository, spec: ServerSpec, progress: Progress) -> LaunchSetup:
     """Return what the tasks have in common; without a container the embedded executor runs in this Python."""
     if served.embedded and spec.container is None:
         store = Store()
@@ -178,7 +178,9 @@ def _setup(repository: ModelRepository, served: Served, spec: ServerSpec, progre
     return server_setup(triton, repository, served, first_address(spec), spec, _SHM_PLACEHOLDER)
 
 
-def _image(container: str, repository: ModelRepository, served: Served, folder: Path, progress: Progress) -> Image:
+def _image(
+    container: str, repository: ModelRepository, served: ServedRepository, folder: Path, progress: Progress
+) -> Image:
     """Return the container of the tasks: a tag, a name, or a squashfs file."""
     if container.endswith(SQUASHFS):
         file = Path(container).absolute()

@@ -1,4 +1,4 @@
-"""Read what a model repository will serve, and find faults in it before Triton does."""
+"""What a model repository on disk serves, read from its files, and faults that keep it from starting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtserve.executor.loaders import (
     merges_ranks,
 )
 from trtserve.files import read_json_object, read_text
-from trtserve.repository.config import parse_config
+from trtserve.repository.config import parameter_texts, parse_config, wrong_placeholders
 from trtserve.repository.core_models import (
     Backend,
     CoreModel,
@@ -25,10 +25,9 @@ from trtserve.repository.core_models import (
     world_size,
 )
 from trtserve.repository.embedded import refused_parameter
-from trtserve.repository.parameters import CLASSES_FILE
-from trtserve.repository.placeholders import parameter_texts, wrong_placeholders
 from trtserve.repository.profiles import (
     BLS,
+    CLASSES_FILE,
     CORE,
     DRAFT,
     ENSEMBLE,
@@ -39,7 +38,7 @@ _WEIGHTS = ("*.bin", "rank*.engine", "rank*.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class ServedRepository:
     """What a repository will serve, as read from its files."""
 
     models: tuple[str, ...]
@@ -152,7 +151,7 @@ class Served:
         return None if value is None else str(value)
 
 
-def inspect_repository(repository: ModelRepository) -> Served:
+def inspect_repository(repository: ModelRepository) -> ServedRepository:
     """Read every model's config; RepositoryError names the file (and line) that Triton would reject."""
     configs = {path.parent.name: read_config(path) for path in sorted(repository.path.glob("*/config.pbtxt"))}
     if not configs:
@@ -169,7 +168,7 @@ def inspect_repository(repository: ModelRepository) -> Served:
     engines = [repository.path / model / "1" for model in (CORE, DRAFT)]
     folders = {engine.resolve() for engine in (*engines, *(core.engine for core in cores if core.engine is not None))}
     text = parameter_texts(configs[CORE]).get(_KV_TOKENS, "") if CORE in configs else ""
-    return Served(
+    return ServedRepository(
         models=tuple(configs),
         model=model,
         backends=frozenset(config.backend for config in configs.values() if config.backend),

@@ -1,4 +1,4 @@
-"""Rules about how models are served: versions, batches, queues, instances, streaming, and the models that BLS asks."""
+"""Rules about the configuration of each model: its parameters, and how it is served."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
+from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import runs_on_cpu
-from trtserve.repository.check.findings import Finding, Rule
+from trtserve.nvidia.releases import RELEASES
+from trtserve.nvidia.releases.old_options import TEMPLATE_TOOL, old_option
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
+from trtserve.repository.check.rules import Finding, rule
+from trtserve.repository.embedded import startup_refusal
 from trtserve.repository.profiles import (
     BLS,
     CORE,
@@ -16,7 +20,12 @@ from trtserve.repository.profiles import (
     MODELS,
     POSTPROCESSING,
     PREPROCESSING,
+    Parameter,
+    added_parameters,
+    parameters_of,
 )
+from trtserve.repository.served import refusal
+from trtserve.repository.tables import releases_text
 
 _ENVIRONMENT, _MODEL_FOLDER = "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY"
 _LONG_DELAY = 1_000_000  # microseconds
@@ -31,6 +40,7 @@ _ROLES = {
 _SAME_BATCHES = "Set max_batch_size to the same number in all models."
 
 
+@rule("version-served", "the versions that a policy or a step asks for exist", stops=True)
 def unserved_versions(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         if model.versions and not _served(model):
@@ -62,6 +72,7 @@ def _served(model: ModelFolder) -> set[int]:
     return set(present if policy.HasField("all") else present[-max(policy.latest.num_versions, 1) :])
 
 
+@rule("warmup", "warm-up names tensors and files that exist", stops=True)
 def wrong_warmup(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         declared = {tensor.name for tensor in model.config.input}
@@ -76,6 +87,7 @@ def wrong_warmup(repository: Repository) -> Iterator[Finding]:
                     )
 
 
+@rule("environment", "the Python environment of a model exists")
 def absent_environments(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         text = model.parameters.get(_ENVIRONMENT, "")
@@ -86,6 +98,7 @@ def absent_environments(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("streaming", "core and BLS model have one transaction policy")
 def mixed_policies(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(BLS):
         core = repository.core_of(model)
@@ -97,6 +110,7 @@ def mixed_policies(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("streaming-tokenizer", "pre- and postprocessing answer once", stops=True)
 def streaming_tokenizers(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(PREPROCESSING, POSTPROCESSING):
         if model.decoupled:
@@ -106,6 +120,7 @@ def streaming_tokenizers(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("batch-engine", "batches are not larger than the engine's", severity="warning")
 def large_batches(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.engines:
         built, own = model.limit("max_batch_size"), model.config.max_batch_size
@@ -116,6 +131,7 @@ def large_batches(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("batch-inner", "the models that a BLS model asks accept its batches")
 def inner_batches(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(BLS):
         preprocessing = repository.models.get(model.parameters.get("preprocessing_model_name") or PREPROCESSING)
@@ -131,6 +147,7 @@ def inner_batches(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("batch-none", "NVIDIA's models have a batch axis")
 def without_batches(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(*MODELS):
         if model.config.max_batch_size < 1:
@@ -139,6 +156,7 @@ def without_batches(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("batch-preferred", "preferred batches are possible", stops=True)
 def preferred_batches(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         largest = model.config.max_batch_size
@@ -150,6 +168,7 @@ def preferred_batches(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("queue-delay", "queues delay requests for less than a second", severity="warning")
 def long_delays(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         delay = model.config.dynamic_batching.max_queue_delay_microseconds
@@ -160,6 +179,7 @@ def long_delays(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("instance-kind", "instances are on processors that exist")
 def wrong_instances(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         kinds = model.config.DESCRIPTOR.fields_by_name["instance_group"].message_type.enum_types_by_name["Kind"]
@@ -175,6 +195,7 @@ def wrong_instances(repository: Repository) -> Iterator[Finding]:
                 )
 
 
+@rule("instance-count", "the number of instances is given", severity="warning")
 def uncounted_instances(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         if any(group.count < 1 for group in model.config.instance_group):
@@ -183,6 +204,7 @@ def uncounted_instances(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("instance-engine", "instances of one engine have their own GPUs", severity="warning")
 def engines_loaded_twice(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(CORE):
         if model.instances > 1 and model.core is not None and not model.core.gpu_device_ids:
@@ -192,6 +214,7 @@ def engines_loaded_twice(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("instance-bls", "BLS instances can fill the engine's batch", severity="warning")
 def few_bls_instances(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(BLS):
         core = repository.core_of(model)
@@ -205,6 +228,7 @@ def few_bls_instances(repository: Repository) -> Iterator[Finding]:
             )
 
 
+@rule("inner-model", "the models that a BLS model asks exist and are of the right kind")
 def wrong_inner_models(repository: Repository) -> Iterator[Finding]:
     for model in repository.of(BLS):
         given, core = model.parameters, repository.core_of(model)
@@ -231,20 +255,92 @@ def wrong_inner_models(repository: Repository) -> Iterator[Finding]:
                 )
 
 
-RULES = (
-    Rule("version-served", unserved_versions, "the versions that a policy or a step asks for exist", stops=True),
-    Rule("warmup", wrong_warmup, "warm-up names tensors and files that exist", stops=True),
-    Rule("environment", absent_environments, "the Python environment of a model exists"),
-    Rule("streaming", mixed_policies, "core and BLS model have one transaction policy"),
-    Rule("streaming-tokenizer", streaming_tokenizers, "pre- and postprocessing answer once", stops=True),
-    Rule("batch-engine", large_batches, "batches are not larger than the engine's", severity="warning"),
-    Rule("batch-inner", inner_batches, "the models that a BLS model asks accept its batches"),
-    Rule("batch-none", without_batches, "NVIDIA's models have a batch axis"),
-    Rule("batch-preferred", preferred_batches, "preferred batches are possible", stops=True),
-    Rule("queue-delay", long_delays, "queues delay requests for less than a second", severity="warning"),
-    Rule("instance-kind", wrong_instances, "instances are on processors that exist"),
-    Rule("instance-count", uncounted_instances, "the number of instances is given", severity="warning"),
-    Rule("instance-engine", engines_loaded_twice, "instances of one engine have their own GPUs", severity="warning"),
-    Rule("instance-bls", few_bls_instances, "BLS instances can fill the engine's batch", severity="warning"),
-    Rule("inner-model", wrong_inner_models, "the models that a BLS model asks exist and are of the right kind"),
-)
+# Parameters of trtserve's own programs, of Triton and of the C++ backend, which the templates lack.
+_FURTHER = {
+    PREPROCESSING: {"lora_table"},
+    CORE: {"executor", "executor_release", "recv_poll_period_ms", *(row.name for row in added_parameters(CORE))},
+    BLS: {
+        "core_answers",
+        "preprocessing_model_name",
+        "postprocessing_model_name",
+        "lora_table",
+        "exclude_input_in_output",
+        "tensorrt_llm_model_name",
+    },
+}
+_OF_TRITON = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}
+
+
+def _known(repository: Repository, model: ModelFolder) -> list[Parameter]:
+    release = repository.parameter_release(model)
+    if model.role not in MODELS or release not in RELEASES:
+        return []
+    return [row for row in parameters_of(model.role) if row.within(str(release))]
+
+
+@rule("parameter-unknown", "the release reads every parameter", severity="warning")
+def unread_parameters(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        release = repository.parameter_release(model)
+        if model.role not in MODELS or release is None:
+            continue
+        names = [row.name for row in _known(repository, model)]
+        for key in sorted(set(model.parameters) - {*names, *_FURTHER.get(model.role, ()), *_OF_TRITON}):
+            other = [row for row in parameters_of(model.role) if row.name == key]
+            old = old_option(TEMPLATE_TOOL, key)
+            if other or old is not None:
+                spans = ", ".join(releases_text(row) for row in other)
+                yield model.finding(
+                    f"Release {release} does not read the parameter {key}" + (f"; {spans} does." if spans else "."),
+                    old.answer if old is not None else "Remove it, or serve the repository with that release.",
+                )
+            else:
+                close = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+                yield model.finding(
+                    f"Nothing reads the parameter {key}.", f"Did you mean {close[0]}?" if close else f"Remove {key}."
+                )
+
+
+@rule("parameter-value", "every value is valid")
+def wrong_values(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        for row in _known(repository, model):
+            if model.embedded and row.name == "guided_decoding_backend":
+                continue  # the embedded executor has its own
+            text = model.parameters.get(row.name, "")
+            if text and not row.values.accepts(text):
+                yield model.finding(
+                    f"The parameter {row.name} is {text!r}; expected {row.values.expected}.",
+                    "Correct it: any other text counts as unset, or keeps the model from loading.",
+                )
+
+
+@rule("parameter-missing", "mandatory parameters are set", stops=True)
+def missing_parameters(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        for row in _known(repository, model):
+            absent = row.name not in model.parameters
+            needs_key = row.needs_key and absent and model.config.backend == "tensorrtllm"
+            if (row.required and not model.parameters.get(row.name)) or needs_key:
+                yield model.finding(
+                    f"The parameter {row.name} is {'missing' if absent else 'empty'}; the model does not load without "
+                    "it.",
+                    f"Set it: {row.meaning}." if row.required else "Add the key; its value may be empty.",
+                )
+
+
+@rule("parameter-refused", "the embedded executor supports what is set", stops=True)
+def refused_parameters(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        if not is_embedded_runtime(repository.part(model.name).get("runtime")):
+            continue
+        reason = refusal(model.file)
+        if reason is None and model.role == CORE and model.build and model.pretrained.get("vocab_size"):
+            reason = startup_refusal(
+                model.parameters,
+                model.engine,
+                release=str(repository.parameter_release(model)),
+                max_queue_size=model.config.dynamic_batching.default_queue_policy.max_queue_size,
+            )
+        if reason is not None:
+            yield model.finding(reason, "Remove the parameter, or leave its value empty.")

@@ -1,4 +1,4 @@
-"""What a rule is, and what it finds in a repository."""
+"""What a rule is, what it finds in a repository, and the report."""
 
 from __future__ import annotations
 
@@ -39,16 +39,26 @@ class Finding:
         }
 
 
-@dataclass(frozen=True)
+Find = Callable[["Repository"], Iterator["Finding"]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """One thing that must hold."""
 
     name: str
-    find: Callable[[Repository], Iterator[Finding]]  # yields what breaks the rule
     about: str  # one line for the documentation
-    severity: Severity = "error"
-    needs: Needs = "files"  # also: to read every byte, packages that load a tokenizer, or the machine that will serve
-    stops: bool = False  # whether Triton does not start with such a fault
+    find: Find  # yields what breaks the rule
+    severity: Severity
+    needs: Needs  # also: to read every byte, packages that load a tokenizer, or the machine that will serve
+    stops: bool  # whether Triton does not start with such a fault
+
+
+def rule(
+    name: str, about: str, *, severity: Severity = "error", needs: Needs = "files", stops: bool = False
+) -> Callable[[Find], Rule]:
+    """Make a rule of the function that yields what breaks it; `RULES` has every rule of the modules of this package."""
+    return lambda find: Rule(name=name, about=about, find=find, severity=severity, needs=needs, stops=stops)
 
 
 @dataclass(frozen=True, kw_only=True)

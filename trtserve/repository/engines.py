@@ -1,23 +1,92 @@
-"""Check that an engine fits the TensorRT-LLM, TensorRT and GPU that will serve it, and how to rebuild it."""
+"""Engines of a repository: their files, whether they fit the machine that serves them, and how to make them again."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from trtserve.errors import RepositoryError
+from trtserve.artifacts import MANIFEST, ModelRepository, load_artifact
+from trtserve.errors import RepositoryError, TrtserveError
+from trtserve.executor.loaders import embedded_runtime, engine_files
+from trtserve.files import read_json_object, require_own
 from trtserve.nvidia.releases import RELEASES, release_of
 from trtserve.nvidia.releases.build_flags import build_flags
 from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.core_models import CoreModel
-from trtserve.repository.preflight import Served
-from trtserve.specs.command_line import PLACE, option_words
+from trtserve.repository.core_models import CoreModel, world_size
+from trtserve.repository.layout import VERSION, model_names
+from trtserve.repository.profiles import CORE, PREPROCESSING
+from trtserve.repository.served import ServedRepository
+from trtserve.specs import RepositorySpec
+from trtserve.specs.command_line import PLACE, given_values, option_words, spec_of
+from trtserve.store import link_or_copy
+
+_LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
+
+
+def read_engine(folder: Path) -> dict[str, Any]:
+    """Return the content of an engine's config.json. Raises RepositoryError for a folder without an engine."""
+    path = folder / "config.json"
+    try:
+        content = read_json_object(path, RepositoryError, hint="Build the engine again.")
+    except FileNotFoundError:
+        raise RepositoryError(
+            f"{folder} is not an engine: it has no config.json.", hint="Give the folder that `trtserve build` printed."
+        ) from None
+    if not isinstance(content.get("build_config"), dict):
+        raise RepositoryError(
+            f"{path} has no build_config: this is a checkpoint or a model, not an engine.",
+            hint="Run `trtserve build` on the checkpoint first.",
+        )
+    return content
+
+
+def require_engine_files(folder: Path, config: dict[str, Any]) -> None:
+    """Raise RepositoryError when a rank's file is missing or empty; the server would fail only minutes later."""
+    if lacking := lacking_files(folder, config, executor=embedded_runtime(config)):
+        raise RepositoryError(
+            f"{folder} is not a complete engine: {', '.join(lacking)} missing or empty.",
+            hint="Remove the folder and build the engine again: trtserve build CHECKPOINT",
+        )
+
+
+def lacking_files(folder: Path, config: Mapping[str, Any], *, executor: str | None) -> list[str]:
+    """Return the names of an engine's files that are missing or empty; `executor` is the runtime if it is embedded."""
+    own = [] if executor is None else engine_files(config, executor)
+    names = own or [f"rank{rank}.engine" for rank in range(world_size(config))]
+    return [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
+
+
+def rank_sizes(folder: Path) -> dict[str, int]:
+    """Return file name → bytes of all ranks."""
+    found = sorted(path for path in folder.glob("rank*.*") if path.is_file())
+    return {path.name: path.stat().st_size for path in found}
+
+
+def limits_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits that a repository and its clients must know."""
+    return {name: config.get("build_config", {}).get(name) for name in _LIMITS}
+
+
+def own_files(folder: Path) -> list[Path]:
+    """Return the files of an engine or a model, without the manifest. Raises UsageError for a link to elsewhere."""
+    found = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    for path in found:
+        require_own(path, folder)
+    return found
+
+
+def link_engine(engine: Path, target: Path, *, copy: bool) -> None:
+    """Hard-link the engine's files into the folder `target`; copy them if `copy`."""
+    for source in own_files(engine):
+        link_or_copy(source, target / source.name, copy=copy)
+
 
 # Limits in build_config that `trtserve build` has as options, in its order.
-_LIMITS = (
+_BUILD_LIMITS = (
     "max_batch_size",
     "max_input_len",
     "max_seq_len",
@@ -65,7 +134,7 @@ class Installation:
 
 
 def require_matching(
-    served: Served,
+    served: ServedRepository,
     here: Installation,
     progress: Progress = SILENT,
     *,
@@ -120,7 +189,7 @@ def rebuild_command(core: CoreModel, built_as: str | None = None, *, container: 
     what its config.json shows. `container` is where to build it.
     """
     build: Mapping[str, Any] = core.config.get("build_config") or {}
-    limits = {name: build[name] for name in _LIMITS if build.get(name) not in (None, _UNSET.get(name))}
+    limits = {name: build[name] for name in _BUILD_LIMITS if build.get(name) not in (None, _UNSET.get(name))}
     options, flags = _build_options(core.built_with) if core.built_with is not None else _engine_options(core)
     place = {} if container is None else {"container": container}
     words = option_words({"runtime": "tensorrt_llm", **limits, **options, **place})
@@ -130,7 +199,7 @@ def rebuild_command(core: CoreModel, built_as: str | None = None, *, container: 
 
 def _build_options(built_with: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return options other than limits, and flags after `--`, of a build by trtserve."""
-    known = {name: value for name, value in built_with.items() if name not in (*_LIMITS, *PLACE)}
+    known = {name: value for name, value in built_with.items() if name not in (*_BUILD_LIMITS, *PLACE)}
     return known, list(known.pop("builder_flags", ()))
 
 
@@ -192,3 +261,30 @@ def _significant(version: str) -> list[str]:
 def _digits(sm: str) -> str:
     """Return `90` for `9.0`, `90` and `sm_90`."""
     return "".join(letter for letter in sm if letter.isdigit())
+
+
+# The new repository is for another TensorRT-LLM.
+_WITHOUT = ("release", "trtllm_version")
+
+
+def remake_command(repository: Path, core: CoreModel, *, container: str | None = None) -> str | None:
+    """Return the command `trtserve repo "$(trtserve build …)"` that makes a repository of one engine again.
+
+    It uses the repository's own tokenizer. Returns None for a repository with several engines, one whose checkpoint is
+    unknown or gone, and one that trtserve did not make.
+    """
+    try:
+        manifest = load_artifact(ModelRepository, repository).manifest
+    except TrtserveError:
+        return None
+    if manifest is None or manifest.facts.get("members") or manifest.facts.get("draft"):
+        return None
+    names = model_names(str(manifest.facts.get("suffix") or ""))
+    entry: Mapping[str, Any] = (manifest.facts.get("core_models") or {}).get(core.name) or {}
+    checkpoint, tokenizer = entry.get("built_as"), repository / names[PREPROCESSING] / VERSION / "tokenizer"
+    if core.name != names[CORE] or not checkpoint or not Path(checkpoint).is_dir() or not tokenizer.is_dir():
+        return None
+    build = rebuild_command(core, str(checkpoint), container=container)
+    spec = spec_of(RepositorySpec, manifest.spec)
+    words = ["--name", shlex.quote(spec.name), "--tokenizer", shlex.quote(str(tokenizer))]
+    return " ".join([f'trtserve repo "$({build})"', *words, *option_words(given_values(spec, without=_WITHOUT))])
