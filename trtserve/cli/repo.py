@@ -255,7 +255,7 @@ def _print_result(call: _Call, path: Path, described: Mapping[str, object], line
 
 def say_version_is_unused(version: str | None, progress: TerminalProgress) -> None:
     """Warn that `--trtllm-version` has no effect on CPUs, unless the environment sets it for the whole machine."""
-    from trtserve.nvidia.converters.toolkit import VERSION_VARIABLE
+    from trtserve.nvidia.converters import VERSION_VARIABLE
 
     if version is not None and version != os.environ.get(VERSION_VARIABLE):
         progress.warn(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from trtserve.progress import Progress
 
-_TAIL = 12
 _STILL_THERE = 60.0
 
 _BUILDING = re.compile(r"Build TensorRT engine ")
@@ -74,9 +73,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def last_lines(log: Path) -> str:
-    """Return the end of a log, indented."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    return "\n".join(f"  {line}" for line in lines[-_TAIL:]) or "  (none)"

@@ -25,19 +25,16 @@ from trtserve.host.gpus import count_gpus, visible_gpu
 from trtserve.host.machine import format_bytes
 from trtserve.host.nvidia import Device
 from trtserve.nvidia.build_arguments import build_arguments
-from trtserve.nvidia.build_failure import explain_failure
-from trtserve.nvidia.build_log import BuildLog, duration, last_lines
-from trtserve.nvidia.built_engine import require_engine
+from trtserve.nvidia.build_log import BuildLog, duration
 from trtserve.nvidia.containers import (
     ContainerRun,
     container_name,
     image_of,
     in_container,
-    remove_container,
-    require_docker,
     require_installed_in,
     with_targets,
 )
+from trtserve.nvidia.engine_files import require_engine
 from trtserve.nvidia.releases.checkpoint_config import foreign_keys
 from trtserve.nvidia.releases.containers import all_containers, latest_container
 from trtserve.nvidia.releases.installed import (
@@ -49,8 +46,8 @@ from trtserve.nvidia.releases.installed import (
     require_engine_path,
 )
 from trtserve.nvidia.releases.loaders import model_problems
+from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
-from trtserve.process.interrupts import stop_signals
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import (
@@ -62,8 +59,6 @@ from trtserve.specs.runtime import (
 # `trtllm-build` without its console script: the module behind it, which exists up to 1.2.
 _MODULE = "tensorrt_llm.commands.build"
 _CACHE = "model.cache"
-_POLL_SECONDS = 0.1
-_GRACE_SECONDS = 10.0
 # PyTorch, TensorRT and CUDA in the building process: an allowance, not a measurement.
 _PROCESS = 3 * 2**30
 
@@ -192,17 +187,13 @@ class TensorrtPlan(EnginePlan):
                 hint="Build on the GPU machine; `--dry-run` prints the command.",
             )
         _require_named_version(self)
-        source, free, began = checkpoint.path.absolute(), machine.free_memory(), time.monotonic()
+        source, began = checkpoint.path.absolute(), time.monotonic()
         box = self.box(source, folder)
-        command = self.tool(source, folder) if box is None else in_container(self.tool(source, folder), box)
-        if box is not None:
-            require_docker(box)
-        progress.step(str(command))
+        command = announce(self.tool(source, folder), box, progress)
         if seconds is not None:
             progress.step(f"It takes about {duration(seconds)}, as earlier builds did.")
-        code = _run(command, BuildLog(log, self.world_size, progress, seconds=seconds), log, box)
-        if code != 0:
-            raise explain_failure(self, command, code, log, free)
+        follow = BuildLog(log, self.world_size, progress, seconds=seconds).follow
+        run_tool(BUILDER, command, follow=follow, memory=self._memory(), log=log, failure=BuildError, box=box)
         _require_whole(self, checkpoint, folder, log)
         (folder / _CACHE).unlink(missing_ok=True)
         files = [folder / f"rank{rank}.engine" for rank in range(self.world_size)]
@@ -212,6 +203,18 @@ class TensorrtPlan(EnginePlan):
             "build_seconds": round(time.monotonic() - began, 3),
             "engine_bytes": [path.stat().st_size for path in files],
         }
+
+    def _memory(self) -> ToolMemory:
+        """Describe the memory of a build, for the error that it ran out."""
+        each = f"about {format_bytes(self.expected_memory)} for each rank, {self.workers} at a time"
+        one = "Build one rank after another (--workers 1), free" if self.workers > 1 else "Free"
+        return ToolMemory(
+            words=f"It needs {each} (an estimate), and",
+            advice=f"{one} some memory or raise its limit, or convert with a larger --tp-size ({self.parallel} now): "
+            "each rank is smaller then.",
+            gpu_advice="The GPU is out of memory: free some, or build with smaller --max-batch-size and "
+            "--max-num-tokens.",
+        )
 
 
 class TensorrtLlmRuntime(Runtime):
@@ -366,24 +369,6 @@ def _require_named_version(plan: TensorrtPlan) -> None:
             f"{OPTION} is {plan.version}, but TensorRT-LLM {here.version} is installed and would build the engine.",
             hint=f"Omit {OPTION}, or build in the --container of that version.",
         )
-
-
-def _run(command: Command, follow: BuildLog, log: Path, box: ContainerRun | None) -> int | None:
-    """Return the exit code; Ctrl-C, SIGTERM and SIGHUP also end the program."""
-    with stop_signals() as signals:
-        builder = process.spawn(command, log=log, bound=True)
-        try:
-            while builder.alive():
-                if signals():
-                    raise KeyboardInterrupt
-                follow.follow()
-                time.sleep(_POLL_SECONDS)
-            follow.follow()
-            return process.exit_code(builder)
-        finally:
-            process.stop(builder, grace=_GRACE_SECONDS)
-            if box is not None:
-                remove_container(box.name)
 
 
 def _require_whole(plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, log: Path) -> None:

@@ -26,7 +26,7 @@ from trtserve.errors import (
 from trtserve.executor.loaders import embedded_runtime, engine_files
 from trtserve.executor.openvino.memory import kv_bytes_per_token
 from trtserve.files import read_json_object
-from trtserve.nvidia.plan_header import tensorrt_version
+from trtserve.nvidia.engine_files import tensorrt_version
 from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.core_models import CoreModel, core_models, world_size

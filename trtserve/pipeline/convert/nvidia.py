@@ -20,13 +20,8 @@ from trtserve.nvidia.containers import (
     in_container,
     with_targets,
 )
-from trtserve.nvidia.converters import (
-    Toolkit,
-    ToolMemory,
-    needs_calibration,
-    run_tool,
-    tool_command,
-)
+from trtserve.nvidia.converters import Toolkit, needs_calibration, run_converter, tool_command
+from trtserve.nvidia.tool_run import ToolMemory
 from trtserve.pipeline.convert.conversion_plan import ConversionPlan, smaller_checkpoint
 from trtserve.pipeline.convert.verification import Verification
 from trtserve.process import Command
@@ -93,7 +88,7 @@ def _run(
     _require_memory(plan)
     command, box = _command(plan, toolkit, folder)
     ranks = len(plan.sizes)
-    config = run_tool(command, folder, world_size=ranks, memory=_memory(plan), log=log, progress=progress, box=box)
+    config = run_converter(command, folder, world_size=ranks, memory=_memory(plan), log=log, progress=progress, box=box)
     if plan.spec.quantize != "none" and (config.get("quantization") or {}).get("quant_algo") in (None, "NO_QUANT"):
         raise ConversionError(
             f"--quantize {plan.spec.quantize} was asked for, but the checkpoint is not quantised.",
@@ -141,4 +136,5 @@ def _memory(plan: ConversionPlan) -> ToolMemory:
     return ToolMemory(
         words=f"It holds the whole model{sizes} and the ranks that it makes{each}",
         advice=f"{fewer} some memory or raise its limit.{own}",
+        gpu_advice="The GPU ran out of memory: free some, or use a larger GPU.",
     )

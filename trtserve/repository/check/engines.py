@@ -11,7 +11,7 @@ from typing import Any
 
 from trtserve.errors import RepositoryError, TrtserveError, counted
 from trtserve.files import parse_json
-from trtserve.nvidia.plan_header import begins_like_an_engine
+from trtserve.nvidia.engine_files import begins_like_an_engine
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.repository.adapters import CONFIG, WEIGHTS, resolve_adapters

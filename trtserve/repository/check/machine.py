@@ -9,7 +9,7 @@ from functools import partial
 from trtserve.errors import counted
 from trtserve.host.gpus import count_gpus, list_gpus, visible_gpu
 from trtserve.host.machine import format_bytes
-from trtserve.nvidia.plan_header import tensorrt_version
+from trtserve.nvidia.engine_files import tensorrt_version
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.installed import has_engine_path, installed
 from trtserve.repository.check.repository import LLMAPI, MachineFacts, Repository

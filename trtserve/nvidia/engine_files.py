@@ -1,8 +1,13 @@
-"""Verify an engine written by `trtllm-build`: complete, and as requested."""
+"""Engines that `trtllm-build` writes: complete, as requested, and by which TensorRT.
+
+Header of an engine file: trtexec of NVIDIA/TensorRT (--getPlanVersionOnly): a tag, the serialization version, which
+must be 0, and TensorRT's version in bytes 24 to 27.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +18,8 @@ from trtserve.host.machine import format_bytes
 from trtserve.nvidia.releases import release_of
 from trtserve.specs.runtime import Limits
 
+_TAG = 0x74727466
+_HEADER = 28
 # 4-bit engines have an eighth of a float32 checkpoint's size; a much smaller file contains no weights.
 _LEAST_PART = 16
 # With these flags an engine does not contain its weights.
@@ -86,3 +93,18 @@ def _require_equal(asked: Mapping[str, Any], found: Mapping[str, Any], where: st
                 f"{where} of the engine has {name} = {found[name]}; expected {value}.",
                 hint="trtllm-build changed it: read the warnings in its log.",
             )
+
+
+def begins_like_an_engine(path: Path) -> bool:
+    """Return whether a file starts with the tag of TensorRT engines."""
+    with path.open("rb") as file:
+        return file.read(4) == struct.pack("<I", _TAG)
+
+
+def tensorrt_version(engine: Path) -> str | None:
+    """Return the version, such as `10.14.1.48`, or None for other files."""
+    with engine.open("rb") as file:
+        head = file.read(_HEADER)
+    if len(head) < _HEADER or struct.unpack("<II", head[:8]) != (_TAG, 0):
+        return None
+    return ".".join(str(part) for part in head[24:])
