@@ -17,7 +17,7 @@ import trtserve
 from trtserve import errors
 from trtserve.cli.commands import command_tree
 from trtserve.cli.parser import help_sections, split_help
-from trtserve.client.options import REQUEST_OPTIONS, tensors_of
+from trtserve.client.spec import REQUEST_OPTIONS, tensors_of
 from trtserve.nvidia.releases import LAST_WITH_ENGINES, RELEASES, order
 from trtserve.nvidia.releases.containers import (
     Container,

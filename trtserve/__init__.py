@@ -8,10 +8,9 @@ from trtserve._version import __version__ as __version__
 TYPE_CHECKING = False  # the module `typing` would take most of the time of the import
 
 if TYPE_CHECKING:
-    from trtserve.client.generation import Generation
+    from trtserve.client.answer import Generation
     from trtserve.errors import TrtserveError
-    from trtserve.library.async_client import AsyncClient, AsyncTextStream
-    from trtserve.library.client import Client, TextStream
+    from trtserve.library.client import AsyncClient, AsyncTextStream, Client, TextStream
     from trtserve.library.importing import import_model
     from trtserve.library.serving import serve
 
@@ -27,10 +26,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncClient": "library.async_client",
-    "AsyncTextStream": "library.async_client",
+    "AsyncClient": "library.client",
+    "AsyncTextStream": "library.client",
     "Client": "library.client",
-    "Generation": "client.generation",
+    "Generation": "client.answer",
     "TextStream": "library.client",
     "TrtserveError": "errors",
     "import_model": "library.importing",

@@ -19,11 +19,11 @@ from tests.support.exact_server import exact_server
 from trtserve.bench.compare import compare
 from trtserve.bench.echo_server import Echo, Spoken
 from trtserve.bench.intervals import independent_interval, mean_interval
-from trtserve.bench.processes import Outcome, run_load
-from trtserve.bench.protocols.base import Target
-from trtserve.bench.records import Record
-from trtserve.bench.report import Report
+from trtserve.bench.processes import LoadOutcome, run_load
+from trtserve.bench.records import RequestRecord
+from trtserve.bench.report import BenchReport
 from trtserve.bench.statistics import percentile
+from trtserve.bench.transport import LoadTarget
 from trtserve.bench.worker import Load
 
 RUNS = 1000
@@ -44,14 +44,14 @@ class Row:
 
 
 def send(
-    target: Target,
+    target: LoadTarget,
     count: int,
     *,
     tokens: int = 16,
     rate: float | None = None,
     concurrency: int | None = None,
     workers: int = 1,
-) -> Outcome:
+) -> LoadOutcome:
     """Send `count` requests, at a constant rate or in a closed loop."""
     sent = requests(count, tokens=tokens)
     offsets = None if rate is None else [index / rate for index in range(count)]
@@ -62,7 +62,7 @@ def send(
     return outcome
 
 
-def latencies(records: list[Record]) -> list[float]:
+def latencies(records: list[RequestRecord]) -> list[float]:
     """Milliseconds from the intended send, sorted."""
     return sorted((record.ended_ns - record.intended_ns) / 1e6 for record in records)
 
@@ -179,23 +179,23 @@ def comparisons() -> list[Row]:
     return rows
 
 
-def measured(target: Target, number: int) -> Report:
+def measured(target: LoadTarget, number: int) -> BenchReport:
     """One run against a server, the `number`-th of its series."""
     started = f"2026-01-01T{number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}"
     return report_of(send(target, 200, concurrency=4, tokens=8).records, started=started)
 
 
-def batched(runs: list[Report], size: int) -> list[list[Report]]:
+def batched(runs: list[BenchReport], size: int) -> list[list[BenchReport]]:
     """The runs in whole groups of `size`."""
     return [runs[begin : begin + size] for begin in range(0, len(runs) - size + 1, size)]
 
 
-def in_turn(runs: list[Report]) -> tuple[list[Report], list[Report]]:
+def in_turn(runs: list[BenchReport]) -> tuple[list[BenchReport], list[BenchReport]]:
     """Both sides of runs that were made in the order A B B A A B B A."""
     return [*runs[::4], *runs[3::4]], [*runs[1::4], *runs[2::4]]
 
 
-def drifting(random: np.random.Generator) -> list[Report]:
+def drifting(random: np.random.Generator) -> list[BenchReport]:
     """Runs of one server on a machine whose speed wanders: 1 % from run to run, and 1 % of its own in each run."""
     runs, speed = [], 1.0
     for number in range(2 * TURNS):
@@ -212,7 +212,7 @@ def drifting(random: np.random.Generator) -> list[Report]:
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| Case | Measured | Target |", "|---|--:|--:|"]
+    lines = ["| Case | Measured | LoadTarget |", "|---|--:|--:|"]
     for row in rows:
         sign = "≤" if row.at_most else "≥"
         goal = "–" if row.target is None else f"{sign} {row.target:,g} {row.unit}".rstrip()

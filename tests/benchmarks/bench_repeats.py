@@ -14,8 +14,10 @@ from pathlib import Path
 from tests.benchmarks.bench_client import TURNS, batched, in_turn
 from tests.benchmarks.bench_protocols import CommandLine
 from tests.benchmarks.results import Figure, benchmark_parser, finish
-from trtserve.bench import Report, plan_benchmark, run_benchmark
 from trtserve.bench.compare import compare
+from trtserve.bench.plan import plan_benchmark
+from trtserve.bench.report import BenchReport
+from trtserve.bench.run import run_benchmark
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.specs import BenchSpec
 
@@ -33,7 +35,7 @@ SPEC = BenchSpec(
 )
 
 
-def measured(home: Path) -> list[Report]:
+def measured(home: Path) -> list[BenchReport]:
     """Serve the demo and measure it, as often as the comparisons need."""
     os.environ["TRTSERVE_HOME"] = str(home)
     with CommandLine(home).serving():
@@ -41,7 +43,7 @@ def measured(home: Path) -> list[Report]:
         return [run_benchmark(plan) for _ in range(2 * TURNS * COMPARISONS)]
 
 
-def alarms(sides: Sequence[tuple[list[Report], list[Report]]]) -> float:
+def alarms(sides: Sequence[tuple[list[BenchReport], list[BenchReport]]]) -> float:
     """The share of comparisons in which some figure got worse, in per cent."""
     worse = [any(each.worse_than(0.0) for each in compare(*both)) for both in sides]
     return 100 * sum(worse) / len(worse)

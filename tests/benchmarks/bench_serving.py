@@ -24,12 +24,13 @@ from tests.benchmarks.bench_executor import KV_TOKENS, WAIT, ExecutorSide
 from tests.benchmarks.engines import SIZES, make_engine
 from tests.benchmarks.results import Figure, benchmark_parser, finish
 from trtserve.bench.processes import run_load
-from trtserve.bench.protocols.base import ProtocolName, Target
-from trtserve.bench.requests import TrafficRequest
+from trtserve.bench.records import TrafficRequest
 from trtserve.bench.statistics import Statistics, compute
+from trtserve.bench.transport import LoadTarget, ProtocolName
 from trtserve.bench.worker import Load
-from trtserve.client.base import CORE_MODEL, Endpoint, ModelDescription
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.tensors import CORE_MODEL, ModelDescription
 from trtserve.specs import Quantization
 
 STREAMS = 8
@@ -86,7 +87,7 @@ def measure_served(
 ) -> Statistics:
     """Send all prompts at once, one stream each."""
     requests = [TrafficRequest(token_ids=np.array(prompt, np.int32), output_len=NEW) for prompt in prompts]
-    target = Target(protocol=protocol, endpoint=endpoint, model=model, streams=True)
+    target = LoadTarget(protocol=protocol, endpoint=endpoint, model=model, streams=True)
     outcome = run_load(Load(target=target, requests=requests, concurrency=STREAMS, timeout=WAIT.total_seconds()))
     assert outcome is not None
     statistics_ = compute(outcome.records)

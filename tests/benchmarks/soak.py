@@ -30,8 +30,9 @@ import psutil
 from tests.benchmarks.memory import process_bytes
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
-from trtserve.client.base import Endpoint, ModelDescription
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
+from trtserve.client.tensors import ModelDescription
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server, log_file
 from trtserve.store import Store

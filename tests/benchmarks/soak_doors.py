@@ -33,7 +33,7 @@ from tests.benchmarks.memory import process_bytes
 from tests.benchmarks.soak import CANCELLED, CORE, KV_TOKENS, STREAMS, require_orderly_end
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server

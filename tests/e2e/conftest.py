@@ -18,7 +18,7 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.text_requests import MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, Model
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert.lora import convert_adapter

@@ -15,9 +15,11 @@ import pytest
 
 from tests.support.echo_server import running_echo_server
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.bench import Report, plan_benchmark, run_benchmark
+from trtserve.bench.plan import plan_benchmark
+from trtserve.bench.report import BenchReport
+from trtserve.bench.run import run_benchmark
 from trtserve.cli import run
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.specs import BenchSpec
 
@@ -35,7 +37,7 @@ def server(folder: Path) -> Iterator[Endpoint]:
         yield endpoint
 
 
-def measure(server: Endpoint, **settings: object) -> Report:
+def measure(server: Endpoint, **settings: object) -> BenchReport:
     """A small benchmark; `settings` are BenchSpec's."""
     defaults: dict[str, object] = {"model": "tensorrt_llm", "calibrate": False, "warmup_requests": 2}
     defaults |= {"num_requests": 12, "input_mean": 20, "output_mean": 8, "vocab_size": 100}

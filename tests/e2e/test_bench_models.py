@@ -11,8 +11,10 @@ import pytest
 
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer
-from trtserve.bench import Report, plan_benchmark, run_benchmark
-from trtserve.client.base import Endpoint
+from trtserve.bench.plan import plan_benchmark
+from trtserve.bench.report import BenchReport
+from trtserve.bench.run import run_benchmark
+from trtserve.client.endpoint import Endpoint
 from trtserve.errors import RequestError
 from trtserve.specs import BenchSpec
 
@@ -32,7 +34,7 @@ def endpoint(features: ModelServer, features_root: Path) -> Endpoint:
     )
 
 
-def measure(endpoint: Endpoint, model: str, **settings: object) -> Report:
+def measure(endpoint: Endpoint, model: str, **settings: object) -> BenchReport:
     spec = {"num_requests": 6, "input_mean": 24, "output_mean": 12, "warmup_requests": 1, **settings}
     return run_benchmark(plan_benchmark(BenchSpec(model=model, calibrate=False, **spec), endpoint))  # type: ignore[arg-type]
 

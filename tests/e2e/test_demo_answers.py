@@ -17,7 +17,7 @@ import pytest
 from tests.support.commands import command_line, environment, trtserve
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import QuerySpec, generate
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server

@@ -20,7 +20,7 @@ from tests.support.certificates import certificates
 from tests.support.echo_server import write_echo_repository
 from tests.support.servers import running_server
 from trtserve.cli.app import run
-from trtserve.client.grpc_access import grpc_metadata
+from trtserve.client.endpoint import grpc_metadata
 from trtserve.process import arguments, environment_of, tree
 from trtserve.server.state import Server
 

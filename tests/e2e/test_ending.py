@@ -19,7 +19,7 @@ from tests.support.release_client import NEWEST, long_integers
 from tests.support.servers import running_server
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import QuerySpec, generate
 from trtserve.server.state import log_file
 from trtserve.server.triton.tritonserver import kv_blocks

@@ -15,9 +15,10 @@ import pytest
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository
-from trtserve.bench import plan_benchmark, run_benchmark
+from trtserve.bench.plan import plan_benchmark
+from trtserve.bench.run import run_benchmark
 from trtserve.cli import run
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.repository.assembling import assemble_repository
 from trtserve.repository.llmapi import plan_llmapi_repository
 from trtserve.specs import BenchSpec, RepositorySpec

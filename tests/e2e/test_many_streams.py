@@ -19,8 +19,9 @@ import pytest
 
 from tests.support.model_server import ModelServer, serving
 from trtserve.artifacts import Checkpoint
-from trtserve.client.base import Endpoint, ModelDescription
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
+from trtserve.client.tensors import ModelDescription
 from trtserve.pipeline.build import build_engine
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, RepositorySpec

@@ -19,7 +19,7 @@ from tests.support.model_server import ModelServer
 from tests.support.openai_endpoint import PROMPTS, SCHEMA, expected
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.waiting import wait_until
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import QuerySpec, generate
 
 pytestmark = pytest.mark.triton

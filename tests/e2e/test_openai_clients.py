@@ -21,7 +21,7 @@ from tests.support.openai_endpoint import PROMPTS, SCHEMA, expected, openai_endp
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import QuerySpec, generate
 from trtserve.host.ports import free_ports
 from trtserve.process import find_sbin_program

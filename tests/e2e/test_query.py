@@ -15,7 +15,7 @@ import pytest
 from tests.support.certificates import certificates
 from tests.support.echo_server import running_echo_server
 from trtserve.cli import run
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import QuerySpec, generate
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 

@@ -17,7 +17,7 @@ from tests.support.model_server import ModelServer
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.waiting import wait_until
 from trtserve.cli import run
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import Generation, QuerySpec, generate
 
 pytestmark = pytest.mark.triton

@@ -21,11 +21,11 @@ from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.calibration import calibrate
 from trtserve.bench.echo_server import Echo, Spoken, running_echo
-from trtserve.bench.processes import Outcome, run_load
-from trtserve.bench.protocols.base import Chunk, Pressure
-from trtserve.bench.protocols.http import HttpPool, post
-from trtserve.bench.records import Record
+from trtserve.bench.http_transport import HttpPool, post
+from trtserve.bench.processes import LoadOutcome, run_load
+from trtserve.bench.records import RequestRecord
 from trtserve.bench.statistics import compute, percentile
+from trtserve.bench.transport import Chunk, Pressure
 from trtserve.bench.worker import Load
 from trtserve.cli import run
 from trtserve.errors import ServerUnreachableError
@@ -33,13 +33,13 @@ from trtserve.errors import ServerUnreachableError
 MS = 1_000_000
 
 
-def send(load: Load, *, workers: int = 1) -> Outcome:
+def send(load: Load, *, workers: int = 1) -> LoadOutcome:
     outcome = run_load(load, workers=workers)
     assert outcome is not None
     return outcome
 
 
-def arrived(record: Record) -> list[int]:
+def arrived(record: RequestRecord) -> list[int]:
     return [time for time, _ in record.arrivals] or [each.time_ns for each in record.responses]
 
 
@@ -205,7 +205,7 @@ def test_the_client_calibrates_itself() -> None:
 
 def test_an_interrupt_of_the_calibration_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured until then would be called the client's limit."""
-    interrupted = Outcome(records=[Record(index=0, input_tokens=1, requested_tokens=1)], interrupted=True)
+    interrupted = LoadOutcome(records=[RequestRecord(index=0, input_tokens=1, requested_tokens=1)], interrupted=True)
     monkeypatch.setattr("trtserve.bench.calibration.run_load", lambda *_, **__: interrupted)
     target = target_at(Echo(spoken="grpc-stream"), 1)
     with pytest.raises(KeyboardInterrupt):

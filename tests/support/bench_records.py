@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trtserve.bench.records import Record
-from trtserve.bench.report import Report
+from trtserve.bench.records import RequestRecord
+from trtserve.bench.report import BenchReport
 
 MS = 1_000_000
 
@@ -21,11 +21,11 @@ def answered(
     tokens: int = 8,
     late: float = 0.0,
     scheduled: bool = False,
-) -> Record:
+) -> RequestRecord:
     """A completed answer; `intended` is a moment, the rest durations, all in milliseconds."""
     sent = intended + late
     arrivals = [(round((sent + first + number * step) * MS), 1) for number in range(tokens)]
-    return Record(
+    return RequestRecord(
         index=index,
         input_tokens=16,
         requested_tokens=tokens,
@@ -49,9 +49,9 @@ def correlated(count: int, *, seed: int, mean: float = 20.0, spread: float = 2.0
     return values
 
 
-def report_of(records: Sequence[Record], **more: object) -> Report:
+def report_of(records: Sequence[RequestRecord], **more: object) -> BenchReport:
     """A report of these records."""
     facts: dict[str, object] = {"spec": {"concurrency": 8}, "endpoint": "127.0.0.1:8001", "model": "demo"}
     facts |= {"protocol": "grpc", "streaming": True, "tokens_counted_by": "output_ids"}
     facts |= {"prompts_sha256": "0" * 64, "started": "2026-01-01T00:00:00+00:00"}
-    return Report(records=tuple(records), **{**facts, **more})  # type: ignore[arg-type]
+    return BenchReport(records=tuple(records), **{**facts, **more})  # type: ignore[arg-type]

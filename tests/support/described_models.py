@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trtserve.client.base import ModelDescription
-from trtserve.client.tensors import TensorDescription
+from trtserve.client.tensors import ModelDescription, TensorDescription
 from trtserve.repository.profiles import profile
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.servers import running_server
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 
 SOURCES = Path(__file__).parent / "echo_models"
 

@@ -10,23 +10,23 @@ import numpy as np
 
 from tests.support.described_models import described
 from trtserve.bench.echo_server import Echo, running_echo
-from trtserve.bench.protocols.base import OpenAi, Target
-from trtserve.bench.requests import TrafficRequest
-from trtserve.client.base import Endpoint
+from trtserve.bench.records import TrafficRequest
+from trtserve.bench.transport import LoadTarget, OpenAi
+from trtserve.client.endpoint import Endpoint
 
 
 @contextmanager
-def echo_target(echo: Echo) -> Iterator[Target]:
+def echo_target(echo: Echo) -> Iterator[LoadTarget]:
     """Run an echo server and yield what sends to it."""
     with running_echo(echo) as port:
         yield target_at(echo, port)
 
 
-def target_at(echo: Echo, port: int) -> Target:
+def target_at(echo: Echo, port: int) -> LoadTarget:
     """Return the target for an echo server at a port of this machine."""
     endpoint = Endpoint(host="127.0.0.1", http_port=port, grpc_port=port)
     model = described("tensorrt_llm_bls" if echo.text else "tensorrt_llm", decoupled=echo.spoken != "grpc-unary")
-    target = Target(protocol="grpc", endpoint=endpoint, model=model, streams=echo.spoken.endswith("-stream"))
+    target = LoadTarget(protocol="grpc", endpoint=endpoint, model=model, streams=echo.spoken.endswith("-stream"))
     if echo.spoken.startswith("openai"):
         server = OpenAi(url=f"http://127.0.0.1:{port}/v1", model="echo")
         return replace(target, protocol="openai", openai=server)

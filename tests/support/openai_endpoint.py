@@ -13,7 +13,7 @@ import uvicorn
 
 from tests.support.model_server import ModelServer
 from tests.support.waiting import wait_until
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import QuerySpec, generate
 from trtserve.gateway.app import Door
 from trtserve.gateway.settings import DoorSettings

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tests.support.described_models import described
-from trtserve.client.base import Endpoint, Reply
-from trtserve.client.tensors import decoded
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.tensors import Reply, decoded
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.gateway.openai.served import Backend, Served

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trtserve.bench.arrivals import Arrivals, arrival_times
+from trtserve.bench.traffic import Arrivals, arrival_times
 
 
 @pytest.mark.parametrize("kind", ["constant", "exponential", "gamma"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.bench.requests import Limits, Traffic
-from trtserve.bench.traffic.datasets import dataset_traffic, read_dataset
+from trtserve.bench.recorded import dataset_traffic, read_dataset
+from trtserve.bench.records import Traffic, TrafficLimits
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
@@ -30,9 +30,9 @@ def write(folder: Path, content: object) -> Path:
     return path
 
 
-def traffic(path: Path, files: TokenizerFiles, limits: Limits | None = None, **spec: object) -> Traffic:
+def traffic(path: Path, files: TokenizerFiles, limits: TrafficLimits | None = None, **spec: object) -> Traffic:
     settings = BenchSpec(dataset=path, **spec)  # type: ignore[arg-type]
-    return dataset_traffic(settings, limits or Limits(), files, text=False, special=True, end_id=2)
+    return dataset_traffic(settings, limits or TrafficLimits(), files, text=False, special=True, end_id=2)
 
 
 def test_prompts_and_lengths_match_upstream(tmp_path: Path, files: TokenizerFiles) -> None:
@@ -48,14 +48,14 @@ def test_prompts_and_lengths_match_upstream(tmp_path: Path, files: TokenizerFile
 
 def test_prompts_above_the_limit_are_skipped(tmp_path: Path, files: TokenizerFiles) -> None:
     path = write(tmp_path, [ENTRY, {**ENTRY, "input": "x" * 50}, ENTRY, ENTRY])
-    found = traffic(path, files, Limits(max_input_len=10), num_requests=2)
+    found = traffic(path, files, TrafficLimits(max_input_len=10), num_requests=2)
     assert len(found.requests) == 2
     assert found.notes[0] == "Tokenizer: tokens per word = 3.000."
     assert found.notes[1].startswith("1 prompts were skipped")
 
 
 def test_answers_are_shortened_to_the_engine_limit(tmp_path: Path, files: TokenizerFiles) -> None:
-    found = traffic(write(tmp_path, [ENTRY]), files, Limits(max_seq_len=8))
+    found = traffic(write(tmp_path, [ENTRY]), files, TrafficLimits(max_seq_len=8))
     assert (found.requests[0].output_len, found.clipped_outputs) == (2, 1)
 
 
@@ -66,7 +66,7 @@ def test_num_requests_limits_the_dataset(tmp_path: Path, files: TokenizerFiles) 
 
 def test_dataset_without_a_usable_prompt_is_refused(tmp_path: Path, files: TokenizerFiles) -> None:
     with pytest.raises(UsageError, match=r"None of the 2 prompts.*max_input_len 3"):
-        traffic(write(tmp_path, [ENTRY, ENTRY]), files, Limits(max_input_len=3))
+        traffic(write(tmp_path, [ENTRY, ENTRY]), files, TrafficLimits(max_input_len=3))
 
 
 @pytest.mark.parametrize(

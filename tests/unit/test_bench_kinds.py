@@ -8,16 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trtserve.bench.requests import Limits
-from trtserve.bench.traffic import with_cancellations
-from trtserve.bench.traffic.conversations import sessions, shared_prefixes
-from trtserve.bench.traffic.datasets import read_dataset
-from trtserve.bench.traffic.lengths import read_histogram, token_from_histogram, token_norm_dist
-from trtserve.bench.traffic.traces import BLOCK, read_trace, replay
+from trtserve.bench.recorded import BLOCK, read_dataset, read_trace, replay
+from trtserve.bench.records import TrafficLimits
+from trtserve.bench.traffic import (
+    read_histogram,
+    sessions,
+    shared_prefixes,
+    token_from_histogram,
+    token_norm_dist,
+    with_cancellations,
+)
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
 
-LIMITS = Limits(vocab_size=500, max_input_len=4000, max_seq_len=5000)
+LIMITS = TrafficLimits(vocab_size=500, max_input_len=4000, max_seq_len=5000)
 
 
 def test_the_example_histogram_has_upstreams_frequencies() -> None:
@@ -48,14 +52,14 @@ def test_prompts_share_prefixes_at_the_reuse_rate() -> None:
     assert sum(counts[:3]) / 400 == pytest.approx(0.75, abs=0.08)
     assert set(counts[3:]) == {1}
     with pytest.raises(UsageError, match="--prefix-len is 64, but the engine takes prompts of at most 50"):
-        shared_prefixes(spec, Limits(vocab_size=500, max_input_len=50))
+        shared_prefixes(spec, TrafficLimits(vocab_size=500, max_input_len=50))
 
 
 def test_conversations_have_the_asked_turns_and_fit_the_engine() -> None:
     spec = BenchSpec(traffic="sessions", num_requests=12, turns=4, input_mean=10, output_mean=10)
     turns = [each.session for each in sessions(spec, LIMITS).requests]
     assert turns == [0] * 4 + [1] * 4 + [2] * 4
-    tight = sessions(spec, Limits(vocab_size=500, max_seq_len=60)).requests
+    tight = sessions(spec, TrafficLimits(vocab_size=500, max_seq_len=60)).requests
     used: dict[int | None, int] = {}
     for each in tight:
         used[each.session] = used.get(each.session, 0) + len(each.token_ids) + each.output_len

@@ -12,15 +12,14 @@ import pytest
 
 from tests.support.bench_records import answered, correlated, report_of
 from trtserve.bench.compare import compare
-from trtserve.bench.health import Health
+from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.plots import chart
-from trtserve.bench.report import Report, read_report, sparkline
-from trtserve.bench.sampling import Samples
+from trtserve.bench.report import BenchReport, read_report, sparkline
 from trtserve.cli import run
 from trtserve.errors import UsageError
 
 
-def made(seed: int, *, factor: float = 1.0, count: int = 300, **more: object) -> Report:
+def made(seed: int, *, factor: float = 1.0, count: int = 300, **more: object) -> BenchReport:
     """A run of one made-up server; `factor` makes it slower."""
     times = correlated(count, seed=seed)
     return report_of(
@@ -98,7 +97,9 @@ def test_load_is_told_in_the_words_of_aiperf(spec: dict[str, object], load: dict
     assert settings["datasets"][0]["prompts"] == {"isl": 16, "osl": 8}
 
 
-def repeated(side: int, *, runs: int = 6, factor: float = 1.0, turns: bool = True, drift: float = 0.1) -> list[Report]:
+def repeated(
+    side: int, *, runs: int = 6, factor: float = 1.0, turns: bool = True, drift: float = 0.1
+) -> list[BenchReport]:
     """Runs of one side (0 or 1) on a machine that becomes slower by `drift` from run to run, and by chance.
 
     They take turns as in 0 1 1 0 0 1 1 0, or one side follows the other.
@@ -218,7 +219,7 @@ def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [row.split("\t")[0] for row in rows] == ["8 in flight", "16 in flight"]
     assert run(["bench", "report", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["result"]["stages"]) == 2
-    busy = (Health(seconds=6, cpu=0.97),)
+    busy = (WorkerHealth(seconds=6, cpu=0.97),)
     made(8, count=120, spec={"concurrency": 8}, health=busy).write(tmp_path / "concurrency-8")
     assert run(["bench", "report", str(tmp_path), "--strict"]) == 51
     made(8, spec={"concurrency": 4, "input_mean": 9}).write(tmp_path / "older")

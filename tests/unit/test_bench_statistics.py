@@ -11,15 +11,9 @@ import pytest
 
 from tests.support.described_models import described
 from trtserve.bench.messages import core_tensors, read_response
-from trtserve.bench.records import Record, Status
-from trtserve.bench.report import Report, notes_on
-from trtserve.bench.requests import TrafficRequest
-from trtserve.bench.statistics import (
-    compute,
-    percentile,
-    summarize,
-    token_gaps,
-)
+from trtserve.bench.records import RequestRecord, Status, TrafficRequest
+from trtserve.bench.report import BenchReport, notes_on
+from trtserve.bench.statistics import compute, percentile, summarize, token_gaps
 from trtserve.client.tensors import Tensor
 
 MS = 1_000_000
@@ -34,10 +28,10 @@ def record(
     status: Status = "completed",
     scheduled: bool = False,
     finish_reason: str | None = None,
-) -> Record:
+) -> RequestRecord:
     """A record whose times are given in milliseconds."""
     received = [(5, 1), (10, 1)] if arrivals is None else arrivals
-    return Record(
+    return RequestRecord(
         index=0,
         input_tokens=8,
         requested_tokens=2,
@@ -52,7 +46,7 @@ def record(
     )
 
 
-def lost(status: Status, *, sent: int | None = 0) -> Record:
+def lost(status: Status, *, sent: int | None = 0) -> RequestRecord:
     """A record without an answer."""
     return record(status=status, sent=sent, arrivals=[])
 
@@ -180,8 +174,8 @@ def test_finish_reason_is_requested_if_the_model_declares_it(release: str | None
     assert (sent["input_ids"], sent["input_lengths"], sent["request_output_len"]) == ([1, 2], [2], [3])
 
 
-def _report(records: list[Record], *, streaming: bool = True, **spec: float) -> Report:
-    return Report(
+def _report(records: list[RequestRecord], *, streaming: bool = True, **spec: float) -> BenchReport:
+    return BenchReport(
         spec={"input_mean": 128, **spec},
         endpoint="127.0.0.1:8001",
         model="demo",

@@ -9,12 +9,10 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.bench.answers import count_answers, token_arrivals, token_counts
-from trtserve.bench.messages import text_tensors
-from trtserve.bench.records import Record, Response
-from trtserve.bench.requests import Limits, TrafficRequest
-from trtserve.bench.traffic.lengths import token_norm_dist
-from trtserve.bench.traffic.texts import TextWriter
+from trtserve.bench.messages import count_answers, text_tensors, token_arrivals, token_counts
+from trtserve.bench.prompts import TextWriter
+from trtserve.bench.records import DecodedResponse, RequestRecord, TrafficLimits, TrafficRequest
+from trtserve.bench.traffic import token_norm_dist
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
@@ -55,13 +53,13 @@ def test_same_seed_gives_the_same_text(demo: TokenizerFiles) -> None:
 def test_length_without_a_matching_text_is_noted(byte_tokens: TokenizerFiles) -> None:
     """The shortest text is two tokens, <s> and a character; a note reports the difference."""
     spec = BenchSpec(input_mean=1, input_stdev=0, num_requests=3)
-    traffic = token_norm_dist(spec, Limits(), write=TextWriter(byte_tokens, special=True, seed=0))
+    traffic = token_norm_dist(spec, TrafficLimits(), write=TextWriter(byte_tokens, special=True, seed=0))
     assert [len(request.token_ids) for request in traffic.requests] == [2, 2, 2]
     assert traffic.notes[0].startswith("3 prompts do not have the drawn length")
 
 
 def test_text_prompts_have_the_lengths_of_token_prompts(byte_tokens: TokenizerFiles) -> None:
-    spec, limits = BenchSpec(input_mean=40, input_stdev=9), Limits(vocab_size=100, max_seq_len=60)
+    spec, limits = BenchSpec(input_mean=40, input_stdev=9), TrafficLimits(vocab_size=100, max_seq_len=60)
     ids = token_norm_dist(spec, limits)
     texts = token_norm_dist(spec, limits, write=TextWriter(byte_tokens, special=True, seed=0), end_id=-1)
     sizes = [[(len(each.token_ids), each.output_len) for each in traffic.requests] for traffic in (ids, texts)]
@@ -108,9 +106,9 @@ def test_slow_and_fast_tokenizers_count_alike(demo: TokenizerFiles) -> None:
     assert token_counts(Slow(DEMO), PIECES) == token_counts(demo, PIECES)
 
 
-def responses(*parts: tuple[str, int | None]) -> list[Response]:
+def responses(*parts: tuple[str, int | None]) -> list[DecodedResponse]:
     """Responses 1 ns after each other."""
-    return [Response(time_ns=time, text=text, tokens=tokens) for time, (text, tokens) in enumerate(parts, 1)]
+    return [DecodedResponse(time_ns=time, text=text, tokens=tokens) for time, (text, tokens) in enumerate(parts, 1)]
 
 
 def test_tokens_arrive_with_their_text() -> None:
@@ -121,11 +119,13 @@ def test_tokens_arrive_with_their_text() -> None:
     assert token_arrivals([], []) == []
 
 
-def record(texts: list[Response], *, streamed: bool = True) -> Record:
-    return Record(index=0, input_tokens=4, requested_tokens=3, status="completed", streamed=streamed, responses=texts)
+def record(texts: list[DecodedResponse], *, streamed: bool = True) -> RequestRecord:
+    return RequestRecord(
+        index=0, input_tokens=4, requested_tokens=3, status="completed", streamed=streamed, responses=texts
+    )
 
 
-def counted(each: Record, files: TokenizerFiles, *, release: str = "1.2", accumulate: str = "") -> Any:
+def counted(each: RequestRecord, files: TokenizerFiles, *, release: str = "1.2", accumulate: str = "") -> Any:
     """Count one answer to the prompt "abc"."""
     model = described("ensemble", release=release, accumulate_tokens=accumulate)
     request = TrafficRequest(token_ids=files.tokenizer("abc", return_tensors="np")["input_ids"][0], output_len=3)
@@ -163,7 +163,7 @@ def test_accumulated_text_is_counted_once(byte_tokens: TokenizerFiles) -> None:
 
 
 def test_tokenizer_that_differs_from_the_servers_is_noted(byte_tokens: TokenizerFiles) -> None:
-    each = record([Response(time_ns=1, text="x", tokens=1, prompt_tokens=9)])
+    each = record([DecodedResponse(time_ns=1, text="x", tokens=1, prompt_tokens=9)])
     assert any("not the server's tokenizer" in note for note in counted(each, byte_tokens).notes(byte_tokens))
 
 

@@ -9,20 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trtserve.bench.arrivals import arrival_times
-from trtserve.bench.requests import (
-    Limits,
+from trtserve.bench.records import (
     Traffic,
+    TrafficLimits,
     clip,
     limits_of_repository,
     override_limits,
     precision_of_repository,
 )
-from trtserve.bench.traffic.lengths import token_norm_dist
+from trtserve.bench.traffic import arrival_times, token_norm_dist
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
 
-LIMITS = Limits(vocab_size=500, max_input_len=1000, max_seq_len=2000)
+LIMITS = TrafficLimits(vocab_size=500, max_input_len=1000, max_seq_len=2000)
 
 
 def _lengths(traffic: Traffic) -> list[tuple[int, int]]:
@@ -57,7 +56,7 @@ def test_same_seed_gives_the_same_requests() -> None:
 
 
 def test_random_ids_are_in_the_vocabulary_and_not_special() -> None:
-    limits = Limits(vocab_size=10, special_ids=frozenset({0, 1, 2, 99}))
+    limits = TrafficLimits(vocab_size=10, special_ids=frozenset({0, 1, 2, 99}))
     traffic = token_norm_dist(BenchSpec(), limits)
     ids = np.concatenate([request.token_ids for request in traffic.requests])
     assert set(ids.tolist()) == set(range(3, 10))
@@ -66,26 +65,28 @@ def test_random_ids_are_in_the_vocabulary_and_not_special() -> None:
 
 def test_vocabulary_must_be_known() -> None:
     with pytest.raises(UsageError, match="vocabulary"):
-        token_norm_dist(BenchSpec(), Limits())
+        token_norm_dist(BenchSpec(), TrafficLimits())
 
 
 @pytest.mark.parametrize(
     ("wanted", "limits", "expected"),
     [
-        ((10, 10), Limits(), (10, 10)),
-        ((10, 10), Limits(max_input_len=4), (4, 10)),
-        ((10, 10), Limits(max_seq_len=15), (10, 5)),
-        ((20, 10), Limits(max_seq_len=15), (14, 1)),
-        ((20, 10), Limits(max_input_len=8, max_seq_len=15), (8, 7)),
+        ((10, 10), TrafficLimits(), (10, 10)),
+        ((10, 10), TrafficLimits(max_input_len=4), (4, 10)),
+        ((10, 10), TrafficLimits(max_seq_len=15), (10, 5)),
+        ((20, 10), TrafficLimits(max_seq_len=15), (14, 1)),
+        ((20, 10), TrafficLimits(max_input_len=8, max_seq_len=15), (8, 7)),
     ],
 )
-def test_lengths_are_cut_to_the_limits(wanted: tuple[int, int], limits: Limits, expected: tuple[int, int]) -> None:
+def test_lengths_are_cut_to_the_limits(
+    wanted: tuple[int, int], limits: TrafficLimits, expected: tuple[int, int]
+) -> None:
     assert clip(*wanted, limits) == expected
 
 
 def test_clipped_requests_are_counted() -> None:
     spec = BenchSpec(num_requests=10, input_mean=50, input_stdev=0, output_mean=20, output_stdev=0)
-    traffic = token_norm_dist(spec, Limits(vocab_size=10, max_input_len=30, max_seq_len=40))
+    traffic = token_norm_dist(spec, TrafficLimits(vocab_size=10, max_input_len=30, max_seq_len=40))
     assert (traffic.clipped_inputs, traffic.clipped_outputs) == (10, 10)
     assert _lengths(traffic) == [(30, 10)] * 10
 
@@ -103,7 +104,7 @@ def test_limits_come_from_the_repository(tmp_path: Path) -> None:
     tokens = [{"id": 0, "special": True}, {"id": 5, "special": False}, {"id": 2, "special": True}]
     (tokenizer / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
     limits = limits_of_repository(tmp_path, "tensorrt_llm")
-    assert limits == Limits(vocab_size=320, max_input_len=64, max_seq_len=128, special_ids=frozenset({0, 2}))
+    assert limits == TrafficLimits(vocab_size=320, max_input_len=64, max_seq_len=128, special_ids=frozenset({0, 2}))
     assert override_limits(limits, BenchSpec(max_seq_len=100)).max_seq_len == 100
     assert limits_of_repository(tmp_path, "other").vocab_size is None
     assert precision_of_repository(tmp_path, "tensorrt_llm") == {"compute_precision": "bf16", "kv_precision": "u8"}

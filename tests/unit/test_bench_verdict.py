@@ -10,13 +10,12 @@ import pytest
 
 from tests.support.bench_records import MS, answered, correlated, report_of
 from trtserve.bench.calibration import Calibration
-from trtserve.bench.goals import read_goals
-from trtserve.bench.health import Health
-from trtserve.bench.plausibility import Machine, implausible
-from trtserve.bench.records import Record
+from trtserve.bench.monitoring import Samples, WorkerHealth
+from trtserve.bench.records import RequestRecord
 from trtserve.bench.run import _bounds
-from trtserve.bench.sampling import Samples
 from trtserve.bench.search import Answer, highest_rate, rate_answer
+from trtserve.bench.statistics import read_goals
+from trtserve.bench.verdict import Machine, implausible
 from trtserve.errors import UsageError
 
 STEADY = [
@@ -37,7 +36,7 @@ CALIBRATION = Calibration(
 
 
 def test_a_steady_run_is_valid() -> None:
-    report = report_of(STEADY, calibration=CALIBRATION, health=(Health(seconds=20, cpu=0.2),))
+    report = report_of(STEADY, calibration=CALIBRATION, health=(WorkerHealth(seconds=20, cpu=0.2),))
     assert report.verdict.judgement == "valid"
     assert dict(report.rows())["Rate / the client's highest"] == f"{report.statistics.requests_per_second / 1000:.3f}"
     ramp = replace(report, spec={"concurrency": 8, "request_rate": 5.0, "ramp_to": 600.0})
@@ -48,12 +47,12 @@ def test_a_steady_run_is_valid() -> None:
     ("more", "reason"),
     [
         ({"calibration": replace(CALIBRATION, answers_per_second=21.0)}, "of the 21/s that this client reaches"),
-        ({"health": (Health(seconds=20, cpu=0.97),)}, "used 97% of a core"),
-        ({"health": (Health(seconds=20, gc_pause_max_ms=80),)}, "garbage collector"),
-        ({"health": (Health(seconds=20, run_queue_ms=9000),)}, "waited 9.0 s of 20.0 s for a CPU"),
-        ({"health": (Health(seconds=20, loop_lag_p99_ms=40),)}, "event loop was 40.0 ms late"),
-        ({"health": (Health(seconds=20, write_blocked_max_ms=40),)}, "could not send for 40.0 ms"),
-        ({"health": (Health(seconds=20, crowded_reads=3),)}, "waiting in 3 reads"),
+        ({"health": (WorkerHealth(seconds=20, cpu=0.97),)}, "used 97% of a core"),
+        ({"health": (WorkerHealth(seconds=20, gc_pause_max_ms=80),)}, "garbage collector"),
+        ({"health": (WorkerHealth(seconds=20, run_queue_ms=9000),)}, "waited 9.0 s of 20.0 s for a CPU"),
+        ({"health": (WorkerHealth(seconds=20, loop_lag_p99_ms=40),)}, "event loop was 40.0 ms late"),
+        ({"health": (WorkerHealth(seconds=20, write_blocked_max_ms=40),)}, "could not send for 40.0 ms"),
+        ({"health": (WorkerHealth(seconds=20, crowded_reads=3),)}, "waiting in 3 reads"),
     ],
 )
 def test_a_client_at_its_limit_is_named(more: dict[str, object], reason: str) -> None:
@@ -63,7 +62,7 @@ def test_a_client_at_its_limit_is_named(more: dict[str, object], reason: str) ->
 
 
 def test_an_engine_in_this_process_may_use_it_all() -> None:
-    busy = (Health(seconds=20, cpu=1.9, loop_lag_p99_ms=40),)
+    busy = (WorkerHealth(seconds=20, cpu=1.9, loop_lag_p99_ms=40),)
     assert report_of(STEADY, health=busy, protocol="in-process").verdict.valid
 
 
@@ -99,7 +98,7 @@ def test_a_burst_that_is_over_before_its_answers_is_not_steady() -> None:
 BIG = Machine(weight_bytes=16 * 10**9, bytes_per_second=3.35e12, operations_per_second=1e15)
 
 
-def _doctored(**changes: float) -> list[Record]:
+def _doctored(**changes: float) -> list[RequestRecord]:
     settings = {"first": 30.0, "step": 6.0, **changes}
     return [answered(index, intended=index * 50, tokens=32, **settings) for index in range(100)]  # type: ignore[arg-type]
 
@@ -189,7 +188,7 @@ def test_no_limit_is_named_when_every_rate_meets_the_goals() -> None:
 
 def test_a_client_that_fell_behind_cannot_reject_a_rate() -> None:
     records = [answered(index, intended=index * 50, first=20, scheduled=True) for index in range(40)]
-    behind = Health(worker=0, seconds=2, loop_lag_p99_ms=90)
+    behind = WorkerHealth(worker=0, seconds=2, loop_lag_p99_ms=90)
     for limit, answer in (("25ms", "met"), ("15ms", "unclear")):
         late = report_of(records, spec={"slo": {"ttft": limit}}, health=[behind])
         assert late.verdict.judgement == "client-limited"

@@ -13,12 +13,10 @@ import pytest
 from rich.console import Console
 
 from trtserve.cli import run
-from trtserve.cli.chat import typed_ahead
-from trtserve.cli.chat_answer import MarkdownAnswer, complete_blocks
-from trtserve.client import conversation
-from trtserve.client.base import Endpoint
-from trtserve.client.conversation import Conversation
-from trtserve.client.query import Generation, QuerySpec
+from trtserve.cli.chat import MarkdownAnswer, complete_blocks, typed_ahead
+from trtserve.client import query
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.query import Conversation, Generation, QuerySpec
 from trtserve.errors import RequestError, ServerNotFoundError
 
 
@@ -43,7 +41,7 @@ class ScriptedModel:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ScriptedModel:
     model = ScriptedModel()
-    monkeypatch.setattr(conversation, "generate", model)
+    monkeypatch.setattr(query, "generate", model)
     return model
 
 

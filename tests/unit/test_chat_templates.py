@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
-from trtserve.client.base import Endpoint
-from trtserve.client.chat import (
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.prompts import (
     chat_prompts,
     end_words,
     find_chat_template,
@@ -91,8 +91,8 @@ def test_invalid_or_unsafe_template_is_refused(template: str) -> None:
 
 
 def prompt_text(files: TokenizerFiles, template: str, *, adds_special: bool = True) -> str:
-    (prompt,) = chat_prompts(QuerySpec(prompts=("Hi",)), files, template, adds_special=adds_special)
-    return prompt.text
+    prompt = chat_prompts(QuerySpec(prompts=("Hi",)), files, template, adds_special=adds_special)
+    return prompt.texts[0]
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}[{{ messages[0].content }}]", "[{{ messages[0].content }}]"])
@@ -178,8 +178,8 @@ def test_earlier_turns_come_before_the_question(folder: Path) -> None:
     history = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     spec = QuerySpec(prompts=("c",), system="S", history=history)
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    (prompt,) = chat_prompts(spec, TokenizerFiles(folder), template, adds_special=False)
-    assert prompt.text == "[system]S[user]a[assistant]b[user]c"
+    prompt = chat_prompts(spec, TokenizerFiles(folder), template, adds_special=False)
+    assert prompt.texts[0] == "[system]S[user]a[assistant]b[user]c"
 
 
 def test_loops_of_a_template_keep_their_variables() -> None:

@@ -17,16 +17,15 @@ import pytest
 
 from tests.support.bench_records import answered, report_of
 from trtserve.artifacts import Manifest
+from trtserve.bench.recorded import read_dataset, read_trace
 from trtserve.bench.records import read_records
 from trtserve.bench.report import REPORT, SAMPLES, read_report
-from trtserve.bench.traffic.datasets import read_dataset
-from trtserve.bench.traffic.lengths import read_histogram
-from trtserve.bench.traffic.traces import read_trace
+from trtserve.bench.traffic import read_histogram
 from trtserve.checkpoint.source import read_hf_config, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
-from trtserve.client.file_inputs import read_token_ids
+from trtserve.client.inputs import read_token_ids
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import ArtifactError, UsageError
 from trtserve.executor.loaders import read_engine_config

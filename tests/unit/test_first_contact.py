@@ -9,12 +9,13 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from trtserve.bench import plan_benchmark
+from trtserve.bench.plan import plan_benchmark
 from trtserve.cli import run
-from trtserve.client.base import Client, Endpoint
 from trtserve.client.call_errors import spoken_at
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import GrpcClient
 from trtserve.client.http_client import HttpClient
+from trtserve.client.transport import SyncClient
 from trtserve.errors import ServerUnreachableError
 from trtserve.specs import BenchSpec
 
@@ -55,7 +56,7 @@ def port_that_says(answer: bytes) -> Iterator[int]:
                 connection.close()
 
 
-def client_of(protocol: str, port: int, *, connect_timeout: float = 10.0) -> Client:
+def client_of(protocol: str, port: int, *, connect_timeout: float = 10.0) -> SyncClient:
     endpoint = Endpoint(http_port=port, grpc_port=port, connect_timeout=connect_timeout)
     return HttpClient(endpoint, timeout=60) if protocol == "http" else GrpcClient(endpoint, timeout=60)
 

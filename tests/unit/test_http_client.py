@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests.support.certificates import certificates
-from trtserve.client.base import Endpoint, ModelDescription, Tls
 from trtserve.client.call_errors import RequestCancelledError
+from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.client.http_client import HttpClient, generate_body, infer_body
-from trtserve.client.tensors import Tensor, TensorDescription, generate_shape
+from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, generate_shape
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

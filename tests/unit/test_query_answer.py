@@ -12,12 +12,11 @@ import pytest
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.query_output import Sink, as_json
-from trtserve.client.answer import Answer
-from trtserve.client.base import Endpoint, ModelDescription, Reply
-from trtserve.client.generation import GeneratedSequence, Generation
+from trtserve.client.answer import Answer, GeneratedSequence, Generation
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.request import PreparedPrompts, RequestContext
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import text_array
+from trtserve.client.tensors import ModelDescription, Reply, text_array
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.repository.profiles import BLS, CORE

@@ -11,12 +11,10 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
-from trtserve.client.base import ModelDescription
-from trtserve.client.file_inputs import read_token_ids
-from trtserve.client.options import REQUEST_OPTIONS, is_direct, tensors_of
+from trtserve.client.inputs import read_token_ids
 from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
-from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import Tensor
+from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
+from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.repository.profiles import BLS, CORE, ENSEMBLE

@@ -23,7 +23,7 @@ from trtserve.artifacts import (
     fingerprint,
     load_artifact,
 )
-from trtserve.bench.requests import limits_of_repository
+from trtserve.bench.records import limits_of_repository
 from trtserve.errors import (
     ArtifactError,
     DiskSpaceError,

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from trtserve.bench.echo_server import Echo, Spoken, running_echo
 from trtserve.bench.messages import takes_text
 from trtserve.bench.processes import run_load
-from trtserve.bench.protocols.base import Target
-from trtserve.bench.records import Record
-from trtserve.bench.requests import TrafficRequest
+from trtserve.bench.records import RequestRecord, TrafficRequest
 from trtserve.bench.statistics import percentile
+from trtserve.bench.transport import LoadTarget
 from trtserve.bench.worker import Load
 
 _ANSWERS = 400
@@ -44,7 +43,7 @@ class Calibration:
 
 
 def calibrate(
-    target: Target, requests: Sequence[TrafficRequest], *, workers: int, concurrency: int | None
+    target: LoadTarget, requests: Sequence[TrafficRequest], *, workers: int, concurrency: int | None
 ) -> Calibration | None:
     """Return the limits of the client for requests like these, or None for a target without a protocol."""
     if target.protocol == "in-process":
@@ -76,20 +75,20 @@ def calibrate(
     )
 
 
-def _first_ns(record: Record) -> int:
+def _first_ns(record: RequestRecord) -> int:
     """Return the time of the first response; texts have not been counted here."""
     times = [time for time, _ in record.arrivals] or [each.time_ns for each in record.responses]
     return times[0] if times else record.ended_ns
 
 
-def _records(load: Load, *, workers: int = 1) -> list[Record]:
+def _records(load: Load, *, workers: int = 1) -> list[RequestRecord]:
     outcome = run_load(load, workers=workers)
     if outcome.interrupted:
         raise KeyboardInterrupt
     return outcome.records
 
 
-def _spoken(target: Target) -> Spoken:
+def _spoken(target: LoadTarget) -> Spoken:
     if target.protocol == "openai":
         return "openai-stream" if target.streams else "openai"
     if target.protocol == "http":
@@ -97,7 +96,7 @@ def _spoken(target: Target) -> Spoken:
     return "grpc-stream" if target.model.decoupled else "grpc-unary"
 
 
-def _at(target: Target, port: int) -> Target:
+def _at(target: LoadTarget, port: int) -> LoadTarget:
     """Return the target moved to a port of this machine."""
     endpoint = replace(target.endpoint, host="127.0.0.1", http_port=port, grpc_port=port, tls=None)
     openai = None if target.openai is None else replace(target.openai, url=f"http://127.0.0.1:{port}/v1")

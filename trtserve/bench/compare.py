@@ -13,21 +13,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, variance
 
-from trtserve.bench.goals import first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.intervals import (
     FEWEST,
     Interval,
     mean_interval,
     t_quantile,
 )
-from trtserve.bench.records import Record
-from trtserve.bench.report import Report
+from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
+from trtserve.bench.report import BenchReport
 from trtserve.errors import UsageError
 
 DRIFT = 0.05
 """How far the means of two runs of one server may differ, as a part of the mean, where it was not measured."""
 _LEVEL = 0.95
-_Measure = Callable[[Record], float | None]
+_Measure = Callable[[RequestRecord], float | None]
 _MEASURES: dict[str, _Measure] = {
     "time to first token (ms)": first_token_ms,
     "time per output token (ms)": per_token_ms,
@@ -65,7 +64,7 @@ class Difference:
         return self.interval is not None and self.interval[1] < 0
 
 
-def compare(before: Sequence[Report], after: Sequence[Report], *, drift: float = DRIFT) -> list[Difference]:
+def compare(before: Sequence[BenchReport], after: Sequence[BenchReport], *, drift: float = DRIFT) -> list[Difference]:
     """Return the differences of the mean times between the runs of two servers.
 
     `drift` is used when both sides have one run. Raises UsageError if nothing can be compared.
@@ -86,24 +85,26 @@ def compare(before: Sequence[Report], after: Sequence[Report], *, drift: float =
     return found
 
 
-def take_turns(before: Sequence[Report], after: Sequence[Report]) -> bool:
+def take_turns(before: Sequence[BenchReport], after: Sequence[BenchReport]) -> bool:
     """Return whether the i-th runs of both sides were measured before the next ones, in whatever order."""
     first, second = sorted(map(_start, before)), sorted(map(_start, after))
     turns = [sorted(pair) for pair in zip(first, second, strict=False)]
     return len(first) == len(second) and all(one[1] < next_one[0] for one, next_one in pairwise(turns))
 
 
-def failed_share(reports: Sequence[Report]) -> float:
+def failed_share(reports: Sequence[BenchReport]) -> float:
     """Return failed requests as a part of those sent."""
     counts = [each.statistics.counts for each in reports]
     return sum(each.failed for each in counts) / max(1, sum(each.sent for each in counts))
 
 
-def _start(report: Report) -> str:
+def _start(report: BenchReport) -> str:
     return report.started
 
 
-def _of_requests(name: str, measure: _Measure, before: Report, after: Report, drift: float) -> Difference | None:
+def _of_requests(
+    name: str, measure: _Measure, before: BenchReport, after: BenchReport, drift: float
+) -> Difference | None:
     """Compare two runs, request by request if both sent the same ones."""
     first, second = _values(before, measure), _values(after, measure)
     if not first or not second:
@@ -128,7 +129,9 @@ def _of_requests(name: str, measure: _Measure, before: Report, after: Report, dr
     )
 
 
-def _of_runs(name: str, measure: _Measure, before: Sequence[Report], after: Sequence[Report]) -> Difference | None:
+def _of_runs(
+    name: str, measure: _Measure, before: Sequence[BenchReport], after: Sequence[BenchReport]
+) -> Difference | None:
     """Compare the means of the runs of two sides, which are in order of time."""
     sides = [[_mean(each, measure) for each in side] for side in (before, after)]
     first, second = ([mean for mean in side if mean is not None] for side in sides)
@@ -172,12 +175,12 @@ def _difference(
     )
 
 
-def _mean(report: Report, measure: _Measure) -> float | None:
+def _mean(report: BenchReport, measure: _Measure) -> float | None:
     values = [value for _, value in _values(report, measure).values()]
     return fmean(values) if values else None
 
 
-def _values(report: Report, measure: _Measure) -> dict[int, tuple[int, float]]:
+def _values(report: BenchReport, measure: _Measure) -> dict[int, tuple[int, float]]:
     """Return index → time of the schedule and value, for completed answers."""
     found = ((each, measure(each)) for each in report.records if each.status == "completed")
     return {each.index: (each.intended_ns, value) for each, value in found if value is not None}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.report import Report
-from trtserve.client.base import CORE_MODEL
+from trtserve.bench.report import BenchReport
+from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import ArtifactError, RepositoryError
 from trtserve.files import read_json_object
 
@@ -25,7 +25,7 @@ class Gap:
     reason: str
 
 
-def diagnose(in_process: Report, core: Report, measured: Report, repository: Path | None) -> list[Gap]:
+def diagnose(in_process: BenchReport, core: BenchReport, measured: BenchReport, repository: Path | None) -> list[Gap]:
     """Return the gaps from the engine in this process to what was measured, largest parts named."""
     gaps = [_gap("Triton and the protocol (in process → tensorrt_llm)", in_process, core, "the same engine and tokens")]
     if measured.protocol == "openai":
@@ -57,7 +57,7 @@ def diagnose(in_process: Report, core: Report, measured: Report, repository: Pat
     return gaps
 
 
-def _gap(name: str, before: Report, after: Report, reason: str) -> Gap:
+def _gap(name: str, before: BenchReport, after: BenchReport, reason: str) -> Gap:
     first, second = (each.statistics.time_to_first_token_ms.p50 for each in (before, after))
     rates = before.statistics.output_tokens_per_second, after.statistics.output_tokens_per_second
     return Gap(
@@ -68,7 +68,7 @@ def _gap(name: str, before: Report, after: Report, reason: str) -> Gap:
     )
 
 
-def _settings(repository: Path, measured: Report) -> list[tuple[str, str]]:
+def _settings(repository: Path, measured: BenchReport) -> list[tuple[str, str]]:
     """Return settings of the repository and the engine that cost throughput."""
     found = []
     try:

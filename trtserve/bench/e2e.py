@@ -8,9 +8,9 @@ from contextlib import closing
 from typing import Any
 
 from trtserve.bench.plan import BenchPlan
-from trtserve.client.base import CORE_MODEL, Client, ModelDescription
 from trtserve.client.grpc_client import GrpcClient
-from trtserve.client.tensors import Tensor
+from trtserve.client.tensors import CORE_MODEL, ModelDescription, Tensor
+from trtserve.client.transport import SyncClient
 from trtserve.errors import AnswerMismatchError
 from trtserve.progress import SILENT, Progress
 
@@ -43,7 +43,7 @@ def check_pipeline(plan: BenchPlan, *, draft_tokens: int | None = None, progress
     return len(plan.traffic.requests)
 
 
-def _answer(client: Client, model: ModelDescription, prompt: str, tokens: int, **more: Sequence[Any]) -> str:
+def _answer(client: SyncClient, model: ModelDescription, prompt: str, tokens: int, **more: Sequence[Any]) -> str:
     values: dict[str, Sequence[Any]] = {"text_input": [prompt], "max_tokens": [tokens], **more}
     if "exclude_input_in_output" in model.inputs:
         values["exclude_input_in_output"] = [True]
@@ -51,7 +51,7 @@ def _answer(client: Client, model: ModelDescription, prompt: str, tokens: int, *
     return str(outputs["text_output"].reshape(-1)[0])
 
 
-def _by_hand(client: Client, models: Mapping[str, ModelDescription], prompt: str, tokens: int) -> str:
+def _by_hand(client: SyncClient, models: Mapping[str, ModelDescription], prompt: str, tokens: int) -> str:
     """Return the text of preprocessing → tensorrt_llm → postprocessing."""
     before = models["preprocessing"]
     asked = {"QUERY": [prompt], "REQUEST_OUTPUT_LEN": [tokens]}
@@ -79,7 +79,7 @@ def _by_hand(client: Client, models: Mapping[str, ModelDescription], prompt: str
 
 
 def _call(
-    client: Client, model: ModelDescription, values: Mapping[str, Any], outputs: Sequence[str]
+    client: SyncClient, model: ModelDescription, values: Mapping[str, Any], outputs: Sequence[str]
 ) -> Mapping[str, Any]:
     tensors = [model.tensor(name, value) for name, value in values.items()]
     replies = client.infer(model, tensors, request_id=uuid.uuid4().hex, stream=False, outputs=outputs)

@@ -13,12 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.bench.goals import first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.records import Record
+from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.files import write_json
 
 if TYPE_CHECKING:
-    from trtserve.bench.report import Report
+    from trtserve.bench.report import BenchReport
 
 _PERCENTILES = (99, 95, 90, 75, 50, 25)
 _AIPERF_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
@@ -40,7 +39,7 @@ _TITLES = {
 _TOKENS = ("output_sequence_length", "input_sequence_length")
 
 
-def write_exports(report: Report, folder: Path) -> None:
+def write_exports(report: BenchReport, folder: Path) -> None:
     """Write each tool's figures as JSON and CSV, and its file of single requests, `profile_export.json` or `.jsonl`."""
     completed = [record for record in report.records if record.status == "completed"]
     values = {name: found for name, found in _values(completed, streaming=report.streaming).items() if found[1]}
@@ -58,7 +57,7 @@ Values = Mapping[str, tuple[str, list[float]]]
 Totals = Mapping[str, tuple[str, float]]
 
 
-def _values(completed: Sequence[Record], *, streaming: bool) -> dict[str, tuple[str, list[float]]]:
+def _values(completed: Sequence[RequestRecord], *, streaming: bool) -> dict[str, tuple[str, list[float]]]:
     """Return unit and values of each measure, one value per completed request."""
     seconds = [(record, latency_ms(record) / 1000) for record in completed]
     found = {
@@ -82,7 +81,7 @@ def _values(completed: Sequence[Record], *, streaming: bool) -> dict[str, tuple[
     }
 
 
-def _totals(report: Report) -> dict[str, tuple[str, float]]:
+def _totals(report: BenchReport) -> dict[str, tuple[str, float]]:
     statistics = report.statistics
     return {
         "output_token_throughput": ("tokens/sec", statistics.output_tokens_per_second),
@@ -101,7 +100,7 @@ def _figures(values: Sequence[float], percentiles: Sequence[int], *, sample: boo
     return {**found, "std": 0.0 if math.isnan(deviation) else deviation}
 
 
-def _raw_profile(report: Report) -> dict[str, Any]:
+def _raw_profile(report: BenchReport) -> dict[str, Any]:
     """Return Perf Analyzer's profile, from which genai-perf computes its figures and plots.
 
     Times are nanoseconds, and a request's own time is that of its send, as there. `triton_c_api` is the kind of
@@ -125,7 +124,7 @@ def _raw_profile(report: Report) -> dict[str, Any]:
     return {"experiments": [experiment], "version": version, "service_kind": "triton_c_api", "endpoint": ""}
 
 
-def _genai_perf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:
+def _genai_perf(values: Values, totals: Totals, report: BenchReport) -> dict[str, Any]:
     spec = report.spec
     return {
         **{name: {"unit": unit, **_figures(each, _PERCENTILES, sample=False)} for name, (unit, each) in values.items()},
@@ -143,7 +142,7 @@ def _genai_perf(values: Values, totals: Totals, report: Report) -> dict[str, Any
     }
 
 
-def _aiperf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:
+def _aiperf(values: Values, totals: Totals, report: BenchReport) -> dict[str, Any]:
     counts = report.statistics.counts
     return {
         "schema_version": _AIPERF_SCHEMA,
@@ -160,7 +159,7 @@ def _aiperf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:
     }
 
 
-def _aiperf_config(values: Values, report: Report) -> dict[str, Any]:
+def _aiperf_config(values: Values, report: BenchReport) -> dict[str, Any]:
     """Return the run as AIPerf's own settings; prompts are always its kind `synthetic`, with their mean lengths."""
     spec = report.spec
     arrivals = {"constant": "constant", "exponential": "poisson", "gamma": "gamma"}
@@ -183,7 +182,7 @@ def _aiperf_config(values: Values, report: Report) -> dict[str, Any]:
     }
 
 
-def _errors(records: Sequence[Record]) -> list[dict[str, Any]]:
+def _errors(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
     counts: dict[str, int] = {}
     for record in records:
         if record.status == "failed":
@@ -191,7 +190,7 @@ def _errors(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [{"error_details": {"message": message}, "count": count} for message, count in counts.items()]
 
 
-def _aiperf_record(record: Record) -> dict[str, Any]:
+def _aiperf_record(record: RequestRecord) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         name: {"unit": unit, "value": each[0]}
         for name, (unit, each) in _values([record], streaming=True).items()

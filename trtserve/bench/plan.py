@@ -1,29 +1,197 @@
-"""The plan of a benchmark: the model to measure, the requests, and when to send them."""
+"""The plan of a benchmark: the model to measure, the requests, and when to send them.
+
+Measured are a model of a Triton server, a server with OpenAI's API, or an engine in this process.
+"""
 
 from __future__ import annotations
 
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from trtserve.bench.arrivals import arrival_times
-from trtserve.bench.goals import Goals, read_goals
-from trtserve.bench.messages import end_input
-from trtserve.bench.requests import (
-    Limits,
+from trtserve.bench.messages import end_input, takes_text
+from trtserve.bench.prompts import TextWriter
+from trtserve.bench.recorded import dataset_traffic
+from trtserve.bench.records import (
     Traffic,
+    TrafficLimits,
     limits_of_repository,
     override_limits,
 )
-from trtserve.bench.targets import Measured, find_measured
-from trtserve.bench.traffic import WRITTEN, with_cancellations
-from trtserve.bench.traffic.datasets import dataset_traffic
-from trtserve.bench.traffic.texts import TextWriter
+from trtserve.bench.statistics import Goals, read_goals
+from trtserve.bench.traffic import WRITTEN, arrival_times, with_cancellations
+from trtserve.bench.transport import LoadTarget, OpenAi
 from trtserve.bench.worker import Load
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import GrpcClient
-from trtserve.errors import UsageError
+from trtserve.client.query import describe_model
+from trtserve.client.tensors import CORE_MODEL, ModelDescription
+from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
+from trtserve.client.transport import SyncClient
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError
+from trtserve.files import parse_json
 from trtserve.specs import BenchSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is measured, and its tokenizer."""
+
+    target: LoadTarget | None
+    """None if the server did not answer; then the core model is assumed."""
+    name: str
+    takes_text: bool
+    """Whether prompts are text; a core model gets token ids."""
+    tokenizer: TokenizerFiles | None
+    """None where no tokenizer is needed or none was found."""
+    adds_special_tokens: bool
+    """Whether the server encodes prompts with special tokens."""
+    limits: TrafficLimits | None = None
+    """Limits of an engine in this process; those of a server are in its repository."""
+
+    @property
+    def core_model(self) -> str:
+        """Name of the core model, whose engine sets the limits."""
+        return CORE_MODEL if self.takes_text or self.target is None else self.target.model.name
+
+    def require_tokenizer(self, reason: str) -> TokenizerFiles:
+        """Return the tokenizer. If there is none, raise a UsageError that begins with `reason`."""
+        if self.tokenizer is None:
+            raise UsageError(
+                f"{reason}, and the server's tokenizer is not available here.",
+                hint="Give the tokenizer's folder with --tokenizer; `trtserve import ID --download-only` fetches one.",
+            )
+        return self.tokenizer
+
+
+def find_measured(spec: BenchSpec, endpoint: Endpoint, client: SyncClient, *, offline: bool) -> Measured:
+    """Return what `spec` measures. Raises ServerUnreachableError, RequestError and UsageError."""
+    if spec.openai is not None and spec.in_process is not None:
+        raise UsageError("--openai measures a server and --in-process an engine without one; give one of them.")
+    if spec.openai is not None:
+        return _openai_server(spec, endpoint, spec.openai)
+    if spec.in_process is not None:
+        return _engine(spec, endpoint, spec.in_process)
+    try:
+        model = describe_model(client, spec.model or endpoint.model)
+    except ServerUnreachableError:
+        if not offline or spec.model not in (None, CORE_MODEL):
+            raise
+        return Measured(
+            target=None, name=CORE_MODEL, takes_text=False, tokenizer=None, adds_special_tokens=False, limits=None
+        )
+    if spec.protocol == "http" and endpoint.tls is not None:
+        raise UsageError("Triton has no encryption over HTTP; leave --ssl out or use --protocol grpc.")
+    text = takes_text(model)
+    return Measured(
+        target=LoadTarget(
+            protocol=spec.protocol, endpoint=endpoint, model=model, streams=spec.streaming and model.decoupled
+        ),
+        name=model.name,
+        takes_text=text,
+        tokenizer=_tokenizer(spec, endpoint, client, needed=text),
+        adds_special_tokens=not text or server_adds_special_tokens(client),
+    )
+
+
+def _tokenizer(spec: BenchSpec, endpoint: Endpoint, client: SyncClient, *, needed: bool) -> TokenizerFiles | None:
+    if not needed and spec.dataset is None and spec.ignore_eos:
+        return None
+    tokenizer = find_tokenizer(spec.tokenizer, endpoint, client)
+    if tokenizer is None and endpoint.repository is not None:  # the folder from which the LLM API loads
+        folder = endpoint.repository / CORE_MODEL / "1" / "model"
+        tokenizer = TokenizerFiles(folder) if any(folder.glob("tokenizer*")) else None
+    return tokenizer
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, or brackets around something else than an IPv6 address
+        return False
+
+
+def _openai_server(spec: BenchSpec, endpoint: Endpoint, url: str) -> Measured:
+    url = url.rstrip("/")
+    if not _is_address(url):
+        raise UsageError(f"--openai is {url!r}; expected an address such as http://localhost:8000/v1.")
+    name = spec.model or _first_model(url, endpoint.connect_timeout)
+    # No Triton model stands behind it; prompts are texts.
+    model = ModelDescription(name=name, decoupled=True, max_batch_size=0, inputs={}, outputs={})
+    return Measured(
+        target=LoadTarget(
+            protocol="openai",
+            endpoint=endpoint,
+            model=model,
+            streams=spec.streaming,
+            openai=OpenAi(url=url, model=name, chat=spec.chat, ignore_eos=spec.ignore_eos),
+        ),
+        name=name,
+        takes_text=True,
+        tokenizer=_given_tokenizer(spec, endpoint),
+        adds_special_tokens=True,
+    )
+
+
+def _given_tokenizer(spec: BenchSpec, endpoint: Endpoint) -> TokenizerFiles | None:
+    if spec.tokenizer is not None and not spec.tokenizer.is_dir():
+        raise UsageError(f"--tokenizer is {spec.tokenizer}; expected the folder of a tokenizer.")
+    served = None if endpoint.repository is None else endpoint.repository / "preprocessing" / "1" / "tokenizer"
+    folder = spec.tokenizer or served
+    return TokenizerFiles(folder) if folder is not None and folder.is_dir() else None
+
+
+def _first_model(url: str, timeout: float) -> str:
+    """Return the name of the only model of a server with OpenAI's API."""
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"} if "OPENAI_API_KEY" in os.environ else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers=headers), timeout=timeout) as page:
+            names = [entry["id"] for entry in parse_json(page.read())["data"]]
+    except urllib.error.HTTPError as error:
+        raise RequestError(f"{url}/models answers with status {error.code}.", hint="Name the model: --model.") from None
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error
+        raise ServerUnreachableError(f"No server with OpenAI's API answers at {url}: {reason}.") from None
+    except (ValueError, KeyError, TypeError):
+        raise RequestError(f"{url}/models does not list models.", hint="Name the model: --model.") from None
+    if len(names) != 1:
+        raise UsageError(f"Choose the model with --model; {url} has {', '.join(names) or 'none'}.")
+    return str(names[0])
+
+
+def _engine(spec: BenchSpec, endpoint: Endpoint, name: str) -> Measured:
+    from trtserve.server.local_engine import find_local_engine
+
+    if spec.workers > 1:
+        raise UsageError("--in-process runs the engine in this process; leave --workers out.")
+    engine = find_local_engine(name, spec.tokenizer)
+    pretrained, build = engine.config.get("pretrained_config", {}), engine.config.get("build_config", {})
+    return Measured(
+        target=LoadTarget(
+            protocol="in-process",
+            endpoint=endpoint,
+            model=engine.describe(),
+            streams=spec.streaming,
+            engine=Path(engine.path),
+            tokenizer=engine.tokenizer,
+        ),
+        name=CORE_MODEL,
+        takes_text=False,
+        tokenizer=None if engine.tokenizer is None else TokenizerFiles(engine.tokenizer),
+        adds_special_tokens=True,
+        limits=TrafficLimits(
+            vocab_size=pretrained.get("vocab_size"),
+            max_input_len=build.get("max_input_len"),
+            max_seq_len=build.get("max_seq_len"),
+        ),
+    )
+
 
 CLOSED_LOOP_CONCURRENCY = 8
 
@@ -35,7 +203,7 @@ class BenchPlan:
     spec: BenchSpec
     endpoint: Endpoint
     measured: Measured
-    limits: Limits
+    limits: TrafficLimits
     traffic: Traffic
     goals: Goals
     offsets: Sequence[float] | None
@@ -87,7 +255,7 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint, *, offline: bool = False
     goals = read_goals(spec.slo)
     with closing(GrpcClient(endpoint, timeout=endpoint.connect_timeout)) as client:
         measured = find_measured(spec, endpoint, client, offline=offline)
-    engine = Limits()
+    engine = TrafficLimits()
     if measured.limits is not None:
         engine = measured.limits
     elif endpoint.repository is not None and spec.openai is None:
@@ -126,7 +294,7 @@ def _conversations(traffic: Traffic) -> int:
     return alone + len({request.session for request in traffic.requests} - {None})
 
 
-def _make_traffic(spec: BenchSpec, limits: Limits, measured: Measured) -> Traffic:
+def _make_traffic(spec: BenchSpec, limits: TrafficLimits, measured: Measured) -> Traffic:
     end_id = _end_id(spec, measured)
     if spec.traffic in ("dataset", "e2e") or spec.dataset is not None:
         tokenizer = measured.require_tokenizer("The dataset's prompts must be counted in tokens")
@@ -150,7 +318,7 @@ def _end_id(spec: BenchSpec, measured: Measured) -> int | None:
     return int(end) if end is not None else next(iter(tokenizer.end_ids()), None)
 
 
-def _notes(spec: BenchSpec, limits: Limits, traffic: Traffic, measured: Measured) -> list[str]:
+def _notes(spec: BenchSpec, limits: TrafficLimits, traffic: Traffic, measured: Measured) -> list[str]:
     notes = []
     if traffic.clipped_inputs:
         bound = f"max_input_len {limits.max_input_len}, max_seq_len {limits.max_seq_len}"

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.goals import first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.records import Record
-from trtserve.bench.report import Report
+from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
+from trtserve.bench.report import BenchReport
 from trtserve.bench.statistics import highest_known
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.files import writing
@@ -28,7 +27,7 @@ _HEAT_TOKENS = 200
 Spec = dict[str, Any]
 
 
-def write_plots(reports: Sequence[Report], path: Path) -> None:
+def write_plots(reports: Sequence[BenchReport], path: Path) -> None:
     """Write the plots of one result, or of the stages of a sweep; the ending .html, .svg or .png sets the form.
 
     Raises the errors of `check_plots`.
@@ -59,7 +58,7 @@ def check_plots(path: Path) -> Any:
         ) from None
 
 
-def chart(reports: Sequence[Report]) -> Spec:
+def chart(reports: Sequence[BenchReport]) -> Spec:
     """Return the Vega-Lite specification of all plots; its data are inside.
 
     Of the stages of a sweep there is one curve, and the other plots show the last stage.
@@ -90,7 +89,7 @@ def _field(name: str, kind: str, title: str, **rest: Any) -> Spec:
     return {"field": name, "type": kind, "title": title, **rest}
 
 
-def _throughput_curve(reports: Sequence[Report]) -> Spec:
+def _throughput_curve(reports: Sequence[BenchReport]) -> Spec:
     streaming = reports[-1].streaming
     goal, measure = ("ttft", "time to first token") if streaming else ("latency", "latency")
     times = [each.statistics.time_to_first_token_ms if streaming else each.statistics.latency_ms for each in reports]
@@ -134,7 +133,7 @@ def _throughput_curve(reports: Sequence[Report]) -> Spec:
     return _plot("Throughput and latency of the stages; green: within --slo", points, layer=layers)
 
 
-def _latency_curves(records: Sequence[Record]) -> Spec | None:
+def _latency_curves(records: Sequence[RequestRecord]) -> Spec | None:
     measures = {"time to first token": first_token_ms, "time per output token": per_token_ms, "latency": latency_ms}
     failed = sum(each.status == "failed" for each in records)
     points = []
@@ -166,7 +165,7 @@ def _latency_curves(records: Sequence[Record]) -> Spec | None:
     )
 
 
-def _timeline(report: Report) -> Spec | None:
+def _timeline(report: BenchReport) -> Spec | None:
     sent = [each for each in report.records if each.sent_ns is not None]
     if not sent:
         return None
@@ -187,7 +186,7 @@ def _timeline(report: Report) -> Spec | None:
     )
 
 
-def _samples(report: Report) -> list[Spec]:
+def _samples(report: BenchReport) -> list[Spec]:
     """Return two plots over time, since counts and percentages have different scales."""
     shares = {"kv_use": "KV cache use", "cpu": "CPU", "gpu": "GPU", "steal": "CPU steal"}
     counts = {"in_flight": "in flight", "batch_size": "batch size"}
@@ -220,7 +219,7 @@ def _over_time(title: str, rows: Sequence[Mapping[str, float]], names: Mapping[s
     )
 
 
-def _heat_map(records: Sequence[Record]) -> Spec | None:
+def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
     """Return the gap before each response of each answer; slow steps of the server are columns of one colour."""
     answers = [each for each in records if each.status == "completed" and len(each.arrivals) > 1]
     step = max(1, len(answers) // _HEAT_REQUESTS)
@@ -245,7 +244,7 @@ def _heat_map(records: Sequence[Record]) -> Spec | None:
     )
 
 
-def _with_figures(page: str, reports: Sequence[Report]) -> str:
+def _with_figures(page: str, reports: Sequence[BenchReport]) -> str:
     """Add the tables, the notes and where the result comes from to the page."""
     parts = []
     for report in reports:

@@ -20,15 +20,14 @@ from typing import Any, Protocol
 
 import uvloop
 
-from trtserve.bench.health import Health
-from trtserve.bench.live import Live, Totals, shared_cells
-from trtserve.bench.records import Record, pooled
+from trtserve.bench.monitoring import Live, Totals, WorkerHealth, shared_cells
+from trtserve.bench.records import RequestRecord, pooled
 from trtserve.bench.worker import (
     CANCEL_TIMEOUT,
     Load,
+    LoadWorker,
     Sent,
     Share,
-    Worker,
     shares,
 )
 from trtserve.errors import BenchmarkError, TrtserveError
@@ -38,15 +37,15 @@ _END_TIMEOUT = 60.0  # for workers to decode and hand over their records after a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class LoadOutcome:
     """Records in the order of the requests, and how the run ended."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     interrupted: bool = False
     """By the user."""
     timed_out: bool = False
     """By the time limit."""
-    health: Sequence[Health] = ()
+    health: Sequence[WorkerHealth] = ()
     start_ns: int = 0
     """Time 0 of the schedule."""
 
@@ -60,7 +59,7 @@ class Watcher:
     end: Callable[[], None] = lambda: None
 
 
-def run_load(load: Load, *, workers: int = 1, watcher: Watcher | None = None) -> Outcome:
+def run_load(load: Load, *, workers: int = 1, watcher: Watcher | None = None) -> LoadOutcome:
     """Send the warm-up, then the measured requests. SIGINT cancels requests in flight and returns what was measured.
 
     After `load.timeout` seconds the requests in flight count as failed, the remaining ones as never sent. Raises
@@ -79,7 +78,7 @@ def run_load(load: Load, *, workers: int = 1, watcher: Watcher | None = None) ->
             watcher.end()
     finally:
         group.close()
-    return Outcome(
+    return LoadOutcome(
         records=pooled(part.records for part in sent),
         interrupted=group.interrupted,
         timed_out=any(part.timed_out for part in sent),
@@ -106,7 +105,7 @@ class _OwnProcess:
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._live = Live()
-        self._worker = Worker(share, self._live, self._stop)
+        self._worker = LoadWorker(share, self._live, self._stop)
         self._previous: Any = None
         # Only the main thread can receive signals.
         if threading.current_thread() is threading.main_thread():
@@ -230,7 +229,7 @@ async def _serve(share: Share, live: Live, pipe: Connection) -> None:
 
     asyncio.get_running_loop().add_reader(pipe.fileno(), on_message)
     try:
-        worker = Worker(share, live, stop)
+        worker = LoadWorker(share, live, stop)
         await worker.prepare()
         pipe.send(True)
         answer: Any = await worker.run(await start)

@@ -1,15 +1,113 @@
-"""What happened to each request. Every figure of a report is computed from these records."""
+"""What is sent and what came of it: the requests of a run, the limits they respect, and a record of each.
+
+Every figure of a report is computed from the records.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.errors import UsageError
-from trtserve.files import parse_json
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.files import parse_json, read_json_object
+from trtserve.specs import BenchSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficLimits:
+    """Limits of the engine, or None where unknown."""
+
+    vocab_size: int | None = None
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    special_ids: frozenset[int] = frozenset()
+    """Special tokens, which random prompts never contain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficRequest:
+    """One request."""
+
+    token_ids: npt.NDArray[np.int32]
+    """The prompt [n]; for a text model the ids into which the server encodes `text`."""
+    output_len: int
+    """Number of tokens to generate."""
+    text: str | None = None
+    end_id: int | None = None
+    """Token that ends the answer early; -1: none; None: the model's default (core models have none)."""
+    session: int | None = None
+    """Conversation that this is a turn of; its turns follow each other, and each continues the answers before it."""
+    cancel_after: int | None = None
+    """Responses after which the client cancels the request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """All requests of a run."""
+
+    requests: tuple[TrafficRequest, ...]
+    clipped_inputs: int = 0
+    """Number of prompts that were cut to the engine's limits."""
+    clipped_outputs: int = 0
+    """Number of answers that were shortened to the engine's limits."""
+    offsets: tuple[float, ...] | None = None
+    """Send times of a recorded trace, in seconds after the start."""
+    notes: tuple[str, ...] = ()
+
+
+def limits_of_repository(repository: Path, model: str) -> TrafficLimits:
+    """Read the limits from the engine's config.json in a model repository.
+
+    Raises RepositoryError for a damaged file.
+    """
+    config = _read_json(repository / model / "1" / "config.json")
+    pretrained, build = config.get("pretrained_config", {}), config.get("build_config", {})
+    added = _read_json(repository / "preprocessing" / "1" / "tokenizer" / "tokenizer.json").get("added_tokens", [])
+    return TrafficLimits(
+        vocab_size=pretrained.get("vocab_size"),
+        max_input_len=build.get("max_input_len"),
+        max_seq_len=build.get("max_seq_len"),
+        special_ids=frozenset(int(token["id"]) for token in added if token.get("special")),
+    )
+
+
+def precision_of_repository(repository: Path, model: str) -> dict[str, str]:
+    """Return compute and KV cache precision, as far as the engine's config.json in a model repository has them."""
+    own = _read_json(repository / model / "1" / "config.json").get("trtserve", {})
+    return {key: own[key] for key in ("compute_precision", "kv_precision") if own.get(key)}
+
+
+def override_limits(limits: TrafficLimits, spec: BenchSpec) -> TrafficLimits:
+    """Replace limits by those that the user gave."""
+    given = {name: getattr(spec, name) for name in ("vocab_size", "max_input_len", "max_seq_len")}
+    return replace(limits, **{name: value for name, value in given.items() if value is not None})
+
+
+def clip(input_len: int, output_len: int, limits: TrafficLimits) -> tuple[int, int]:
+    """Cut both lengths to the limits: the prompt leaves room for one token, the answer for the prompt."""
+    if limits.max_seq_len is not None:
+        input_len = min(input_len, limits.max_seq_len - 1)
+    if limits.max_input_len is not None:
+        input_len = min(input_len, limits.max_input_len)
+    if limits.max_seq_len is not None:
+        output_len = min(output_len, limits.max_seq_len - input_len)
+    return input_len, output_len
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path, RepositoryError)
+    except FileNotFoundError:
+        return {}
+
 
 FILE_NAME = "requests.jsonl"
 
@@ -17,7 +115,7 @@ Status = Literal["completed", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Response:
+class DecodedResponse:
     """One response, decoded after the run."""
 
     time_ns: int
@@ -34,7 +132,7 @@ class Response:
 
 
 @dataclass(kw_only=True)
-class Record:
+class RequestRecord:
     """What happened to one planned request; times are nanoseconds of the monotonic clock."""
 
     index: int
@@ -58,7 +156,7 @@ class Record:
     """Output tokens by the server's count, or None if it does not count."""
     tokenizer_tokens: int | None = None
     """Tokens of the answer's text by the tokenizer, or None for token ids."""
-    responses: list[Response] = field(default_factory=list, repr=False)
+    responses: list[DecodedResponse] = field(default_factory=list, repr=False)
     """What arrived; not part of the file."""
 
     @property
@@ -72,13 +170,41 @@ class Record:
         return {**content, "output_tokens": self.output_tokens}
 
 
-def write_records(records: Iterable[Record], folder: Path) -> None:
+def latency_ms(record: RequestRecord) -> float:
+    """Return milliseconds from the intended send to the end."""
+    return (record.ended_ns - record.intended_ns) / 1e6
+
+
+def first_token_ms(record: RequestRecord) -> float | None:
+    """Return milliseconds from the intended send to the first token, or None without a stream or a token."""
+    if not record.streamed or not record.arrivals:
+        return None
+    return (record.arrivals[0][0] - record.intended_ns) / 1e6
+
+
+def per_token_ms(record: RequestRecord) -> float | None:
+    """Return milliseconds per token after the first response, whose own tokens came together."""
+    if not record.streamed or len(record.arrivals) < 2:
+        return None
+    (first, tokens), (last, _) = record.arrivals[0], record.arrivals[-1]
+    return (last - first) / 1e6 / (record.output_tokens - tokens)
+
+
+def longest_gap_ms(record: RequestRecord) -> float | None:
+    """Return the longest time between two responses with tokens."""
+    if not record.streamed or len(record.arrivals) < 2:
+        return None
+    times = [time for time, _ in record.arrivals]
+    return max(after - before for before, after in pairwise(times)) / 1e6
+
+
+def write_records(records: Iterable[RequestRecord], folder: Path) -> None:
     """Write one JSON line per planned request."""
     lines = (json.dumps(record.to_json()) + "\n" for record in records)
     (folder / FILE_NAME).write_text("".join(lines), encoding="utf-8")
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[RequestRecord]:
     """Read the lines that `write_records` wrote. Raises UsageError for anything else."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -89,12 +215,12 @@ def read_records(path: Path) -> list[Record]:
     return [_read_record(line, number, path) for number, line in enumerate(lines, 1)]
 
 
-def _read_record(line: str, number: int, path: Path) -> Record:
-    known = {each.name for each in fields(Record)}
+def _read_record(line: str, number: int, path: Path) -> RequestRecord:
+    known = {each.name for each in fields(RequestRecord)}
     try:
         content = {key: value for key, value in parse_json(line).items() if key in known}
         content["arrivals"] = [(int(time), int(tokens)) for time, tokens in content["arrivals"]]
-        return Record(**content)
+        return RequestRecord(**content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"Line {number} of {path} is not the record of a request: {error}.",
@@ -102,6 +228,6 @@ def _read_record(line: str, number: int, path: Path) -> Record:
         ) from None
 
 
-def pooled(parts: Iterable[Sequence[Record]]) -> list[Record]:
+def pooled(parts: Iterable[Sequence[RequestRecord]]) -> list[RequestRecord]:
     """Return the records of several workers in the order of the requests."""
     return sorted((record for part in parts for record in part), key=lambda record: record.index)

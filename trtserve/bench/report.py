@@ -10,23 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.bench.calibration import Calibration
-from trtserve.bench.goals import Goals, read_goals
-from trtserve.bench.health import Health
-from trtserve.bench.plausibility import Machine, implausible
+from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.records import (
     FILE_NAME,
-    Record,
+    RequestRecord,
     read_records,
     write_records,
 )
-from trtserve.bench.sampling import Samples
-from trtserve.bench.statistics import (
-    QUANTILES,
-    Distribution,
-    Statistics,
-    compute,
-)
-from trtserve.bench.verdict import VALID_DELIVERY, Verdict, judge
+from trtserve.bench.statistics import QUANTILES, Distribution, Goals, Statistics, compute, read_goals
+from trtserve.bench.verdict import VALID_DELIVERY, Machine, Verdict, implausible, judge
 from trtserve.errors import UsageError
 from trtserve.files import parse_json, write_json
 
@@ -42,10 +34,10 @@ Row = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class BenchReport:
     """Result of one benchmark. All figures follow from the records; the rest says where they come from."""
 
-    records: tuple[Record, ...] = field(repr=False)
+    records: tuple[RequestRecord, ...] = field(repr=False)
     spec: Mapping[str, Any]
     """What was asked for, with the concurrency that was used."""
     endpoint: str
@@ -70,7 +62,7 @@ class Report:
     bounds: Machine = field(default_factory=Machine)
     """What the engine's speed cannot exceed."""
     calibration: Calibration | None = None
-    health: tuple[Health, ...] = ()
+    health: tuple[WorkerHealth, ...] = ()
     samples: Samples = field(default_factory=Samples, repr=False)
     queue_wait_ms: float | None = None
     """Mean wait in the server's own queue, from its metrics."""
@@ -251,7 +243,7 @@ def sparkline(points: Sequence[tuple[int, float]], *, total: bool = False) -> st
     return "".join(_SCALES[round(height / most * (len(_SCALES) - 1))] for height in heights)
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> BenchReport:
     """Make a report again from the folder that --out wrote, or from its requests.jsonl.
 
     Every figure is computed from the records. Raises UsageError when a file is missing or not of such a folder.
@@ -281,29 +273,30 @@ def read_report(path: Path) -> Report:
         raise UsageError(f"{folder / REPORT} is damaged: {error!r}.") from None
 
 
-def _report(content: Mapping[str, Any], records: Sequence[Record], rows: list[dict[str, Any]]) -> Report:
+def _report(content: Mapping[str, Any], records: Sequence[RequestRecord], rows: list[dict[str, Any]]) -> BenchReport:
     server, calibration = content["server"], content["calibration"]
     computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds", "ranks")
     made_again = (*computed, "calibration", "capacity_per_second")
     known = {key: value for key, value in content.items() if key not in made_again}
     if content.get("ranks", 1) > 1:  # of an older version under mpirun, whose samples are those of the first rank
         rows = []
-    health_of = {each.name for each in fields(Health)}
+    health_of = {each.name for each in fields(WorkerHealth)}
     recomputed = notes_on(compute(records, read_goals(content["spec"].get("slo") or {})))
-    return Report(
+    return BenchReport(
         **known,
         records=tuple(records),
         bounds=Machine(**content["bounds"]),
         calibration=None if calibration is None else Calibration(**calibration),
         health=tuple(
-            Health(**{key: value for key, value in each.items() if key in health_of}) for each in content["workers"]
+            WorkerHealth(**{key: value for key, value in each.items() if key in health_of})
+            for each in content["workers"]
         ),
         samples=Samples(rows=rows, server=server["counters"], tokens=server["tokens"]),
         planned_notes=tuple(note for note in content["notes"] if note not in recomputed),
     )
 
 
-def read_runs(path: Path) -> list[Report]:
+def read_runs(path: Path) -> list[BenchReport]:
     """Read one result, or all results in the folders of a folder: the runs of one benchmark, made several times.
 
     Raises UsageError when one cannot be read, or when they differ in what was asked for (but the seed).
@@ -311,13 +304,13 @@ def read_runs(path: Path) -> list[Report]:
     return _read_alike(path)
 
 
-def read_stages(path: Path) -> list[Report]:
+def read_stages(path: Path) -> list[BenchReport]:
     """Read one result, or those of a sweep in the order of their load; raises UsageError as `read_runs` does."""
     reports = _read_alike(path, "request_rate", "concurrency")
     return sorted(reports, key=lambda each: each.spec.get("request_rate") or each.spec.get("concurrency") or 0)
 
 
-def _read_alike(path: Path, *varied: str) -> list[Report]:
+def _read_alike(path: Path, *varied: str) -> list[BenchReport]:
     inner = _inner(path)
     if not inner:
         return [read_report(path)]
@@ -337,13 +330,13 @@ def _inner(path: Path) -> list[Path]:
     return [] if (path / FILE_NAME).exists() else sorted(each.parent for each in path.glob(f"*/{FILE_NAME}"))
 
 
-def differing(first: Report, second: Report) -> list[str]:
+def differing(first: BenchReport, second: BenchReport) -> list[str]:
     """Return the names of what was asked for differently, but for the seed."""
     one, other = _asked(first), _asked(second)
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-def _asked(report: Report) -> dict[str, Any]:
+def _asked(report: BenchReport) -> dict[str, Any]:
     asked = {name: value for name, value in report.spec.items() if name not in ("seed", "calibrate")}
     return {"model": report.model, **asked}
 

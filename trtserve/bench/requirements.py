@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trtserve.bench.goals import read_duration
-from trtserve.bench.statistics import QUANTILES, Distribution, Statistics
+from trtserve.bench.statistics import QUANTILES, Distribution, Statistics, read_duration
 from trtserve.errors import UsageError
 
 _TIMES: Mapping[str, Callable[[Statistics], Distribution]] = {

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.bench.answers import count_answers
+from trtserve._version import __version__
+from trtserve.artifacts import Manifest
 from trtserve.bench.calibration import Calibration, calibrate
+from trtserve.bench.messages import count_answers
+from trtserve.bench.monitoring import LoadSampler, queue_wait_ms
 from trtserve.bench.plan import BenchPlan
-from trtserve.bench.plausibility import Machine, find_machine
 from trtserve.bench.processes import Watcher, run_load
-from trtserve.bench.provenance import (
-    command,
-    fingerprint,
-    machine,
-    prompts_hash,
-    versions,
-)
-from trtserve.bench.report import Report
-from trtserve.bench.requests import precision_of_repository
-from trtserve.bench.sampling import Sampler, queue_wait_ms
+from trtserve.bench.records import TrafficRequest, precision_of_repository
+from trtserve.bench.report import BenchReport
+from trtserve.bench.verdict import Machine, find_machine
+from trtserve.errors import ArtifactError
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trtserve.bench.live import Totals
+    from trtserve.bench.monitoring import Totals
     from trtserve.progress import Task
 
 
-def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str | None = None) -> Report:
+def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str | None = None) -> BenchReport:
     """Send the traffic of `plan` and measure the answers; `metrics` is the address of the server's metrics page.
 
     Failed requests and an interrupt do not raise: the report contains them (`report.interrupted`). Errors:
@@ -45,7 +48,7 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
     progress.step(f"Benchmark of {measured.name!r} at {target.address}: {plan.pace}")
     started = datetime.datetime.now(datetime.timezone.utc).isoformat()
     with progress.task(f"Sending {len(load.warmup)} + {len(requests)} requests", total=len(requests)) as task:
-        sampler = Sampler(metrics, on_sample=_reporter(task))
+        sampler = LoadSampler(metrics, on_sample=_reporter(task))
         outcome = run_load(load, workers=spec.workers, watcher=Watcher(begin=sampler.begin, end=sampler.end))
     counted_by, notes = "output_ids", list(plan.notes)
     if measured.takes_text:
@@ -59,7 +62,7 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
     if outcome.timed_out:
         notes.append(f"--timeout {spec.timeout:g} ended the run: the figures cover the requests sent before.")
     served = endpoint.repository if target.openai is None and target.engine is None else None
-    return Report(
+    return BenchReport(
         records=tuple(outcome.records),
         spec=_plain({**asdict(spec), "concurrency": plan.concurrency}),
         endpoint=target.address,
@@ -130,3 +133,52 @@ def _plain(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a spec as JSON values, with units in the names of times."""
     named = {"timeout_s" if name == "timeout" else name: value for name, value in spec.items()}
     return {name: str(value) if hasattr(value, "__fspath__") else value for name, value in named.items()}
+
+
+_PACKAGES = ("grpcio", "httptools", "uvloop", "numpy", "tritonclient")
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def prompts_hash(requests: Iterable[TrafficRequest]) -> str:
+    """Return the SHA-256 of all prompts and output lengths."""
+    found = hashlib.sha256()
+    for request in requests:
+        found.update(request.token_ids.tobytes() + request.output_len.to_bytes(4, "little"))
+    return found.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this program and of what sends its requests."""
+    found = {"trtserve": __version__, "python": platform.python_version()}
+    return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine."""
+    import psutil
+
+    lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "host": platform.node(),
+        "kernel": platform.release(),
+        "cpu": model or platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def command() -> str:
+    """Return the command line of this process."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def fingerprint(folder: Path | None) -> str | None:
+    """Return the fingerprint of a repository or an engine, or None when it has no manifest."""
+    if folder is None:
+        return None
+    try:
+        return Manifest.read(folder).fingerprint
+    except ArtifactError:
+        return None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from trtserve.bench.report import Report
+from trtserve.bench.report import BenchReport
 from trtserve.bench.verdict import VALID_DELIVERY
 
 GOOD_SHARE = 0.99
@@ -29,7 +29,7 @@ class Found:
     limited_by: Literal["server", "client"] | None = None
 
 
-def rate_answer(report: Report) -> Answer:
+def rate_answer(report: BenchReport) -> Answer:
     """Return whether 99 % of the answers were good and all requests were sent in their time.
 
     A client that falls behind makes times longer, so goals that are met beside it are met. Goals that are missed may

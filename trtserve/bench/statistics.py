@@ -1,19 +1,14 @@
-"""Compute figures from the records of requests: distributions, rates and counts."""
+"""Compute figures from the records of requests: distributions, rates, counts, and answers that meet --slo."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trtserve.bench.goals import (
-    Goals,
-    first_token_ms,
-    latency_ms,
-    per_token_ms,
-)
 from trtserve.bench.intervals import (
     Interval,
     effective_count,
@@ -21,7 +16,60 @@ from trtserve.bench.intervals import (
     quantile_interval,
     warmup_length,
 )
-from trtserve.bench.records import Record
+from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, longest_gap_ms, per_token_ms
+from trtserve.errors import UsageError
+
+_UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)?")
+
+
+MEASURES: Mapping[str, Callable[[RequestRecord], float | None]] = {
+    "ttft": first_token_ms,
+    "itl": longest_gap_ms,
+    "tpot": per_token_ms,
+    "latency": latency_ms,
+}
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Limits in milliseconds by the name of the measure; empty: every completed answer is good."""
+
+    limits_ms: Mapping[str, float]
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Return whether an answer is complete and within every limit; what it has no value of does not count."""
+        if record.status != "completed":
+            return False
+        values = ((MEASURES[name](record), limit) for name, limit in self.limits_ms.items())
+        return all(value is None or value <= limit for value, limit in values)
+
+    def __bool__(self) -> bool:
+        return bool(self.limits_ms)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in self.limits_ms.items())
+
+
+def read_goals(words: Mapping[str, str]) -> Goals:
+    """Read the words of --slo. Raises UsageError for unknown names and units."""
+    limits = {}
+    for name, text in words.items():
+        limit = read_duration(text)
+        if name not in MEASURES or limit is None:
+            raise UsageError(
+                f"--slo {name}={text} cannot be read.",
+                hint=f"Name {', '.join(MEASURES)} with a time: --slo ttft=200ms,itl=50ms.",
+            )
+        limits[name] = limit
+    return Goals(limits)
+
+
+def read_duration(text: str) -> float | None:
+    """Return the milliseconds of a time such as 300ms, 2s or 5 (milliseconds), or None for anything else."""
+    match = _DURATION.fullmatch(text)
+    return None if match is None else float(match[1]) * _UNITS_MS[match[2] or "ms"]
+
 
 NANOSECONDS_PER_MS = 1e6
 QUANTILES = {"p50": 0.50, "p75": 0.75, "p90": 0.90, "p95": 0.95, "p99": 0.99}
@@ -177,7 +225,7 @@ class Statistics:
     steady: Steady
 
 
-def compute(records: Sequence[Record], goals: Goals = _EVERY_GOAL) -> Statistics:
+def compute(records: Sequence[RequestRecord], goals: Goals = _EVERY_GOAL) -> Statistics:
     """Return the figures of `records`, one per planned request. Rates count completed requests only."""
     records = sorted(records, key=lambda record: (record.sent_ns is None, record.intended_ns, record.index))
     completed = [record for record in records if record.status == "completed"]
@@ -224,7 +272,7 @@ def compute(records: Sequence[Record], goals: Goals = _EVERY_GOAL) -> Statistics
     )
 
 
-def _first_tokens(answered: Iterable[Record]) -> Iterable[float]:
+def _first_tokens(answered: Iterable[RequestRecord]) -> Iterable[float]:
     for record in answered:
         first = first_token_ms(record)
         if record.status == "failed":
@@ -233,7 +281,7 @@ def _first_tokens(answered: Iterable[Record]) -> Iterable[float]:
             yield first
 
 
-def _steady(sent: Sequence[Record]) -> Steady:
+def _steady(sent: Sequence[RequestRecord]) -> Steady:
     """Return the rates between the first send after the warm-up and the last send.
 
     `sent` is in the order of the schedule. Completions in that time count, whenever their requests were sent.
@@ -266,7 +314,7 @@ def _steady(sent: Sequence[Record]) -> Steady:
     )
 
 
-def count(records: Sequence[Record]) -> Counts:
+def count(records: Sequence[RequestRecord]) -> Counts:
     """Count the records by status."""
     return Counts(
         planned=len(records),
@@ -277,7 +325,7 @@ def count(records: Sequence[Record]) -> Counts:
     )
 
 
-def token_gaps(record: Record) -> list[float]:
+def token_gaps(record: RequestRecord) -> list[float]:
     """Return the nanoseconds between tokens; tokens of one response share the gap before it."""
     pairs = pairwise(record.arrivals)
     return [(after - before) / tokens for (before, _), (after, tokens) in pairs for _ in range(tokens)]
@@ -295,7 +343,7 @@ def _mean(values: Sequence[int]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _delivered_ratio(sent: Sequence[Record]) -> float | None:
+def _delivered_ratio(sent: Sequence[RequestRecord]) -> float | None:
     scheduled = [record for record in sent if record.scheduled and record.sent_ns is not None]
     if len(scheduled) < 2:
         return None

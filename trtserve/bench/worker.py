@@ -14,18 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from trtserve.bench.health import Health, HealthMonitor
-from trtserve.bench.live import Live
+from trtserve.bench.http_transport import GenerateTransport, OpenAiTransport
 from trtserve.bench.messages import repeats_prompt, takes_text
-from trtserve.bench.protocols.base import (
-    Chunk,
-    RefusedError,
-    Target,
-    make_transport,
-)
-from trtserve.bench.records import Record, Response, Status
-from trtserve.bench.requests import TrafficRequest
+from trtserve.bench.monitoring import HealthMonitor, Live, WorkerHealth
+from trtserve.bench.records import DecodedResponse, RequestRecord, Status, TrafficRequest
 from trtserve.bench.timers import Timers
+from trtserve.bench.transport import Chunk, GrpcTransport, InProcessTransport, LoadTarget, LoadTransport, SendError
 from trtserve.errors import RequestError, ServerUnreachableError
 
 CANCEL_TIMEOUT = 5.0
@@ -38,7 +32,7 @@ _CANCELLED: tuple[Status, str] = ("cancelled", "cancelled by --cancel-rate")
 class Load:
     """The requests of a run, and how to send them."""
 
-    target: Target
+    target: LoadTarget
     requests: Sequence[TrafficRequest]
     warmup: Sequence[TrafficRequest] = ()
     offsets: Sequence[float] | None = None
@@ -88,17 +82,17 @@ def shares(load: Load, count: int) -> list[Share]:
 class Sent:
     """What one worker sent."""
 
-    records: list[Record]
-    health: Health
+    records: list[RequestRecord]
+    health: WorkerHealth
     timed_out: bool
 
 
-class Worker:
+class LoadWorker:
     """Sends one share. Call `prepare`, then `run`; setting `stop` ends either."""
 
     def __init__(self, share: Share, live: Live, stop: asyncio.Event) -> None:
         self._share, self._load, self._live, self._stop = share, share.load, live, stop
-        self._transport = make_transport(self._load.target, timeout=self._load.timeout)
+        self._transport = _make_transport(self._load.target, timeout=self._load.timeout)
         self._arrived: dict[int, list[Chunk]] = {}
         self._cut_off = _INTERRUPTED
         self._run = uuid.uuid4().hex
@@ -143,13 +137,13 @@ class Worker:
         self._decode(self._records.values())
         return Sent(records=list(self._records.values()), health=health, timed_out=timed_out)
 
-    def _begin(self, conversations: Sequence[Sequence[tuple[int, TrafficRequest]]]) -> dict[int, Record]:
+    def _begin(self, conversations: Sequence[Sequence[tuple[int, TrafficRequest]]]) -> dict[int, RequestRecord]:
         """Make the records, and encode all messages that do not depend on an answer."""
-        records: dict[int, Record] = {}
+        records: dict[int, RequestRecord] = {}
         self._messages: dict[int, Any] = {}
         for turns in conversations:
             for number, (index, request) in enumerate(turns):
-                records[index] = Record(
+                records[index] = RequestRecord(
                     index=index,
                     input_tokens=len(request.token_ids),
                     requested_tokens=request.output_len,
@@ -179,7 +173,7 @@ class Worker:
     async def _closed(
         self,
         conversations: Sequence[Sequence[tuple[int, TrafficRequest]]],
-        records: dict[int, Record],
+        records: dict[int, RequestRecord],
         start_ns: int = 0,
     ) -> None:
         """Run `concurrency` users, each having its next conversation when its last one has ended."""
@@ -195,7 +189,7 @@ class Worker:
     async def _open(
         self,
         conversations: Sequence[Sequence[tuple[int, TrafficRequest]]],
-        records: dict[int, Record],
+        records: dict[int, RequestRecord],
         start_ns: int,
     ) -> None:
         """Begin every conversation at its time in the schedule; waiting for the concurrency limit counts as latency."""
@@ -230,7 +224,7 @@ class Worker:
                 await asyncio.wait(running, timeout=CANCEL_TIMEOUT)
 
     async def _converse(
-        self, turns: Sequence[tuple[int, TrafficRequest]], records: dict[int, Record], intended_ns: int
+        self, turns: Sequence[tuple[int, TrafficRequest]], records: dict[int, RequestRecord], intended_ns: int
     ) -> None:
         """Send the turns of a conversation after each other; each prompt holds the prompts and answers before it."""
         before: TrafficRequest | None = None
@@ -249,7 +243,7 @@ class Worker:
                 return
             before = request
 
-    async def _send(self, record: Record, message: Any, request: TrafficRequest) -> None:
+    async def _send(self, record: RequestRecord, message: Any, request: TrafficRequest) -> None:
         received: list[Chunk] = []
         self._arrived[record.index] = received
         await self._timers.until(record.intended_ns)
@@ -260,7 +254,7 @@ class Worker:
             record.status = "completed"
             if request.cancel_after is not None and len(received) >= request.cancel_after:
                 record.status, record.error = _CANCELLED
-        except (RefusedError, ServerUnreachableError) as error:
+        except (SendError, ServerUnreachableError) as error:
             record.status, record.error = "failed", str(error)
         except asyncio.CancelledError:
             record.status, record.error = self._cut_off
@@ -289,7 +283,7 @@ class Worker:
         for record in records:
             self._judge(record, [self._transport.read(chunk) for chunk in self._arrived.pop(record.index, ())])
 
-    def _judge(self, record: Record, responses: list[Response]) -> None:
+    def _judge(self, record: RequestRecord, responses: list[DecodedResponse]) -> None:
         text = self._load.target.openai is not None or takes_text(self._load.target.model)
         record.finish_reason = next((each.finish_reason for each in responses if each.finish_reason), None)
         if text:
@@ -303,9 +297,17 @@ class Worker:
         if record.status == "completed" and not answered:
             record.status, record.error = "failed", "answer without tokens"
 
-    def _arrivals(self, record: Record, responses: Sequence[Response]) -> Iterator[tuple[int, int]]:
+    def _arrivals(self, record: RequestRecord, responses: Sequence[DecodedResponse]) -> Iterator[tuple[int, int]]:
         repeated = not record.streamed and repeats_prompt(self._load.target.model)
         for each in responses:
             tokens = (each.tokens or 0) - (record.input_tokens if repeated else 0)
             if tokens > 0:
                 yield each.time_ns, tokens
+
+
+def _make_transport(target: LoadTarget, *, timeout: float) -> LoadTransport:
+    if target.protocol == "grpc":
+        return GrpcTransport(target, timeout=timeout)
+    if target.protocol == "in-process":
+        return InProcessTransport(target, timeout=timeout)
+    return (OpenAiTransport if target.protocol == "openai" else GenerateTransport)(target, timeout=timeout)

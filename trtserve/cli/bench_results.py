@@ -17,8 +17,8 @@ from trtserve.errors import DoubtfulResultError, RegressionError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trtserve.bench import Report
     from trtserve.bench.compare import Difference
+    from trtserve.bench.report import BenchReport
 
 Table = Literal["upstream", "genai-perf"]
 MORE_CLIENT = (
@@ -186,7 +186,7 @@ def _row(each: Difference, allowed: float) -> tuple[str, ...]:
     )
 
 
-def print_report(found: Report, *, table: Table) -> None:
+def print_report(found: BenchReport, *, table: Table) -> None:
     """Print the table of one result."""
     from trtserve.bench.report import COLUMNS
     from trtserve.bench.statistics import QUANTILES
@@ -202,7 +202,7 @@ def print_report(found: Report, *, table: Table) -> None:
         output.print_data(f"Verdict: {found.verdict.judgement}")
 
 
-def say_notes(reports: Sequence[Report], say: Callable[[str], None]) -> None:
+def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None]) -> None:
     """Tell what a reader of the figures must know; what several runs have in common, once."""
     common = [note for note in reports[0].notes if all(note in report.notes for report in reports)]
     for note in common:
@@ -220,7 +220,7 @@ def say_notes(reports: Sequence[Report], say: Callable[[str], None]) -> None:
         say(f"hint: {MORE_CLIENT}")
 
 
-def require_valid(reports: Sequence[Report]) -> None:
+def require_valid(reports: Sequence[BenchReport]) -> None:
     """Raise DoubtfulResultError for --strict; stages of a sweep may be beyond what the server can do."""
     for report in reports:
         doubtful = report.verdict.judgement in ("client-limited", "implausible")
@@ -231,7 +231,7 @@ def require_valid(reports: Sequence[Report]) -> None:
             )
 
 
-def print_stages(reports: Sequence[Report]) -> None:
+def print_stages(reports: Sequence[BenchReport]) -> None:
     """Print one row for each stage of a sweep, with the highest percentiles that all stages have data for."""
     from trtserve.bench.report import percentile_cell
     from trtserve.bench.statistics import highest_known

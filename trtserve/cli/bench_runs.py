@@ -23,9 +23,9 @@ from trtserve.specs import BenchRuns, BenchSpec
 from trtserve.specs.options import Spec, option
 
 if TYPE_CHECKING:
-    from trtserve.bench import Report
+    from trtserve.bench.report import BenchReport
     from trtserve.bench.search import Found
-    from trtserve.client.base import Endpoint
+    from trtserve.client.endpoint import Endpoint
     from trtserve.progress import Progress
 
 
@@ -102,7 +102,7 @@ def _make_folder(folder: Path, flag: str) -> None:
         raise UsageError(f"{flag} is {folder}; the folder cannot be created: {error.strerror}.") from None
 
 
-def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], found: Found | None, *, json: bool) -> None:
+def _print(spec: BenchSpec, runs: BenchRuns, reports: list[BenchReport], found: Found | None, *, json: bool) -> None:
     if json:
         whole = [report.to_json() for report in reports]
         several = {"stages": whole} | ({} if found is None else {"highest_rate": asdict(found)})
@@ -114,7 +114,7 @@ def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], found: Found
 
 
 def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection) -> None:
-    from trtserve.client.base import CORE_MODEL
+    from trtserve.client.tensors import CORE_MODEL
 
     if spec.protocol == "http" and connection.url is not None:
         raise UsageError(
@@ -148,7 +148,7 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
 
 
 def _no_endpoint(connection: Connection) -> Endpoint:
-    from trtserve.client.base import Endpoint
+    from trtserve.client.endpoint import Endpoint
 
     return Endpoint(connect_timeout=connection.connect_timeout)
 
@@ -169,11 +169,11 @@ class _Stages:
 
     def __init__(self, endpoint: Endpoint, *, metrics: str | None, out: Path | None, progress: Progress) -> None:
         self._endpoint, self._metrics, self._out, self._progress = endpoint, metrics, out, progress
-        self._reports: list[Report] = []
+        self._reports: list[BenchReport] = []
         self.found: Found | None = None
         """What --find-rate found."""
 
-    def all(self, spec: BenchSpec, runs: BenchRuns) -> list[Report]:
+    def all(self, spec: BenchSpec, runs: BenchRuns) -> list[BenchReport]:
         """Return the reports of all stages."""
         if not runs.several:
             self._run(spec)
@@ -187,8 +187,9 @@ class _Stages:
             self._search(spec)
         return self._reports
 
-    def _run(self, stage: BenchSpec, name: str | None = None) -> Report:
-        from trtserve.bench import plan_benchmark, run_benchmark
+    def _run(self, stage: BenchSpec, name: str | None = None) -> BenchReport:
+        from trtserve.bench.plan import plan_benchmark
+        from trtserve.bench.run import run_benchmark
 
         # One calibration tells about all stages.
         stage = replace(stage, calibrate=stage.calibrate and not self._reports)
@@ -241,7 +242,7 @@ def _say_found(found: Found, progress: Progress) -> None:
     progress.step(f"{told}.")
 
 
-def require_complete(report: Report, *, strict: bool) -> None:
+def require_complete(report: BenchReport, *, strict: bool) -> None:
     """Raise BenchmarkError for failed requests, and with `strict` DoubtfulResultError for a verdict but `valid`."""
     failed = [record for record in report.records if record.status == "failed"]
     if report.timed_out:
@@ -261,7 +262,7 @@ def require_complete(report: Report, *, strict: bool) -> None:
         require_valid([report])
 
 
-def _require_answers(reports: list[Report], found: Found | None, runs: BenchRuns) -> None:
+def _require_answers(reports: list[BenchReport], found: Found | None, runs: BenchRuns) -> None:
     for report in reports:
         require_complete(report, strict=False)
     if runs.strict and not runs.find_rate:
@@ -283,12 +284,13 @@ def _check_diagnosis(spec: BenchSpec, endpoint: Endpoint) -> Endpoint:
 
 
 def _diagnose(
-    spec: BenchSpec, endpoint: Endpoint, measured: Report, *, metrics: str | None, progress: Progress
+    spec: BenchSpec, endpoint: Endpoint, measured: BenchReport, *, metrics: str | None, progress: Progress
 ) -> None:
     """Measure the engine in this process and the core model with the same spec, and print the gaps."""
-    from trtserve.bench import plan_benchmark, run_benchmark
     from trtserve.bench.diagnose import diagnose
-    from trtserve.client.base import CORE_MODEL
+    from trtserve.bench.plan import plan_benchmark
+    from trtserve.bench.run import run_benchmark
+    from trtserve.client.tensors import CORE_MODEL
 
     quiet = replace(spec, calibrate=False, openai=None, chat=False)
     own = replace(quiet, in_process=str(endpoint.repository), model=None)
@@ -308,7 +310,7 @@ def _diagnose(
 
 def _describe(spec: BenchSpec, endpoint: Endpoint, *, json: bool) -> None:
     """Print what would be sent, without sending it."""
-    from trtserve.bench import plan_benchmark
+    from trtserve.bench.plan import plan_benchmark
 
     plan = plan_benchmark(spec, endpoint, offline=True)
     requests = plan.traffic.requests

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.chat_answer import MarkdownAnswer, PlainAnswer
 from trtserve.cli.completion import servers
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.output import (
@@ -22,14 +22,93 @@ from trtserve.cli.output import (
     terminal,
 )
 from trtserve.cli.spec_options import Fields
-from trtserve.client.options import RequestOptions
-from trtserve.client.spec import QuerySpec
+from trtserve.client.spec import QuerySpec, RequestOptions
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.client.base import Endpoint
-    from trtserve.client.conversation import AnswerTimes, Conversation
+    from rich.console import Console, RenderableType
+
+    from trtserve.client.endpoint import Endpoint
+    from trtserve.client.query import AnswerTimes, Conversation
+
+_FENCES = ("```", "~~~")
+
+
+class PlainAnswer:
+    """Prints text as it comes."""
+
+    def __enter__(self) -> PlainAnswer:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """End the line."""
+        self.add("\n")
+
+    def add(self, piece: str) -> None:
+        """Print the next piece."""
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+class MarkdownAnswer:
+    """Prints Markdown: blocks that are complete stay as they are, the last one is drawn again while it grows.
+
+    Drawing the whole answer again would flicker, and cannot reach what has left the screen.
+    """
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._text = ""
+        self._live = Live(console=console, refresh_per_second=12, vertical_overflow="visible")
+
+    def __enter__(self) -> MarkdownAnswer:
+        """Begin to draw."""
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Leave the last block on the screen."""
+        self._live.update(_markdown(self._text), refresh=True)
+        self._live.stop()
+
+    def add(self, piece: str) -> None:
+        """Add the next piece."""
+        self._text += piece
+        end = complete_blocks(self._text)
+        if end:
+            self._live.console.print(_markdown(self._text[:end]))
+            self._text = self._text[end:]
+        self._live.update(_markdown(self._text))
+
+
+def _markdown(text: str) -> RenderableType:
+    from rich.markdown import Markdown
+
+    return Markdown(text)
+
+
+def complete_blocks(text: str) -> int:
+    """Return the length of the complete blocks at the beginning of `text`: up to the last blank line outside code."""
+    end = at = 0
+    fence = ""
+    for line in text.splitlines(keepends=True):
+        bare = line.strip()
+        if fence:
+            fence = "" if bare == fence else fence
+        elif bare.startswith(_FENCES):
+            fence = bare[:3]
+        elif not bare and line.endswith("\n"):
+            end = at + len(line)
+        at += len(line)
+    return end
+
 
 MAX_TOKENS = 1024
 _COMMANDS = {
@@ -64,7 +143,7 @@ def chat(
         trtserve chat --system "Answer briefly." --temperature 0.7 --top-p 0.9
         trtserve chat --url gpu-box:8001
     """
-    from trtserve.client.conversation import Conversation
+    from trtserve.client.query import Conversation
 
     name, server = _endpoint(model, connection)
     spec = QuerySpec(model=name, system=system, options=request.given())

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from trtserve.cli.completion import servers
 from trtserve.cli.output import TerminalProgress
-from trtserve.client.call_errors import CONNECT_TIMEOUT
+from trtserve.client.endpoint import CONNECT_TIMEOUT
 from trtserve.errors import UsageError
 from trtserve.specs.options import Spec, option
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT
 
 if TYPE_CHECKING:
-    from trtserve.client.base import Endpoint, Tls
+    from trtserve.client.endpoint import Endpoint, Tls
     from trtserve.server.state import Server
 
 CONNECTION = "Server and connection"
@@ -94,7 +94,7 @@ class Connection(Spec):
 
     def tls(self) -> Tls | None:
         """Return the certificates, or None for a plain connection."""
-        from trtserve.client.base import Tls
+        from trtserve.client.endpoint import Tls
 
         files = (self.root_certificates, self.private_key, self.certificate_chain)
         if not self.ssl:
@@ -134,7 +134,7 @@ def _explicit(
     host: str | None, http_port: int | None, grpc_port: int | None, protocol: Literal["grpc", "http"]
 ) -> Endpoint:
     """Return the address, with model and repository if a server that was started here has it."""
-    from trtserve.client.base import Endpoint
+    from trtserve.client.endpoint import Endpoint
 
     endpoint = Endpoint(host=host or "127.0.0.1", http_port=http_port or HTTP_PORT, grpc_port=grpc_port or GRPC_PORT)
     if endpoint.host not in _LOOPBACK:

@@ -1,9 +1,13 @@
-"""`trtserve query`: ask a model."""
+"""`trtserve query`: ask a model; the prompts come from words, options, a file or stdin."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +18,13 @@ import typer
 from trtserve.cli import output, query_output
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption
-from trtserve.cli.query_prompts import as_utf8, read_prompts
-from trtserve.client.options import REQUEST_OPTIONS, RequestOptions
-from trtserve.client.spec import PROMPTS, QuerySpec
+from trtserve.client.spec import PROMPTS, REQUEST_OPTIONS, QuerySpec, RequestOptions
 from trtserve.errors import TrtserveError, UsageError
+from trtserve.files import is_unicode, parse_json
 from trtserve.specs.options import given_flags
 
 if TYPE_CHECKING:
-    from trtserve.client.base import Endpoint
+    from trtserve.client.endpoint import Endpoint
     from trtserve.server.local_engine import LocalEngine
 
 SAVING = "Saving outputs"
@@ -148,7 +151,7 @@ def query(
 
 def _complete(spec: QuerySpec, request: RequestOptions, inputs: list[str], **prompts: Any) -> QuerySpec:
     """Add prompts, request options and further inputs to `spec`, all in UTF-8 whatever the terminal's encoding is."""
-    from trtserve.client.input_values import split_input
+    from trtserve.client.inputs import split_input
 
     return replace(
         spec,
@@ -231,3 +234,90 @@ def _ask(spec: QuerySpec, endpoint: Endpoint, sink: query_output.Sink) -> None:
         sink.broken()
         raise
     sink.finish(spec, endpoint)
+
+
+Prompts = tuple[str, ...]
+TokenIds = tuple[tuple[int, ...], ...]
+
+_STDIN = Path("-")
+# Start of a JSON list; "[INST] …" is a prompt.
+_LIST = re.compile(r"""\s*\[\s*["{]""")
+
+
+def read_prompts(
+    words: Sequence[str] | None, *, prompts: Sequence[str] | None, file: Path | None, tokens: str | None
+) -> tuple[Prompts, TokenIds]:
+    """Return prompts as texts or as token ids. Raises UsageError when they come from two places."""
+    ways = {"the words": words, "--prompt": prompts, "--input-file": file, "--input-tokens-csv": tokens}
+    used = [name for name, value in ways.items() if value]
+    if len(used) > 1:
+        raise UsageError(f"Prompts come from {' and '.join(used)}; use one of them.")
+    if tokens is not None:
+        from trtserve.client.inputs import read_token_ids
+
+        return (), read_token_ids(tokens, "--input-tokens-csv")
+    if prompts:
+        return tuple(_decoded(os.fsencode(prompt)) for prompt in prompts), ()
+    if file is not None:
+        return _of_file(file), ()
+    # An unquoted prompt arrives as several arguments.
+    prompt = " ".join(words) if words else None
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError("There is no prompt.", hint='Give one: trtserve query "What is ML?"')
+    return (_decoded(_stdin().rstrip(b"\r\n") if prompt is None or prompt == "-" else os.fsencode(prompt)),), ()
+
+
+def as_utf8(text: str, flag: str) -> str:
+    """Return an argument as UTF-8, which models expect, whatever this terminal's encoding is."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+
+
+def _stdin() -> bytes:
+    # sys.stdin is None when it was closed (`<&-`).
+    return b"" if sys.stdin is None else sys.stdin.buffer.read()
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"The prompt is not UTF-8 text: {error.reason} at byte {error.start}.",
+            hint="Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query",
+        ) from None
+
+
+def _of_file(path: Path) -> Prompts:
+    """Return the texts of a JSON list, or the non-empty lines of any other file."""
+    try:
+        text = _decoded(_stdin() if path == _STDIN else path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"--input-file: {path} cannot be read: {error.strerror}.") from None
+    prompts = _json_texts(text, path)
+    if prompts is None:
+        prompts = tuple(line for line in text.splitlines() if line.strip())
+    if not prompts:
+        raise UsageError(f"--input-file: {path} holds no prompt.")
+    return prompts
+
+
+def _json_texts(text: str, path: Path) -> Prompts | None:
+    """Return the texts of a JSON list, or None for lines, which may begin with a bracket too ("[INST] …")."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        if not _LIST.match(text):
+            return None
+        raise UsageError(
+            f"--input-file: {path} looks like a JSON list but is not: {error}.",
+            hint="Fix the list; for one prompt per line, put another line first.",
+        ) from None
+    wrong = [item for item in content if not isinstance(item, str) or not is_unicode(item)]
+    if wrong:
+        raise UsageError(f"--input-file: {path} is a JSON list with {json.dumps(wrong[0])} in it; expected only texts.")
+    return tuple(content)

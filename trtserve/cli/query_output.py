@@ -13,8 +13,8 @@ from trtserve.cli import output
 from trtserve.errors import RepositoryError, UsageError
 
 if TYPE_CHECKING:
-    from trtserve.client.base import Endpoint
-    from trtserve.client.generation import GeneratedSequence
+    from trtserve.client.answer import GeneratedSequence
+    from trtserve.client.endpoint import Endpoint
     from trtserve.client.query import Generation, QuerySpec
     from trtserve.client.request import RequestContext
 
@@ -199,8 +199,8 @@ def _ended_early(generation: Generation, spec: QuerySpec) -> bool:
 
 def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
     """Say that --max-tokens exceeds what the engine can generate, if its limits are known."""
-    from trtserve.bench.requests import limits_of_repository
-    from trtserve.client.base import CORE_MODEL
+    from trtserve.bench.records import limits_of_repository
+    from trtserve.client.tensors import CORE_MODEL
 
     if endpoint.repository is None:
         return

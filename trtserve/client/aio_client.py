@@ -6,9 +6,10 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from trtserve.client.base import Endpoint, Reply
 from trtserve.client.call_errors import explain_rpc_error, refused
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import open_channel, reply_of
+from trtserve.client.tensors import Reply
 
 
 class AioClient:

@@ -10,9 +10,6 @@ from typing import Any, Literal
 from trtserve.errors import RequestError, ServerUnreachableError
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT
 
-CONNECT_TIMEOUT = 10.0
-"""Default seconds for a server's first answer."""
-
 Spoken = Literal["HTTP", "gRPC", "TLS"]
 
 _DETECTION_TIMEOUT = 2.0

@@ -15,14 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trtserve.client.base import Endpoint, ModelDescription, Reply
-from trtserve.client.call_errors import (
-    RequestCancelledError,
-    explain_rpc_error,
-    refused,
-    unknown_model,
-)
-from trtserve.client.tensors import Tensor, decoded
+from trtserve.client.call_errors import RequestCancelledError, explain_rpc_error, refused, unknown_model
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.tensors import ModelDescription, Reply, Tensor, decoded
 from trtserve.errors import UsageError
 
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))

@@ -16,12 +16,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import quote
 
-from trtserve.client.base import (
-    Endpoint,
-    ModelDescription,
-    Reply,
-    Tls,
-)
 from trtserve.client.call_errors import (
     RequestCancelledError,
     other_protocol,
@@ -30,7 +24,10 @@ from trtserve.client.call_errors import (
     unknown_model,
     unreachable,
 )
+from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.client.tensors import (
+    ModelDescription,
+    Reply,
     Tensor,
     decoded,
     generate_shape,

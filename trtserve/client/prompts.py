@@ -1,9 +1,17 @@
-"""Prepare prompts: apply the chat template and, for core models, encode them as token ids."""
+"""Prepare prompts: apply the chat template and, for core models, encode them as token ids.
+
+Templates are rendered with Jinja as transformers' `apply_chat_template` does, but without importing transformers, which
+would take longer than most answers. Templates come from untrusted model authors, hence the process of their own.
+"""
 
 from __future__ import annotations
 
-from trtserve.client.base import Client, Endpoint, ModelDescription
-from trtserve.client.chat import chat_prompts, find_chat_template
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.request import (
     IDS_INPUT,
     TEXT_INPUT,
@@ -11,12 +19,94 @@ from trtserve.client.request import (
     require_tokenizer,
 )
 from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import ModelDescription
 from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
-from trtserve.errors import UsageError
+from trtserve.client.transport import SyncClient
+from trtserve.errors import MissingDependencyError, UsageError
+from trtserve.process.answering import AnsweringProcess
+
+TEMPLATE_SECONDS = 5.0
+"""Longest time that a template may take."""
+_FILE = "chat_template.jinja"
+_RENDERER = AnsweringProcess((sys.executable, "-m", "trtserve.client.template_process", str(1 << 30)))
+
+
+def find_chat_template(files: TokenizerFiles, *, tools: bool = False) -> str | None:
+    """Return the source of the tokenizer's chat template, or None for a model without one.
+
+    `tools`: prefer the template for conversations with tools, if the tokenizer has one of its own.
+    """
+    try:
+        return (files.folder / _FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    template = files.config.get("chat_template") or files.json("chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = (named.get("tool_use") if tools else None) or named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def chat_prompts(spec: QuerySpec, files: TokenizerFiles, template: str, *, adds_special: bool) -> PreparedPrompts:
+    """Render every prompt of `spec` as the user's turn of the template.
+
+    `adds_special`: the text will be encoded with special tokens, so a BOS that the tokenizer adds is removed here.
+    """
+    tokens = files.special_tokens()
+    texts = [render(template, messages(prompt, spec.system, spec.history), tokens) for prompt in spec.prompts]
+    if adds_special:
+        texts = [without_bos(text, files, tokens.get("bos_token")) for text in texts]
+    return PreparedPrompts(texts=tuple(texts), end_words=end_words(files))
+
+
+def messages(prompt: str, system: str | None, history: Sequence[Mapping[str, str]] = ()) -> list[Mapping[str, str]]:
+    """Return the conversation that ends with a question."""
+    system_turn = [{"role": "system", "content": system}] if system is not None else []
+    return [*system_turn, *history, {"role": "user", "content": prompt}]
+
+
+def without_bos(text: str, files: TokenizerFiles, bos: str | None) -> str:
+    """Remove the BOS token from `text` if the tokenizer would add it a second time."""
+    return text.removeprefix(bos) if bos and text.startswith(bos) and files.adds_bos() else text
+
+
+def end_words(files: TokenizerFiles) -> tuple[str, ...]:
+    """Return the texts of the tokens that end a turn, except the tokenizer's EOS, which the server handles."""
+    eos = files.special_tokens().get("eos_token")
+    texts = [files.decode_token(token) for token in files.end_ids()]
+    return tuple(text for text in dict.fromkeys(texts) if text and text != eos)
+
+
+def render(
+    template: str, conversation: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], **variables: Any
+) -> str:
+    """Render the conversation and open the model's turn; `variables` are further ones of the template, such as `tools`.
+
+    Raises UsageError with the reason the template gives.
+    """
+    if importlib.util.find_spec("jinja2") is None:
+        raise MissingDependencyError(
+            "This model has a chat template, which needs the package jinja2.",
+            hint="pip install jinja2, or send the prompt without a template: --raw.",
+        )
+    given = {"add_generation_prompt": True, **variables, **special_tokens, "messages": list(conversation)}
+    try:
+        answer = _RENDERER.ask({"template": template, "variables": given, "seconds": TEMPLATE_SECONDS})
+    except TimeoutError:
+        answer = {"error": f"it takes longer than {TEMPLATE_SECONDS:g} s"}
+    except ChildProcessError as error:
+        answer = {"error": f"the process that renders it {error}"}
+    if "error" in answer:
+        raise UsageError(
+            f"The model's chat template rejects this prompt: {answer['error']}",
+            hint="--raw sends the prompt without a template.",
+        )
+    text: str = answer["text"]
+    return text
 
 
 def prepare_prompts(
-    spec: QuerySpec, model: ModelDescription, server: Endpoint, client: Client
+    spec: QuerySpec, model: ModelDescription, server: Endpoint, client: SyncClient
 ) -> tuple[PreparedPrompts, TokenizerFiles | None]:
     """Return the prompts to send, and the tokenizer if its files are available.
 
@@ -58,5 +148,4 @@ def _apply_template(
                 hint="--tokenizer names the folder of the model's tokenizer, which may contain one.",
             )
         return PreparedPrompts(texts=spec.prompts)
-    rendered = chat_prompts(spec, files, template, adds_special=adds_special)
-    return PreparedPrompts(texts=tuple(prompt.text for prompt in rendered), end_words=rendered[0].end_words)
+    return chat_prompts(spec, files, template, adds_special=adds_special)

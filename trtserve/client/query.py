@@ -1,28 +1,27 @@
-"""Query a served model: choose the model, send the request, stop it when asked to."""
+"""Query a served model: choose the model, send the request, stop it when asked to; alone or in a conversation."""
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtserve.client.base import (
-    CORE_MODEL,
-    STOP_TIMEOUT,
-    Client,
-    Endpoint,
-    ModelDescription,
-    stop_request,
-)
+from trtserve.client.answer import Generation
 from trtserve.client.call_errors import RequestCancelledError
-from trtserve.client.generation import Generation
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.prompts import messages
 from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import CORE_MODEL, ModelDescription
+from trtserve.client.transport import STOP_TIMEOUT, SyncClient, stop_request
 from trtserve.errors import RequestError, TrtserveError, UsageError
 
-# Everything else is imported inside functions: the command line loads this module for the help of every command.
 if TYPE_CHECKING:
     from trtserve.client.request import RequestContext
 
@@ -61,7 +60,7 @@ def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None =
             yield generation
 
 
-def request_contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[RequestContext]:
+def request_contexts(spec: QuerySpec, server: Endpoint, client: SyncClient) -> list[RequestContext]:
     """Return what each request of `spec` is built from; asks the server for the model's inputs and outputs."""
     from trtserve.client.prompts import prepare_prompts
     from trtserve.client.request import RequestContext
@@ -74,7 +73,7 @@ def request_contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[
     ]
 
 
-def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) -> Client:
+def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) -> SyncClient:
     """Return a client for the protocol of `spec`, or the one of the executor in this process."""
     if server.in_process is not None:
         return server.in_process
@@ -87,7 +86,7 @@ def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) 
     return GrpcClient(server, timeout=seconds, compression=compression)
 
 
-def describe_model(client: Client, name: str | None) -> ModelDescription:
+def describe_model(client: SyncClient, name: str | None) -> ModelDescription:
     """Return the description of the model `name`; without a name that of the alias, the BLS model or the ensemble."""
     from trtserve.client.request import IDS_INPUT, TEXT_INPUT
 
@@ -108,7 +107,7 @@ def describe_model(client: Client, name: str | None) -> ModelDescription:
     return model
 
 
-def stream(context: RequestContext, server: Endpoint, client: Client, *, number: int = 0) -> Pieces:
+def stream(context: RequestContext, server: Endpoint, client: SyncClient, *, number: int = 0) -> Pieces:
     """Send a request, yield the new pieces of its text as they arrive, and return the answer.
 
     Several sequences are not mixed: they come with the answer alone. Closing the generator, an interrupt or a timeout
@@ -160,7 +159,7 @@ def _read(pieces: Pieces, on_text: OnText | None) -> Generation:
 
 @contextmanager
 def _stop_later(
-    context: RequestContext, server: Endpoint, client: Client, request_id: str
+    context: RequestContext, server: Endpoint, client: SyncClient, request_id: str
 ) -> Iterator[threading.Event]:
     """Stop the request after `stop_after_ms` if it is still running; sets the event when it does."""
     spec, stopped, ended = context.spec, threading.Event(), threading.Event()
@@ -207,3 +206,76 @@ def stop_in_engine(
     """Stop the request by its id, within a time limit; errors are ignored, since the server may be gone."""
     with suppress(TrtserveError), closing(connect(context.spec, server, timeout=STOP_TIMEOUT)) as client:
         stop_request(client, core or client.describe(_core_name(context)), request_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerTimes:
+    """What one answer took."""
+
+    seconds: float
+    first: float | None
+    """Seconds until the first text, or None without any."""
+    tokens: int | None
+    """Generated tokens, or None where the server does not count them and for an answer that was stopped."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens per second of the whole answer."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """The turns of one conversation; `spec` says which model is asked, and how."""
+
+    spec: QuerySpec
+    server: Endpoint
+    history: list[Mapping[str, str]] = field(default_factory=list)
+    times: list[AnswerTimes] = field(default_factory=list)
+
+    def ask(self, question: str, on_text: Callable[[str], None]) -> AnswerTimes:
+        """Send a question with all that was said before, and return what the answer took.
+
+        An interrupt (KeyboardInterrupt) stops the answer in the engine; what came of it stays part of the conversation.
+        Any other error leaves the conversation as it was.
+        """
+        begin, first, pieces = time.monotonic(), None, list[str]()
+
+        def add(piece: str) -> None:
+            nonlocal first
+            first = first if pieces else time.monotonic() - begin
+            pieces.append(piece)
+            on_text(piece)
+
+        spec = replace(self.spec, prompts=(question,), history=tuple(self.history), stream=True)
+        try:
+            tokens = generate(spec, self.server, on_text=add).output_tokens
+        except KeyboardInterrupt:
+            self._remember(question, "".join(pieces))
+            raise
+        self._remember(question, "".join(pieces))
+        self.times.append(AnswerTimes(seconds=time.monotonic() - begin, first=first, tokens=tokens))
+        return self.times[-1]
+
+    def _remember(self, question: str, answer: str) -> None:
+        self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def set_system(self, text: str) -> None:
+        """Replace the system message; an empty text removes it."""
+        self.spec = replace(self.spec, system=text or None)
+
+    def reset(self) -> None:
+        """Forget what was said; the system message stays."""
+        self.history.clear()
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON if the name ends with .json, else as Markdown. Raises UsageError on failure."""
+        turns = messages("", self.spec.system, self.history)[:-1]
+        if path.suffix == ".json":
+            text = json.dumps(turns, indent=2, ensure_ascii=False) + "\n"
+        else:
+            text = "\n".join(f"**{turn['role']}**\n\n{turn['content'].strip()}\n" for turn in turns)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}.") from None

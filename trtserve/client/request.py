@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.client import file_inputs
-from trtserve.client.base import ModelDescription
-from trtserve.client.input_values import input_tensor, read_text
-from trtserve.client.options import REQUEST_OPTIONS, is_direct, tensors_of
-from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import Tensor
+from trtserve.client.inputs import (
+    adapter_inputs,
+    draft_inputs,
+    input_tensor,
+    prompt_table_inputs,
+    read_text,
+    vocab_size,
+)
+from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
+from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 
@@ -124,9 +128,9 @@ def _option_inputs(context: RequestContext) -> Values:
         **_word_list_inputs(context),
         **_bias_inputs(context),
         **_guide_inputs(context),
-        **file_inputs.adapter_inputs(context),
-        **file_inputs.prompt_table_inputs(context),
-        **file_inputs.draft_inputs(context),
+        **adapter_inputs(context),
+        **prompt_table_inputs(context),
+        **draft_inputs(context),
     }
 
 
@@ -181,7 +185,7 @@ def _bias_inputs(context: RequestContext) -> Values:
 
     files = require_tokenizer(context.tokenizer, context.model, "--embedding-bias")
     # The engine expects a vector of its vocabulary's size, built as preprocessing builds it.
-    size = file_inputs.vocab_size(context) or len(files.tokenizer)
+    size = vocab_size(context) or len(files.tokenizer)
     vector = np.zeros(size, dtype=np.float32)
     for word, weight in pairs:
         np.add.at(vector, files.encode(word, special=False), weight)

@@ -1,4 +1,9 @@
-"""What `trtserve query` asks, and how."""
+"""What `trtserve query` asks: the prompts, the inputs of Triton's models that it fills, and how it is sent.
+
+Releases and models name some inputs differently: `tensors` lists the names, newest first, and the first that the
+model declares is filled. An option that is not `direct` becomes the tensor's value in `request.py` or `inputs.py`:
+words turn into ids, files into arrays.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,374 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from trtserve.client.options import REQUEST_OPTIONS, RETURNED
 from trtserve.errors import UsageError
-from trtserve.specs.options import Spec, option
+from trtserve.specs.options import (
+    UINT64,
+    Option,
+    Spec,
+    option,
+    options_of,
+)
+
+LENGTH = "Length and words"
+SAMPLING = "Sampling"
+SEQUENCES = "Sequences and beams"
+RETURNED = "What is returned"
+GUIDES = "Guided decoding"
+ADAPTERS = "Adapters and prompt tables"
+DRAFTS = "Speculative decoding"
+
+Guide = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions(Spec):
+    """What one request asks for; options at their default are left to the server."""
+
+    max_tokens: int | None = option(
+        None,
+        "--max-tokens",
+        "--request-output-len",
+        "--output-len",
+        "-o",
+        tensors=("max_tokens", "request_output_len"),
+        help="Most new tokens; the engine may allow fewer.",
+        minimum=1,
+        panel=LENGTH,
+        metavar="TOKENS",
+        unset="256",
+        common=True,
+    )
+    min_tokens: int | None = option(
+        None,
+        "--min-tokens",
+        "--min-length",
+        tensors=("min_tokens", "min_length"),
+        help="Fewest new tokens.",
+        minimum=0,
+        panel=LENGTH,
+        metavar="TOKENS",
+    )
+    stop_words: tuple[str, ...] = option(
+        (),
+        tensors=("stop_words", "stop_words_list"),
+        help="End the answer after this text; repeatable.",
+        direct=False,
+        panel=LENGTH,
+        metavar="TEXT",
+        common=True,
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        tensors=("bad_words", "bad_words_list"),
+        help="Never generate this text; repeatable.",
+        direct=False,
+        panel=LENGTH,
+        metavar="TEXT",
+    )
+    embedding_bias: tuple[str, ...] = option(
+        (),
+        tensors=("embedding_bias_words", "embedding_bias_weights", "embedding_bias"),
+        metavar="WORD=WEIGHT",
+        help="Add WEIGHT to the logits of the word's tokens; repeatable.",
+        direct=False,
+        panel=LENGTH,
+    )
+    embedding_bias_words: tuple[str, ...] = option(
+        (),
+        tensors=("embedding_bias_words",),
+        help="Words to bias, as in NVIDIA's client; repeatable.",
+        direct=False,
+        panel=LENGTH,
+    )
+    embedding_bias_weights: tuple[float, ...] = option(
+        (),
+        tensors=("embedding_bias_weights",),
+        help="Weight of each of these words; repeatable.",
+        direct=False,
+        panel=LENGTH,
+    )
+    end_id: int | None = option(
+        None,
+        tensors=("end_id",),
+        help="Token id that ends the answer; -1: none.",
+        minimum=-1,
+        panel=LENGTH,
+        metavar="ID",
+    )
+    pad_id: int | None = option(
+        None,
+        tensors=("pad_id",),
+        help="Token id that pads shorter rows of a batch.",
+        minimum=-1,
+        panel=LENGTH,
+        metavar="ID",
+    )
+    temperature: float | None = option(
+        None,
+        tensors=("temperature",),
+        help="Sampling temperature; needs --top-k or --top-p to have an effect.",
+        minimum=0,
+        panel=SAMPLING,
+        common=True,
+    )
+    top_k: int | None = option(
+        None,
+        tensors=("top_k", "runtime_top_k"),
+        help="Sample from the k likeliest tokens; 0: all.",
+        minimum=0,
+        panel=SAMPLING,
+        common=True,
+    )
+    top_p: float | None = option(
+        None,
+        tensors=("top_p", "runtime_top_p"),
+        help="Sample from the likeliest tokens with this total probability; 0: off.",
+        minimum=0,
+        maximum=1,
+        panel=SAMPLING,
+        common=True,
+    )
+    top_p_min: float | None = option(
+        None,
+        tensors=("runtime_top_p_min",),
+        help="Lowest value that decay may bring --top-p to.",
+        minimum=0,
+        maximum=1,
+        panel=SAMPLING,
+    )
+    top_p_decay: float | None = option(
+        None,
+        tensors=("runtime_top_p_decay",),
+        help="Multiply --top-p by this after every token.",
+        minimum=0,
+        maximum=1,
+        panel=SAMPLING,
+    )
+    top_p_reset_ids: int | None = option(
+        None,
+        tensors=("runtime_top_p_reset_ids",),
+        help="Token id that resets --top-p to its first value.",
+        minimum=0,
+        panel=SAMPLING,
+        metavar="ID",
+    )
+    seed: int | None = option(
+        None,
+        "--seed",
+        "--random-seed",
+        tensors=("seed", "random_seed"),
+        help="Seed of sampling.",
+        minimum=0,
+        maximum=UINT64,
+        panel=SAMPLING,
+        unset="0, which makes sampling repeatable",
+        common=True,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        tensors=("repetition_penalty",),
+        help="Divide the logits of tokens seen before by this; 1: off.",
+        minimum=0,
+        panel=SAMPLING,
+    )
+    presence_penalty: float | None = option(
+        None, tensors=("presence_penalty",), help="Subtract this from the logits of generated tokens.", panel=SAMPLING
+    )
+    frequency_penalty: float | None = option(
+        None,
+        tensors=("frequency_penalty",),
+        help="Subtract this once for each time a token was generated.",
+        panel=SAMPLING,
+    )
+    beam_width: int | None = option(
+        None,
+        "--beam-width",
+        "-b",
+        tensors=("beam_width",),
+        help="Beams of a beam search; the engine sets a limit.",
+        minimum=1,
+        panel=SEQUENCES,
+    )
+    length_penalty: float | None = option(
+        None,
+        "--length-penalty",
+        "--len-penalty",
+        tensors=("length_penalty", "len_penalty"),
+        help="Rank beams by their probability divided by length to this power.",
+        panel=SEQUENCES,
+    )
+    early_stopping: bool = option(
+        False,
+        tensors=("early_stopping",),
+        help="End a beam search as soon as enough beams are complete.",
+        panel=SEQUENCES,
+    )
+    beam_search_diversity_rate: float | None = option(
+        None,
+        tensors=("beam_search_diversity_rate",),
+        help="Penalty that makes beams differ.",
+        minimum=0,
+        panel=SEQUENCES,
+    )
+    num_return_sequences: int | None = option(
+        None,
+        "--num-return-sequences",
+        "-n",
+        tensors=("num_return_sequences",),
+        help="Samples per prompt.",
+        minimum=1,
+        panel=SEQUENCES,
+    )
+    return_log_probs: bool = option(
+        False, tensors=("return_log_probs",), help="Return log-probabilities of the generated tokens.", panel=RETURNED
+    )
+    return_context_logits: bool = option(
+        False, tensors=("return_context_logits",), help="Return logits of the prompt.", panel=RETURNED
+    )
+    return_generation_logits: bool = option(
+        False, tensors=("return_generation_logits",), help="Return logits of the generated tokens.", panel=RETURNED
+    )
+    return_perf_metrics: bool = option(
+        False,
+        "--return-perf-metrics",
+        "--return-kv-cache-reuse-stats",
+        tensors=("return_perf_metrics", "return_kv_cache_reuse_stats"),
+        help="Return times, KV cache blocks and draft acceptance of the request.",
+        panel=RETURNED,
+    )
+    return_num_input_tokens: bool = option(
+        False, tensors=("return_num_input_tokens",), help="Return the number of prompt tokens.", panel=RETURNED
+    )
+    return_num_output_tokens: bool = option(
+        False,
+        tensors=("return_num_output_tokens",),
+        help="Return the number of generated tokens; always requested if the model has this input.",
+        panel=RETURNED,
+    )
+    guide_type: Guide | None = option(
+        None,
+        "--guide-type",
+        "--guided-decoding-guide-type",
+        tensors=("guided_decoding_guide_type",),
+        help="What the answer must match.",
+        panel=GUIDES,
+    )
+    guide: str | None = option(
+        None,
+        "--guide",
+        "--guided-decoding-guide",
+        tensors=("guided_decoding_guide",),
+        help="Schema, expression or grammar, or @FILE.",
+        direct=False,
+        panel=GUIDES,
+    )
+    lora: str | None = option(
+        None,
+        tensors=("lora_name", "lora_task_id", "lora_weights", "lora_config"),
+        metavar="NAME",
+        help="Name of an adapter in the repository.",
+        direct=False,
+        panel=ADAPTERS,
+    )
+    lora_path: Path | None = option(
+        None,
+        tensors=("lora_weights", "lora_config"),
+        metavar="DIR",
+        help="Folder with model.lora_weights.npy and model.lora_config.npy.",
+        direct=False,
+        panel=ADAPTERS,
+    )
+    lora_task_id: int | None = option(
+        None,
+        tensors=("lora_task_id",),
+        help="Number of the adapter; without --lora-path the server must have it cached.",
+        minimum=0,
+        maximum=UINT64,
+        panel=ADAPTERS,
+    )
+    prompt_embedding_table_path: Path | None = option(
+        None,
+        tensors=("prompt_embedding_table", "prompt_vocab_size"),
+        metavar="FILE",
+        help=".npy file of a p-tuned prompt with the axes tasks, rows, hidden.",
+        direct=False,
+        panel=ADAPTERS,
+    )
+    prompt_task_id: int | None = option(
+        None, tensors=(), help="Task of the table.", minimum=0, direct=False, panel=ADAPTERS, unset="the first"
+    )
+    prompt_table_extra_id: int | None = option(
+        None,
+        tensors=("prompt_table_extra_id", "prompt_table_extra_ids"),
+        help="Number that keeps prompt tables apart for KV cache reuse.",
+        minimum=0,
+        maximum=UINT64,
+        direct=False,
+        panel=ADAPTERS,
+    )
+    vocab_size: int | None = option(
+        None,
+        tensors=(),
+        help="First id of the prompt table (core model only).",
+        minimum=1,
+        direct=False,
+        panel=ADAPTERS,
+        unset="the engine's vocabulary size",
+    )
+    num_draft_tokens: int | None = option(
+        None,
+        tensors=("num_draft_tokens",),
+        help="Tokens that the draft model proposes per step.",
+        minimum=0,
+        panel=DRAFTS,
+    )
+    use_draft_logits: bool = option(
+        False, tensors=("use_draft_logits",), help="Accept draft tokens by their logits.", panel=DRAFTS
+    )
+    draft_tokens_csv: Path | None = option(
+        None,
+        tensors=("draft_input_ids",),
+        metavar="FILE",
+        help="CSV file with the ids of one step's draft tokens (core model only).",
+        direct=False,
+        panel=DRAFTS,
+    )
+    draft_acceptance_threshold: float | None = option(
+        None,
+        tensors=("draft_acceptance_threshold",),
+        help="Probability above which a draft token is accepted.",
+        minimum=0,
+        maximum=1,
+        panel=DRAFTS,
+    )
+    lookahead_config: str | None = option(
+        None,
+        tensors=("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+        metavar="[W,N,G]",
+        help="Lookahead decoding: window, n-gram and verification set.",
+        direct=False,
+        panel=DRAFTS,
+    )
+
+    def given(self) -> dict[str, Any]:
+        """Return name → value of the options that were given."""
+        values = {name: getattr(self, name) for name in REQUEST_OPTIONS}
+        return {name: value for name, value in values.items() if value != REQUEST_OPTIONS[name].default}
+
+
+REQUEST_OPTIONS: Mapping[str, Option] = options_of(RequestOptions)
+
+
+def tensors_of(name: str) -> tuple[str, ...]:
+    """Return the names of the inputs that the option `name` fills."""
+    return tuple(REQUEST_OPTIONS[name].declared.extra["tensors"])
+
+
+def is_direct(name: str) -> bool:
+    """Return whether the value of the option `name` is the value of its input."""
+    return bool(REQUEST_OPTIONS[name].declared.extra.get("direct", True))
+
 
 DEFAULT_MAX_TOKENS = 256
 

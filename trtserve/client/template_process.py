@@ -18,12 +18,10 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trtserve.client.chat import TEMPLATE_MEMORY
-
 _LONGEST = 32 << 20  # characters of a prompt
 
 
-class Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}` marks the model's turns for training; only its body is rendered here."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
@@ -37,17 +35,17 @@ class Generation(Extension):
         return caller()
 
 
-def main() -> None:
-    """Answer requests from stdin until it ends."""
+def main(memory: int) -> None:
+    """Answer requests from stdin until it ends, in at most `memory` bytes."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it does
-    resource.setrlimit(resource.RLIMIT_AS, (TEMPLATE_MEMORY, TEMPLATE_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         full = False
         try:
             answer = _answer(**json.loads(line))
         except MemoryError:
-            answer, full = {"error": f"it needs more than {TEMPLATE_MEMORY >> 20} MiB of memory"}, True
+            answer, full = {"error": f"it needs more than {memory >> 20} MiB of memory"}, True
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -77,7 +75,7 @@ def _compiled(template: str) -> Any:
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json  # Jinja's own filter escapes HTML; models are trained without that
     environment.globals["raise_exception"] = _raise
@@ -100,4 +98,4 @@ def _raise(message: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

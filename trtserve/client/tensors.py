@@ -1,16 +1,21 @@
-"""Tensors in KServe v2: their declarations, and values to bytes and back."""
+"""Models and tensors in KServe v2: what a model declares, what a client sends and receives."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+
+from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+CORE_MODEL = "tensorrt_llm"
 
 _NUMPY_NAMES = {
     "BOOL": "bool",
@@ -84,6 +89,106 @@ class Tensor:
         return flat
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """The configuration of a running model."""
+
+    name: str
+    decoupled: bool
+    max_batch_size: int
+    inputs: Mapping[str, TensorDescription]
+    outputs: Mapping[str, TensorDescription]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelDescription:
+        """Read the JSON form of `config.pbtxt` (field names as in Triton's model_config.proto)."""
+        parameters = config.get("parameters") or {}
+        return cls(
+            name=config["name"],
+            decoupled=bool((config.get("model_transaction_policy") or {}).get("decoupled", False)),
+            max_batch_size=int(config.get("max_batch_size", 0)),
+            inputs=_tensor_descriptions(config.get("input", ())),
+            outputs=_tensor_descriptions(config.get("output", ())),
+            parameters={key: value.get("string_value", "") for key, value in parameters.items()},
+        )
+
+    def flag(self, parameter: str) -> bool:
+        """Return whether a parameter is true, by the words that the BLS model accepts."""
+        return self.parameters.get(parameter, "").lower() in ("true", "yes", "1", "t")
+
+    def input(self, name: str) -> TensorDescription:
+        """Return the declared input; UsageError suggests similar names when there is none."""
+        if name not in self.inputs:
+            similar = get_close_matches(name, self.inputs, n=3)
+            suggestion = f"Did you mean {' or '.join(repr(each) for each in similar)}? " if similar else ""
+            raise UsageError(
+                f"The model {self.name!r} has no input {name!r}.",
+                hint=f"{suggestion}Its inputs: {', '.join(sorted(self.inputs))}.",
+            )
+        return self.inputs[name]
+
+    def tensor(self, name: str, values: Sequence[Any] | npt.NDArray[Any], *, rows: int = 1) -> Tensor:
+        """Make the input `name` from the `values` of one row, repeated in each row of the batch.
+
+        A list is one-dimensional; an array must have the declared dims. Raises UsageError when there is no such input.
+        """
+        declared = self.input(name)
+        if isinstance(values, Sequence):
+            shape = tuple(len(values) if size < 0 else size for size in declared.dims)
+            content: Sequence[Any] | npt.NDArray[Any] = list(values) * rows if rows > 1 else values
+        else:
+            import numpy as np
+
+            shape, content = values.shape, np.repeat(values[np.newaxis], rows, axis=0)
+        return Tensor(name=name, datatype=declared.datatype, shape=self._batch(rows) + shape, values=content)
+
+    def row_tensor(self, name: str, rows: Sequence[Sequence[Any]]) -> Tensor:
+        """Make the input `name` from one list of values per row of the batch, all of the same length."""
+        declared = self.input(name)
+        shape = (*self._batch(len(rows)), len(rows[0]))
+        return Tensor(
+            name=name, datatype=declared.datatype, shape=shape, values=[value for row in rows for value in row]
+        )
+
+    def _batch(self, rows: int) -> tuple[int, ...]:
+        if self.max_batch_size < rows > 1:
+            raise UsageError(
+                f"The model {self.name!r} takes at most {max(1, self.max_batch_size)} prompts per request, not {rows}.",
+                hint="Leave --batch out to send each prompt as its own request.",
+            )
+        return (rows,) if self.max_batch_size > 0 else ()
+
+    def has(self, *names: str) -> bool:
+        """Return whether one of `names` is an input."""
+        return any(name in self.inputs for name in names)
+
+    def first_input(self, *names: str) -> str:
+        """Return the first of `names` (an input's names in different releases) that the model has, else the first."""
+        return next((name for name in names if name in self.inputs), names[0])
+
+
+def _tensor_descriptions(entries: Sequence[Mapping[str, Any]]) -> dict[str, TensorDescription]:
+    return {
+        entry["name"]: TensorDescription(
+            name=entry["name"],
+            datatype=str(entry["data_type"]).removeprefix("TYPE_").replace("STRING", "BYTES"),
+            dims=tuple(int(size) for size in entry["dims"]),
+            optional=bool(entry.get("optional", False)),
+        )
+        for entry in entries
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One response."""
+
+    outputs: Mapping[str, npt.NDArray[Any]]
+    """Output name → array; strings in object arrays. Triton's generate endpoint has no shapes: its arrays are flat."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
 def decoded(datatype: str, shape: Sequence[int], content: bytes) -> npt.NDArray[Any]:
     """Return the array of an output's raw content; invalid UTF-8 in strings is replaced."""
     import numpy as np
@@ -123,3 +228,9 @@ def generate_shape(dims: Sequence[int], count: int) -> tuple[int, ...]:
         shape.append(size if size > 0 else rest)
         rest = rest if size > 0 else 1
     return tuple(reversed(shape))
+
+
+def stop_tensors(core: ModelDescription) -> list[Tensor]:
+    """Return the inputs of a request that stops the requests with its id in the core model."""
+    values: dict[str, list[Any]] = {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
+    return [core.tensor(name, value) for name, value in values.items()]

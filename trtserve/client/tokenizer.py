@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trtserve.client.base import Client, Endpoint
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.transport import SyncClient
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.files import read_json_object
 
@@ -102,7 +103,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(
-    given: Path | None, server: Endpoint, client: Client, *, preprocessing: str = PREPROCESSING
+    given: Path | None, server: Endpoint, client: SyncClient, *, preprocessing: str = PREPROCESSING
 ) -> TokenizerFiles | None:
     """Return the tokenizer of `--tokenizer`, else the one in the server's repository, or None if that is unknown."""
     if given is not None:
@@ -117,12 +118,12 @@ def find_tokenizer(
     return TokenizerFiles(folder) if folder.is_dir() else None
 
 
-def server_adds_special_tokens(client: Client, *, preprocessing: str = PREPROCESSING) -> bool:
+def server_adds_special_tokens(client: SyncClient, *, preprocessing: str = PREPROCESSING) -> bool:
     """Return whether the server's preprocessing model adds special tokens to prompts (the default)."""
     return _parameters(client, preprocessing).get("add_special_tokens", "").lower() not in _FALSE_WORDS
 
 
-def _parameters(client: Client, model: str) -> Mapping[str, str]:
+def _parameters(client: SyncClient, model: str) -> Mapping[str, str]:
     try:
         return client.describe(model).parameters
     except TrtserveError:  # a repository without a preprocessing model

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtserve.client.base import Endpoint, Tls
+from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.errors import UsageError
 from trtserve.files import writing
 from trtserve.process import ProcessId

@@ -14,7 +14,7 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, D
 from pydantic_core import from_json, to_json
 from yarl import URL
 
-from trtserve.client.base import ModelDescription
+from trtserve.client.tensors import ModelDescription
 from trtserve.gateway.refusals import RefusedError
 from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
 

@@ -1,23 +1,105 @@
-"""`trtserve.Client`: ask a served model, whole or piece by piece."""
+"""`trtserve.Client` and `trtserve.AsyncClient`: ask a served model, whole or piece by piece."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from trtserve.client.generation import Generation
+from trtserve.client.aio_client import AioClient
+from trtserve.client.answer import Answer, Generation
+from trtserve.client.endpoint import Endpoint, Tls
+from trtserve.client.grpc_client import infer_request
 from trtserve.client.query import (
     Pieces,
     connect,
     generate,
     request_contexts,
+    request_id_of,
+    stop_in_engine,
     stream,
 )
-from trtserve.client.spec import QuerySpec
-from trtserve.errors import UsageError
-from trtserve.library.requests import Asker, Prompt, Turns
+from trtserve.client.request import RequestContext, request_tensors
+from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec
+from trtserve.client.tensors import CORE_MODEL
+from trtserve.errors import RequestError, UsageError
+from trtserve.library.importing import require_known
+from trtserve.server.discovery import endpoint_of, find_server
+from trtserve.server.state import Server
+from trtserve.specs.options import Option, options_of
+
+Prompt = str | Sequence[int]
+"""A text, or the token ids of a core model."""
+Turns = Sequence[Mapping[str, str]]
+"""Earlier turns of a conversation: `role` and `content`."""
+
+_OPTIONS = {name: option for name, option in options_of(QuerySpec).items() if name not in ("stream", "batch", "system")}
+_OPTIONS |= REQUEST_OPTIONS
+
+
+class Asker:
+    """A server, and the defaults of all requests to it."""
+
+    def __init__(
+        self,
+        server: Server | str | None = None,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """Choose the server; nothing is sent.
+
+        Args:
+            server: What `serve` yields, the name of a running server, or `host:port` of the gRPC service of any Triton;
+                default: the only server that runs here.
+            model: Triton model to ask; default: the name under which the model is served.
+            api_key: API key of a server elsewhere; that of a server which this user started is found.
+            tls: Certificates of an encrypted connection; those of a server which this user started are found.
+            timeout: Longest wait for a whole answer, in seconds.
+
+        Raises:
+            ServerNotFoundError, ServerAmbiguousError: no server, or more than one, is meant.
+        """
+        endpoint = _endpoint(server)
+        self._server = replace(endpoint, api_key=api_key or endpoint.api_key, tls=tls or endpoint.tls)
+        self._defaults = {"model": model, "timeout": timeout}
+
+    def _spec(
+        self, prompt: Prompt, system: str | None, history: Turns, options: dict[str, Any], *, stream: bool = False
+    ) -> QuerySpec:
+        require_known(options, set(_OPTIONS), "A request")
+        asked = {name: _value(_OPTIONS[name], value) for name, value in {**self._defaults, **options}.items()}
+        text = isinstance(prompt, str)
+        return QuerySpec(
+            prompts=(str(prompt),) if text else (),
+            token_ids=() if text else (tuple(int(token) for token in prompt),),
+            stream=stream,
+            system=system,
+            history=tuple(history),
+            model=asked.pop("model") or (None if text else CORE_MODEL),
+            options={name: asked.pop(name) for name in list(asked) if name in REQUEST_OPTIONS},
+            **asked,
+        )
+
+
+def _value(option: Option, value: Any) -> Any:
+    return option.from_json((value,) if option.container == "tuple" and isinstance(value, str) else value)
+
+
+def _endpoint(server: Server | str | None) -> Endpoint:
+    if isinstance(server, Server):
+        return endpoint_of(server)
+    if server is None or ":" not in server:
+        return endpoint_of(find_server(server))
+    host, _, port = server.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise UsageError(f"The server is {server!r}; expected a name, or HOST:PORT of its gRPC service.")
+    return Endpoint(host=host, grpc_port=int(port))
 
 
 class Client(Asker):
@@ -94,3 +176,93 @@ def require_complete(answer: Generation | None) -> Generation:
     if answer is None:
         raise UsageError("The stream was closed before its end, so there is no whole answer.")
     return answer
+
+
+class AsyncClient(Asker):
+    """As `Client`, for asyncio: all requests share one gRPC connection, which the `async with` block closes."""
+
+    _connection: AioClient | None = None
+
+    async def ask(
+        self, prompt: Prompt, *, system: str | None = None, history: Turns = (), **options: Any
+    ) -> Generation:
+        """Return the whole answer. Takes and raises what `Client.ask` does."""
+        stream = self._stream(self._spec(prompt, system, history, options))
+        return await stream.answer()
+
+    def stream(
+        self, prompt: Prompt, *, system: str | None = None, history: Turns = (), **options: Any
+    ) -> AsyncTextStream:
+        """Return the pieces of the answer's text as they are generated. Takes and raises what `Client.stream` does."""
+        return self._stream(self._spec(prompt, system, history, options, stream=True))
+
+    async def close(self) -> None:
+        """Close the connection, which ends running requests."""
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stream(self, spec: QuerySpec) -> AsyncTextStream:
+        stream = AsyncTextStream()
+        stream.pieces = self._pieces(spec, stream)
+        return stream
+
+    async def _pieces(self, spec: QuerySpec, stream: AsyncTextStream) -> AsyncGenerator[str, None]:
+        context = await asyncio.to_thread(self._context, spec)
+        request_id = request_id_of(spec)
+        request = infer_request(
+            context.model.name, request_tensors(context), request_id=request_id, outputs=spec.outputs
+        )
+        self._connection = self._connection or AioClient(self._server)
+        answer = Answer(context)
+        replies = self._connection.infer(request, decoupled=context.model.decoupled, timeout=spec.timeout)
+        try:
+            async with aclosing(replies):
+                async for reply in replies:
+                    if text := answer.add(reply):
+                        yield text
+        except (asyncio.CancelledError, GeneratorExit, RequestError):
+            # As in `trtserve.client.query.stream`: a cancelled call does not reach the engine on every path.
+            await asyncio.shield(asyncio.to_thread(stop_in_engine, context, self._server, request_id))
+            raise
+        stream.received = answer.generation(request_id)
+
+    def _context(self, spec: QuerySpec) -> RequestContext:
+        with closing(connect(spec, self._server)) as client:
+            return request_contexts(spec, self._server, client)[0]
+
+
+class AsyncTextStream(AsyncIterator[str]):
+    """The pieces of an answer's text. Use an `async with` block where the loop may end early."""
+
+    pieces: AsyncGenerator[str, None]
+    received: Generation | None = None
+
+    async def __anext__(self) -> str:
+        return await anext(self.pieces)
+
+    async def answer(self) -> Generation:
+        """Return the whole answer; reads the pieces that are left. Raises UsageError for a closed stream."""
+        async for _ in self:
+            pass
+        return require_complete(self.received)
+
+    async def close(self) -> None:
+        """End the request if it still runs."""
+        await self.pieces.aclose()
+
+    async def __aenter__(self) -> AsyncTextStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trtserve.client.base import Endpoint
+from trtserve.client.endpoint import Endpoint
 from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
 from trtserve.process import tree
 from trtserve.server.state import Server, failure_of, forget, list_servers, log_file, recorded_server, recorded_servers

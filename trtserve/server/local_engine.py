@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.artifacts import Engine, Manifest, ModelRepository, looks_like
-from trtserve.client.base import Endpoint, ModelDescription, Reply
 from trtserve.client.call_errors import RequestCancelledError, unknown_model
-from trtserve.client.tensors import Tensor, numpy_type, text_array
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.tensors import ModelDescription, Reply, Tensor, numpy_type, text_array
 from trtserve.errors import ArtifactError, MissingDependencyError, RequestError
 from trtserve.executor.loaders import is_embedded, merges_ranks
 from trtserve.host.install_command import install_command

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from trtserve.client.base import STOP_TIMEOUT, Reply, stop_tensors
 from trtserve.client.grpc_client import infer_request
 from trtserve.client.request import IDS_INPUT
+from trtserve.client.tensors import Reply, stop_tensors
+from trtserve.client.transport import STOP_TIMEOUT
 from trtserve.errors import RequestError, TrtserveError
 from trtserve.gateway.openai.request import EngineRequest, with_adapter_weights
 from trtserve.gateway.openai.served import Backend, Served

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trtserve.client.base import Reply
+from trtserve.client.tensors import Reply
 from trtserve.errors import RequestError
 from trtserve.gateway.openai.engine_call import EngineCall
 from trtserve.gateway.openai.log_probs import TokenLogProb, prompt_log_probs, token_log_probs

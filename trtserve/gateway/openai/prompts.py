@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from trtserve.client.chat import find_chat_template, render, without_bos
+from trtserve.client.prompts import find_chat_template, render, without_bos
 from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import ChatBody, NamedTool
 from trtserve.gateway.openai.errors import ApiError

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from trtserve.client.chat import end_words
-from trtserve.client.options import tensors_of
+from trtserve.client.prompts import end_words
 from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
-from trtserve.client.spec import QuerySpec
+from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import Tensor
 from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import Sampling

@@ -12,22 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.client.aio_client import AioClient
-from trtserve.client.base import (
-    CORE_MODEL,
-    STOP_TIMEOUT,
-    Client,
-    Endpoint,
-    ModelDescription,
-)
+from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_client import GrpcClient
 from trtserve.client.query import describe_model
 from trtserve.client.request import IDS_INPUT, TEXT_INPUT
+from trtserve.client.tensors import CORE_MODEL, ModelDescription
 from trtserve.client.tokenizer import (
     PREPROCESSING,
     TokenizerFiles,
     find_tokenizer,
     server_adds_special_tokens,
 )
+from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.files import read_json_object
 from trtserve.gateway.openai.errors import ApiError
@@ -169,7 +165,7 @@ def _describe_all(endpoint: Endpoint, tokenizer: Path | None) -> tuple[Served, .
         return tuple(_describe(text, endpoint, tokenizer, client) for text in texts)
 
 
-def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None, client: Client) -> Served:
+def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None, client: SyncClient) -> Served:
     names = text.parameters
     core_name = names.get("tensorrt_llm_model_name") or CORE_MODEL
     preprocessing = names.get("preprocessing_model_name") or PREPROCESSING

@@ -9,8 +9,8 @@ from trtserve.pipeline.setup_file.content import BenchmarkSetup
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from trtserve.bench import Report
-    from trtserve.client.base import Endpoint
+    from trtserve.bench.report import BenchReport
+    from trtserve.client.endpoint import Endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Result:
     """A benchmark that was run."""
 
     setup: BenchmarkSetup
-    report: Report
+    report: BenchReport
 
     @property
     def missed(self) -> list[str]:
@@ -32,7 +32,8 @@ class Result:
 
 def run(setup: BenchmarkSetup, endpoint: Endpoint, *, metrics: str | None, progress: Progress = SILENT) -> Result:
     """Measure a server of the file. Raises what `plan_benchmark` and `run_benchmark` raise."""
-    from trtserve.bench import plan_benchmark, run_benchmark
+    from trtserve.bench.plan import plan_benchmark
+    from trtserve.bench.run import run_benchmark
 
     progress.step(f"Benchmark {setup.name}")
     report = run_benchmark(plan_benchmark(setup.spec, endpoint), progress=progress, metrics=metrics)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from trtserve.client.chat import find_chat_template, render
+from trtserve.client.prompts import find_chat_template, render
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import MissingDependencyError, TrtserveError, counted
 from trtserve.progress import SilentProgress

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
-from trtserve.client.grpc_access import grpc_token
+from trtserve.client.endpoint import grpc_token
 from trtserve.gateway.settings import read_key
 from trtserve.host.cuda_devices import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address

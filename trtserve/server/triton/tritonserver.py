@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.client import metrics
-from trtserve.client.grpc_access import TOKEN_NAME
+from trtserve.client.endpoint import TOKEN_NAME
 from trtserve.errors import PortInUseError, ServerStartError, ServerStopError
 from trtserve.host.ports import taken_meanwhile
 from trtserve.process import Command, ProcessId, exit_code, how_it_ended, listeners, stop_all, tree, was_killed
