@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.programs.preprocessing.adapters import adapter_outputs
+from trtserve.programs.preprocessing.model import adapter_outputs
 from trtserve.programs.shared.lora_names import LoraNames
 
 WEIGHTS = np.arange(6, dtype=np.float16).reshape(1, 2, 3)

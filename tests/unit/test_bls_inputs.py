@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.programs.bls import request
-from trtserve.programs.bls import tensor_names as names
-from trtserve.programs.bls.settings import BlsSettings
+from trtserve.programs.bls import inputs as names
+from trtserve.programs.bls import model as request
+from trtserve.programs.bls.inputs import BlsSettings
 from trtserve.programs.shared.lora_names import LoraNames
 from trtserve.repository.profiles import BLS, profile
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.programs.bls import stop_words, texts
+from trtserve.programs.bls import texts
+from trtserve.programs.bls import texts as stop_words
 
 
 def decode(rows: Sequence[list[int]]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import RELEASES
-from trtserve.programs.bls.tensor_names import CORE as FORWARDED
+from trtserve.programs.bls.inputs import CORE as FORWARDED
 from trtserve.repository.config import ConfigOptions, config_text, parse_config
 from trtserve.repository.profiles import (
     BLS,

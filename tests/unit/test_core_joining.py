@@ -9,11 +9,10 @@ import pytest
 import triton_python_backend_utils as pb_utils
 
 from trtserve.executor.interface.results import Response, Result
-from trtserve.programs.core import joining
-from trtserve.programs.core.joining import joined, joined_responses
-from trtserve.programs.core.pending import response
+from trtserve.programs.core import pending as joining
+from trtserve.programs.core.pending import joined, joined_responses, response
 from trtserve.programs.core.response import Wanted, output_arrays
-from trtserve.programs.shared.triton_errors import error_response
+from trtserve.programs.shared.senders import error_response
 
 
 @pytest.fixture(autouse=True)

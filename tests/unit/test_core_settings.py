@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trtserve.nvidia.releases import RELEASES
-from trtserve.programs.core import guides, settings
+from trtserve.programs.core import settings
+from trtserve.programs.core import settings as guides
 from trtserve.programs.core.executor_module import load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
 

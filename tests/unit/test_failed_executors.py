@@ -14,8 +14,8 @@ from trtserve.client.heartbeats import read_heartbeats
 from trtserve.gateway.openai.errors import api_error
 from trtserve.programs.core import model as _core
 from trtserve.programs.core.pending import Pending, PendingTable
-from trtserve.programs.shared.guarded_sender import GuardedSender
 from trtserve.programs.shared.run_folder import VARIABLE, Heartbeat
+from trtserve.programs.shared.senders import GuardedSender
 
 core: Any = _core
 LOST = "The executor has stopped working: AcceleratorError: CUDA error: queue of launches is broken"

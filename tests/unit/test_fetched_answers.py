@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.programs.shared import fetched_answers
+from trtserve.programs.shared import senders as fetched_answers
 
 pulls: Any = fetched_answers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.programs.bls import incremental_text as module
+from trtserve.programs.bls import texts as module
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from trtserve.nvidia.releases import RELEASES
-from trtserve.programs.shared.parameter_classes import check_classes
-from trtserve.programs.shared.parameters import ModelParameters
+from trtserve.programs.shared.parameters import ModelParameters, check_classes
 from trtserve.repository.profiles import (
     BLS,
     CLASSES_FILE,

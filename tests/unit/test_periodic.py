@@ -7,7 +7,7 @@ import threading
 import pytest
 import triton_python_backend_utils as pb_utils
 
-from trtserve.programs.shared.periodic import repeat
+from trtserve.programs.shared.senders import repeat
 
 
 def test_a_round_that_fails_is_told_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.programs.bls import (
-    core_model,
-    settings,
-    speculative,
-    stop_words,
-)
+from trtserve.programs.bls import core_model, speculative
+from trtserve.programs.bls import inputs as settings
+from trtserve.programs.bls import texts as stop_words
 from trtserve.programs.shared.inner_models import InnerModelError
 from trtserve.programs.shared.lora_names import LoraNames
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.programs.preprocessing.spellings import Spellings
+from trtserve.programs.preprocessing.word_lists import Spellings
 
 BYTES = {chr(number): number for number in range(32, 127)} | {"\n": 10}
 WORDS = ["end", "▁end", "▁", "e", "n", "d", "E", "\n"]

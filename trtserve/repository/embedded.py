@@ -70,7 +70,7 @@ def refused_parameter(parameters: Mapping[str, str], classes: Mapping[str, Any])
 
     `classes` is the content of its CLASSES_FILE.
     """
-    from trtserve.programs.shared.parameter_classes import refusal
+    from trtserve.programs.shared.parameters import refusal
 
     entries = classes.get("refused", {}).items()
     reasons = (refusal(name, parameters.get(name, "").strip() or None, entry) for name, entry in entries)

@@ -23,13 +23,13 @@ from trtserve.repository.profiles import (
 
 LLMAPI, LLMAPI_BLS = "llmapi", "llmapi_bls"
 SOURCES = Path(__file__).parents[1] / "programs"
-_PACKAGES = {
-    PREPROCESSING: "preprocessing",
-    POSTPROCESSING: "postprocessing",
-    CORE: "core",
-    BLS: "bls",
-    LLMAPI: "llmapi",
-    LLMAPI_BLS: "llmapi_bls",
+_PROGRAMS = {
+    PREPROCESSING: "preprocessing/model",
+    POSTPROCESSING: "postprocessing/model",
+    CORE: "core/model",
+    BLS: "bls/model",
+    LLMAPI: "llmapi/model",
+    LLMAPI_BLS: "llmapi/bls",
 }
 _ENTRY = '''\
 """What Triton loads. The model is in trtserve_models, which Triton finds because this folder is on sys.path."""
@@ -40,7 +40,7 @@ from pathlib import Path
 
 # Leave no compiled modules in the model repository.
 before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-from trtserve_models.{package}.model import TritonPythonModel  # noqa: E402
+from trtserve_models.{module} import TritonPythonModel  # noqa: E402
 
 sys.dont_write_bytecode = before
 shutil.rmtree(Path(__file__).parent / "__pycache__", ignore_errors=True)
@@ -54,9 +54,9 @@ def program_files(model: str) -> dict[str, bytes]:
     """Path below the version folder → content, for every file of the program of `model`, or empty for the ensemble."""
     if model == ENSEMBLE:
         return {}
-    package = _PACKAGES[model]
-    files = {"model.py": _ENTRY.format(package=package).encode()}
-    waiting = [PurePosixPath(package, "model.py")]
+    program = _PROGRAMS[model]
+    files = {"model.py": _ENTRY.format(module=program.replace("/", ".")).encode()}
+    waiting = [PurePosixPath(f"{program}.py")]
     while waiting:
         module = waiting.pop()
         if f"{PACKAGE}/{module}" in files:

@@ -14,7 +14,7 @@ from trtserve.gateway.openai.log_probs import TokenLogProb, prompt_log_probs, to
 from trtserve.gateway.openai.request import EngineRequest
 from trtserve.gateway.openai.served import Backend, Served
 from trtserve.gateway.openai.stop_strings import StoppedText
-from trtserve.programs.bls.incremental_text import IncrementalText
+from trtserve.programs.bls.texts import IncrementalText
 
 _UNFINISHED = ("", "not_finished")
 

@@ -18,8 +18,7 @@ from trtserve.gateway.openai.bodies import Sampling
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.prompts import Prompt
 from trtserve.gateway.openai.served import Served
-from trtserve.programs.preprocessing.spellings import Spellings
-from trtserve.programs.preprocessing.word_lists import word_list
+from trtserve.programs.preprocessing.word_lists import Spellings, word_list
 
 _UINT64 = 2**64
 _NO_END = -1

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..shared.inner_models import InnerModelError, Tensors, call_streamed, stop_request
+from ..shared.arrays import Tensors
+from ..shared.inner_models import InnerModelError, call_streamed, stop_request
 from ..shared.lora_names import NOT_CACHED, LoraNames, name_of
 
 

@@ -1,16 +1,118 @@
-"""Add text to the core model's answers, cut at stop words: streamed pieces, or full texts of all beams."""
+"""The text of the core model's answers: streamed pieces of whole characters or full texts, cut at stop words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared.inner_models import Tensors
-from .incremental_text import AccumulatedText, Decode, IncrementalText, common_length
-from .stop_words import StoppedText, StopWords
+from ..shared.arrays import Tensors
+
+Decode = Callable[[Sequence[list[int]]], list[str]]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class IncrementalText:
+    """The text of one sequence, piece by piece.
+
+    `decode` turns rows of ids into texts. A piece is the difference between two decodings of a short window: the ids
+    of the last piece, and the same followed by the new ids. A window whose text ends in U+FFFD may end inside a
+    character, so its piece is held back until the character is complete, or until `finish`.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._context: list[int] = []
+        self._fresh: list[int] = []
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Return the text that `ids` complete, or "" when they end inside a character."""
+        self._fresh += ids
+        return self._piece(complete_only=True)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._piece(complete_only=False)
+
+    def _piece(self, *, complete_only: bool) -> str:
+        if not self._fresh:
+            return ""
+        window = self._context + self._fresh
+        known, text = self._decode([self._context, window]) if self._context else ("", self._decode([window])[0])
+        if complete_only and text.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._fresh = self._fresh, []
+        return text[len(known) :]
+
+
+class AccumulatedText:
+    """The text so far each time, as with the parameter accumulate_tokens."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._sent = ""
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Return the text of all ids so far, without an incomplete character at the end."""
+        self._ids += ids
+        self._sent = self._decode([self._ids])[0].rstrip(_REPLACEMENT)
+        return self._sent
+
+    def finish(self) -> str:
+        """Return the text of all ids, or "" when it was sent already."""
+        text = self._decode([self._ids])[0]
+        return "" if text == self._sent else text
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return how many items at the beginning of both are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+class StopWords:
+    """The words of one batch row; empty words are ignored."""
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self._words = tuple(word for word in words if word)
+        self.longest = max(map(len, self._words), default=0)
+
+    def __bool__(self) -> bool:
+        return bool(self._words)
+
+    def end(self, text: str, start: int = 0) -> int | None:
+        """Return the index after the word that is completed first in `text[start:]`, or None without a word."""
+        ends = [at + len(word) for word in self._words if (at := text.find(word, start)) >= 0]
+        return min(ends, default=None)
+
+
+class StoppedText:
+    """Pieces of a growing text, cut after the first stop word; later pieces are empty."""
+
+    def __init__(self, words: StopWords) -> None:
+        self._words = words
+        self._tail = ""
+        self.stopped = False
+
+    def add(self, piece: str) -> str:
+        """Return the part of the next piece that belongs to the text."""
+        if self.stopped:
+            return ""
+        if not self._words:
+            return piece
+        window = self._tail + piece
+        end = self._words.end(window)
+        if end is None:
+            # A word may begin in this piece and end in a later one.
+            self._tail = window[max(0, len(window) - self._words.longest + 1) :] if self._words.longest > 1 else ""
+            return piece
+        self.stopped = True
+        return piece[: end - len(self._tail)]
+
 
 _ALWAYS = frozenset({"output_ids", "sequence_length", "batch_index", "sequence_index"})
 _STOPPED = b"stop_words"

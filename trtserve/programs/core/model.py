@@ -16,22 +16,25 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from ..shared.fetched_answers import FIRST, NEXT, FetchedAnswers, FetchedSender, wanted_answers
-from ..shared.guarded_sender import GuardedSender
-from ..shared.parameter_classes import check_classes
-from ..shared.parameters import ModelParameters, check_request_type
-from ..shared.periodic import Turns, repeat
+from ..shared.parameters import ModelParameters, check_classes, check_request_type
 from ..shared.run_folder import STOPPED, Heartbeat
-from ..shared.triton_errors import error_response
+from ..shared.senders import (
+    FIRST,
+    NEXT,
+    FetchedAnswers,
+    FetchedSender,
+    GuardedSender,
+    Turns,
+    error_response,
+    repeat,
+    wanted_answers,
+)
 from .executor_module import load_executor_module
-from .guides import guided_decoding_config
-from .joining import joined, joined_responses
 from .metrics import MetricsReporter
-from .pending import Pending, PendingTable, client_id, response
-from .request import RequestFactory, vocabulary_to_wrap
+from .pending import Pending, PendingTable, client_id, joined, joined_responses, response
+from .request import Inputs, RequestFactory, vocabulary_to_wrap
 from .response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
-from .row import Inputs
-from .settings import executor_config
+from .settings import executor_config, guided_decoding_config
 
 # The longest wait before the awaiting thread checks whether the model is being unloaded. Responses wake it at once, so
 # this is not a polling period.

@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared.durations import nanoseconds
+from ..shared.arrays import performance
 from .executor_module import ExecutorModule
 
 Outputs = dict[str, NDArray[Any]]
+
+# Output → count of the KV cache.
+_BLOCKS = {
+    "kv_cache_alloc_new_blocks": "num_new_allocated_blocks",
+    "kv_cache_reused_blocks": "num_reused_blocks",
+    "kv_cache_alloc_total_blocks": "num_total_allocated_blocks",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted, earlier: 
         outputs["finish_reason"] = np.array([[word.encode() for word in words]], dtype=np.object_)
     _add_counts(outputs, result, wanted, earlier)
     if getattr(result, "request_perf_metrics", None) is not None:
-        outputs.update(_performance(result.request_perf_metrics))
+        numbers = performance(result.request_perf_metrics, _BLOCKS)
+        outputs.update({name: number.reshape(1, 1) for name, number in numbers.items()})
     return outputs
 
 
@@ -114,8 +122,8 @@ def response_parameters(result: Any, wanted: Wanted, generated: int) -> dict[str
     return parameters
 
 
-def _number(value: int, dtype: Any = np.int32) -> NDArray[Any]:
-    return np.array([[value]], dtype=dtype)
+def _number(value: int) -> NDArray[Any]:
+    return np.array([[value]], dtype=np.int32)
 
 
 def generated_tokens(result: Any, wanted: Wanted) -> int:
@@ -129,20 +137,3 @@ def _add_counts(outputs: Outputs, result: Any, wanted: Wanted, earlier: Sequence
         outputs["num_input_tokens"] = _number(wanted.prompt_length)
     if wanted.count_output:
         outputs["num_output_tokens"] = _number(generated_tokens(result, wanted) + len(earlier))
-
-
-def _performance(metrics: Any) -> Outputs:
-    cache, timing = metrics.kv_cache_metrics, metrics.timing_metrics
-    outputs = {
-        "kv_cache_alloc_new_blocks": _number(cache.num_new_allocated_blocks),
-        "kv_cache_reused_blocks": _number(cache.num_reused_blocks),
-        "kv_cache_alloc_total_blocks": _number(cache.num_total_allocated_blocks),
-    }
-    for name in ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time"):
-        outputs[f"{name}_ns"] = _number(nanoseconds(getattr(timing, name)), np.int64)
-    draft = getattr(metrics, "speculative_decoding", None)
-    if draft is not None:
-        outputs["acceptance_rate"] = np.array([[draft.acceptance_rate]], dtype=np.float32)
-        outputs["total_accepted_draft_tokens"] = _number(draft.total_accepted_draft_tokens)
-        outputs["total_draft_tokens"] = _number(draft.total_draft_tokens)
-    return outputs

@@ -12,12 +12,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from ..shared.fetched_answers import FIRST, NEXT, FetchedAnswers, FetchedSender, wanted_answers
-from ..shared.guarded_sender import GuardedSender
-from ..shared.periodic import Turns, repeat
+from ..shared.senders import FIRST, NEXT, FetchedAnswers, FetchedSender, GuardedSender, Turns, repeat, wanted_answers
 from .engine import LlmEngine, choose_gpus, read_settings
-from .requests import LlmRequest, read_request
-from .responses import output_arrays
+from .requests import LlmRequest, output_arrays, read_request
 
 _CANCEL_PERIOD_MS = 100
 _CANCELLED = "Request cancelled by client"

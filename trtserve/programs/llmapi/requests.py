@@ -1,13 +1,15 @@
-"""Turn the tensors of a Triton request into a prompt, keywords of `SamplingParams`, and the wanted outputs."""
+"""Requests to the LLM API: their tensors become keywords of `SamplingParams`, its outputs become arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..shared.arrays import performance
 
 Inputs = Mapping[str, NDArray[Any]]
 
@@ -102,3 +104,39 @@ def _text(value: Any, name: str) -> str:
         return value.decode("utf-8") if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+
+
+Outputs = dict[str, NDArray[Any]]
+
+# Output → field of the KV cache's metrics.
+_CACHE = {
+    "kv_cache_reused_block": "num_reused_blocks",
+    "kv_cache_missed_block": "num_missed_blocks",
+    "kv_cache_alloc_new_blocks": "num_new_allocated_blocks",
+    "kv_cache_alloc_total_blocks": "num_total_allocated_blocks",
+}
+
+
+def output_arrays(output: Any, wanted: Collection[str]) -> Outputs:
+    """Return output name → array without a batch axis; `output` is a `RequestOutput` with the text so far."""
+    sequences = output.outputs
+    arrays: Outputs = {"text_output": _texts([sequence.text for sequence in sequences])}
+    if "return_finish_reason" in wanted:
+        arrays["finish_reason"] = _texts([str(sequence.finish_reason) for sequence in sequences])
+    if "return_stop_reason" in wanted:
+        arrays["stop_reason"] = _texts([str(sequence.stop_reason) for sequence in sequences])
+    if "return_cumulative_logprob" in wanted:
+        # The LLM returns None when it has no number; NumPy makes it NaN.
+        arrays["cumulative_logprob"] = np.array([each.cumulative_logprob for each in sequences], dtype=np.float32)
+    if "return_num_input_tokens" in wanted:
+        arrays["num_input_tokens"] = np.array([len(output.prompt_token_ids)], dtype=np.int32)
+    if "return_num_output_tokens" in wanted:
+        arrays["num_output_tokens"] = np.array([sum(len(each.token_ids) for each in sequences)], dtype=np.int32)
+    if (metrics := getattr(sequences[0], "request_perf_metrics", None)) is not None:
+        arrays.update(performance(metrics, _CACHE))
+        arrays["kv_cache_hit_rate"] = np.array([metrics.kv_cache_metrics.kv_cache_hit_rate], dtype=np.float32)
+    return arrays
+
+
+def _texts(values: Sequence[str]) -> NDArray[Any]:
+    return np.array([value.encode("utf-8") for value in values], dtype=np.object_)

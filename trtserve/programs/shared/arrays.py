@@ -1,12 +1,17 @@
-"""Arrays in .npy files, which may come from strangers."""
+"""Arrays in .npy files, which may come from strangers, and the numbers of TensorRT-LLM's performance metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+Tensors = dict[str, NDArray[Any]]
+"""Arrays by name; a BF16 input, which NumPy cannot hold, stays a `pb_utils.Tensor`."""
 
 
 def read_array(path: Path) -> NDArray[Any]:
@@ -21,3 +26,21 @@ def read_array(path: Path) -> NDArray[Any]:
     except Exception as error:  # NumPy passes on what Python's tokenizer and parser raise for a damaged header
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(f"{path} is not an .npy file of plain numbers: {reason:.200}") from error
+
+
+def performance(metrics: Any, blocks: Mapping[str, str]) -> Tensors:
+    """Return the performance metrics of a request as arrays [1]; `blocks` has output → count of the KV cache."""
+    cache, timing = metrics.kv_cache_metrics, metrics.timing_metrics
+    arrays: Tensors = {name: np.array([getattr(cache, count)], dtype=np.int32) for name, count in blocks.items()}
+    for name in ("arrival_time", "first_scheduled_time", "first_token_time", "last_token_time"):
+        arrays[f"{name}_ns"] = np.array([_nanoseconds(getattr(timing, name))], dtype=np.int64)
+    if (draft := getattr(metrics, "speculative_decoding", None)) is not None:
+        arrays["acceptance_rate"] = np.array([draft.acceptance_rate], dtype=np.float32)
+        for name in ("total_accepted_draft_tokens", "total_draft_tokens"):
+            arrays[name] = np.array([getattr(draft, name)], dtype=np.int32)
+    return arrays
+
+
+def _nanoseconds(duration: timedelta) -> int:
+    """Return exact nanoseconds; `total_seconds()` would round."""
+    return ((duration.days * 86_400 + duration.seconds) * 1_000_000 + duration.microseconds) * 1_000

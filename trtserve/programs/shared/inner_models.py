@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from numpy.typing import NDArray
 
-Tensors = dict[str, NDArray[Any]]
-"""Arrays by name; a BF16 input, which NumPy cannot hold, stays a `pb_utils.Tensor`."""
+from .arrays import Tensors
 
 _ENGINE_INPUTS: Tensors = dict.fromkeys(
     ("input_ids", "input_lengths", "request_output_len"), np.ones((1, 1), dtype=np.int32)

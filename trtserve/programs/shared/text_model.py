@@ -12,11 +12,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from .guarded_sender import GuardedSender
-from .inner_models import InnerModelError, Tensors, finished_calls, forget_calls
+from .arrays import Tensors
+from .inner_models import InnerModelError, finished_calls, forget_calls
 from .parameters import ModelParameters, check_request_type
-from .periodic import Turns, repeat
-from .triton_errors import error_response
+from .senders import GuardedSender, Turns, error_response, repeat
 
 # Requests served at once, each in a thread that mostly waits for other models; further requests queue.
 _MOST_AT_ONCE = 256

@@ -1,16 +1,71 @@
-"""One request to the BLS model in front of the LLM API: its inputs there, and its answers here."""
+"""Triton model with the tensors of `tensorrt_llm_bls`, in front of the model of TensorRT-LLM's LLM API."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import triton_python_backend_utils as pb_utils
 
-from ..shared.inner_models import Tensors, call_streamed, stop_text_request
-from .names import COUNTS, NEUTRAL, OTHERS, OUTPUTS, SAMPLING, WORDS
+from ..shared.arrays import Tensors
+from ..shared.inner_models import InnerModelError, call_streamed, stop_text_request
+from ..shared.parameters import ModelParameters
+from ..shared.text_model import TextModel
+
+SAMPLING = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "length_penalty": "length_penalty",
+    "min_tokens": "min_tokens",
+    "min_length": "min_tokens",
+    "seed": "seed",
+    "random_seed": "seed",
+    "end_id": "end_id",
+    "pad_id": "pad_id",
+    "return_perf_metrics": "return_perf_metrics",
+    "return_kv_cache_reuse_stats": "return_perf_metrics",
+}
+"""Input → parameter of SamplingParams; two names of one parameter must agree."""
+
+WORDS = {"stop_words": "stop", "bad_words": "bad"}
+
+COUNTS = {"return_num_input_tokens": "num_input_tokens", "return_num_output_tokens": "num_output_tokens"}
+"""Input → output of the same names in both models."""
+
+OTHERS = ("text_input", "stream", "exclude_input_in_output", "return_finish_reason", *COUNTS)
+"""Inputs that `request.py` handles itself."""
+
+NEUTRAL = {"beam_width": 1, "num_return_sequences": 1}
+"""Input → its neutral value; for all others it is 0, False or ""."""
+
+OUTPUTS = {
+    "kv_cache_alloc_new_blocks": "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks": "kv_cache_reused_block",
+    "kv_cache_alloc_total_blocks": "kv_cache_alloc_total_blocks",
+    **{
+        name: name
+        for name in (
+            "arrival_time_ns",
+            "first_scheduled_time_ns",
+            "first_token_time_ns",
+            "last_token_time_ns",
+            "acceptance_rate",
+            "total_accepted_draft_tokens",
+            "total_draft_tokens",
+        )
+    },
+}
+"""Output → output of the model of the LLM API, given when return_perf_metrics asks for it."""
+
 
 _REASONS = {b"length": b"length", b"timeout": b"timed_out", b"cancelled": b"cancelled"}
 
@@ -137,3 +192,26 @@ def _llm_inputs(inputs: Tensors, *, reason: bool) -> Tensors:
     if reason:
         result |= {"return_finish_reason": np.array([True]), "return_stop_reason": np.array([True])}
     return result
+
+
+class TritonPythonModel(TextModel):
+    """Maps inputs and outputs; an input without a counterpart is refused by name."""
+
+    def prepare(self, config: dict[str, Any], folder: Path, parameters: ModelParameters) -> None:
+        """Read the name of the called model."""
+        self._model = LlmModel(
+            name=parameters.text("tensorrt_llm_model_name") or "tensorrt_llm",
+            outputs=tuple(output["name"] for output in config["output"]),
+            accumulate=parameters.choice("accumulate_tokens", default=False),
+        )
+
+    def answers(self, inputs: Tensors, inner_id: str, cancelled: threading.Event) -> Iterator[Tensors]:
+        """Yield the answers of one request."""
+        return LlmBlsRequest(self._model, inputs, inner_id, cancelled).answers()
+
+    def stop(self, inner_id: str, inputs: Tensors) -> None:
+        """Stop the request in the called model."""
+        try:
+            stop_text_request(self._model.name, inner_id)
+        except (InnerModelError, RuntimeError) as error:
+            pb_utils.Logger.log_error(f"A cancelled request could not be stopped in {self._model.name}: {error}")

@@ -1,4 +1,4 @@
-"""Answers that the calling model fetches: how the BLS model streams.
+"""Response senders: guarded against a crash of Triton, with answers that a calling model fetches, and errors.
 
 In Triton 2.51 a model that calls another one from several threads can deadlock when a call gets more than one answer
 (`inner_models.py` explains how). Calls with a single answer are safe. So a request with the parameter `answers` =
@@ -11,10 +11,49 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from .guarded_sender import GuardedSender
+import triton_python_backend_utils as pb_utils
+
+from .run_folder import STOPPED
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class GuardedSender:
+    """Never calls `is_cancelled` during or after the final response.
+
+    The final response frees the server's side of the sender. In Triton 2.51 asking for cancellation at that moment or
+    later crashes the whole server.
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._lock = threading.Lock()
+        self.ended = False
+        """Whether the final response was sent or is being sent."""
+
+    def send(self, response: Any = None, *, final: bool) -> None:
+        """Send a response; None sends only the final flag."""
+        arguments = () if response is None else (response,)
+        # Triton frees tensors that were not requested without holding the GIL; this reference makes Python free them.
+        kept = [] if response is None else response.output_tensors()  # noqa: F841
+        if not final:
+            self._sender.send(*arguments)
+            return
+        with self._lock:
+            self.ended = True
+            self._sender.send(*arguments, flags=FINAL)
+
+    def is_cancelled(self) -> bool:
+        """Return whether the client cancelled; False once the final response was sent.
+
+        Costs a round trip to the server.
+        """
+        with self._lock:
+            return not self.ended and bool(self._sender.is_cancelled())
+
 
 Join = Callable[[Any, Any], Any]
 """Makes one answer of two, or returns None when they must stay two; None is also the answer after the last."""
@@ -107,3 +146,37 @@ class FetchedAnswers:
     def _forget(self, request_id: str) -> None:
         with self._lock:
             self._open.pop(request_id, None)
+
+
+def error_response(message: str) -> Any:
+    """Return a response with an error: UNAVAILABLE (503 over HTTP) when the executor has stopped, else INTERNAL."""
+    code = (pb_utils.TritonError.UNAVAILABLE,) if STOPPED in message else ()
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, *code))
+
+
+_Request = TypeVar("_Request")
+_PARTS = 4
+
+
+class Turns:
+    """Chooses the open requests that are asked now whether their clients have gone: a quarter, or up to two.
+
+    A question is a round trip to the server, and many of them in a row keep it from sending tokens.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def next(self, requests: Sequence[_Request]) -> Sequence[_Request]:
+        """Return the next quarter."""
+        self._turn += 1
+        return requests[self._turn % _PARTS :: _PARTS] if len(requests) > 2 else requests
+
+
+def repeat(stopping: threading.Event, period: float, action: Callable[[], None]) -> None:
+    """Run `action` every `period` seconds until `stopping` is set; log an action that fails and go on."""
+    while not stopping.wait(period):
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001, PERF203 - one failure must not end the thread
+            pb_utils.Logger.log_error(f"{action.__name__} failed with {type(error).__name__}: {error}")

@@ -1,15 +1,147 @@
-"""Check the inputs of the BLS model, and turn them into inputs of the core model."""
+"""The settings of a BLS model, its inputs, and what they become for the models that it calls."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared.inner_models import Tensors, call
-from .settings import BlsSettings
-from .tensor_names import CORE, CORE_FROM_PREPROCESSING, PREPROCESSING, PREPROCESSING_OUTPUTS, PROMPT_TABLE_OUTPUT
+from ..shared.arrays import Tensors
+from ..shared.inner_models import call
+from ..shared.lora_names import LoraNames
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlsSettings:
+    """Names of the models that a BLS model calls, and how it works with them."""
+
+    core: str
+    lora: LoraNames
+    inputs: frozenset[str] = frozenset()
+    """The BLS model's own inputs."""
+    outputs: tuple[str, ...] = ()
+    """The BLS model's own outputs, without `text_output`."""
+    accumulate: bool = False
+    """Whether each streamed response holds the whole text so far."""
+    exclude_input: bool = False
+    """Whether the core model leaves the prompt out when a request does not say."""
+    longest: int | None = None
+    """max_seq_len of the engine: most tokens of prompt and answer, or None when it is unknown."""
+    draft: str | None = None
+    draft_longest: int | None = None
+    """max_seq_len of the draft engine, or None when it is unknown."""
+    preprocessing: str = "preprocessing"
+    postprocessing: str = "postprocessing"
+    pushed: bool = False
+    """Whether the core model sends several answers to one call (NVIDIA's C++ backend), instead of being asked for
+    each."""
+
+    @property
+    def always_indexed(self) -> bool:
+        """Whether each answer has a batch_index: for clients of all releases, and in 0.12 and 0.13."""
+        return {"seed", "random_seed"} <= self.inputs or "sequence_index" not in self.outputs
+
+    @property
+    def seed_input(self) -> str:
+        """The release's name of the seed."""
+        return "seed" if "seed" in self.inputs else "random_seed"
+
+    @property
+    def min_tokens_input(self) -> str:
+        """The release's name of the minimum number of new tokens."""
+        return "min_tokens" if "min_tokens" in self.inputs else "min_length"
+
+
+def engine_length(repository: Path, model: str) -> int | None:
+    """Return max_seq_len of the engine in the folder of `model`, or None when it is in another place."""
+    try:
+        config = json.loads((repository / model / "1" / "config.json").read_text(encoding="utf-8"))
+        return int(config["build_config"]["max_seq_len"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+PREPROCESSING = {
+    "text_input": "QUERY",
+    "decoder_text_input": "DECODER_QUERY",
+    "max_tokens": "REQUEST_OUTPUT_LEN",
+    "bad_words": "BAD_WORDS_DICT",
+    "stop_words": "STOP_WORDS_DICT",
+    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
+    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+    "pad_id": "PAD_ID",
+    "end_id": "END_ID",
+    "prompt_table_extra_id": "PROMPT_TABLE_EXTRA_ID",
+    "image_bytes_input": "IMAGE_BYTES",
+    "image_url_input": "IMAGE_URL",
+    "video_bytes_input": "VIDEO_BYTES",
+}
+PREPROCESSING_OUTPUTS = (
+    "INPUT_ID",
+    "REQUEST_INPUT_LEN",
+    "DECODER_INPUT_ID",
+    "BAD_WORDS_IDS",
+    "STOP_WORDS_IDS",
+    "EMBEDDING_BIAS",
+    "OUT_END_ID",
+    "OUT_PAD_ID",
+)
+PROMPT_TABLE_OUTPUT = "OUT_PROMPT_TABLE_EXTRA_IDS"
+
+CORE_FROM_PREPROCESSING = {
+    "INPUT_ID": "input_ids",
+    "REQUEST_INPUT_LEN": "input_lengths",
+    "DECODER_INPUT_ID": "decoder_input_ids",
+    "BAD_WORDS_IDS": "bad_words_list",
+    "STOP_WORDS_IDS": "stop_words_list",
+    "EMBEDDING_BIAS": "embedding_bias",
+    "OUT_END_ID": "end_id",
+    "OUT_PAD_ID": "pad_id",
+    "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
+}
+CORE = {
+    "max_tokens": "request_output_len",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+    "stream": "streaming",
+    **{
+        name: name
+        for name in (
+            "beam_width",
+            "temperature",
+            "repetition_penalty",
+            "min_length",
+            "min_tokens",
+            "presence_penalty",
+            "frequency_penalty",
+            "random_seed",
+            "seed",
+            "num_return_sequences",
+            "return_log_probs",
+            "return_context_logits",
+            "return_generation_logits",
+            "return_perf_metrics",
+            "return_kv_cache_reuse_stats",
+            "return_num_input_tokens",
+            "return_num_output_tokens",
+            "return_finish_reason",
+            "prompt_embedding_table",
+            "prompt_vocab_size",
+            "lora_task_id",
+            "lora_weights",
+            "lora_config",
+            "exclude_input_in_output",
+            "guided_decoding_guide_type",
+            "guided_decoding_guide",
+        )
+    },
+}
+
 
 _ONLY_WITH_DRAFTS = ("use_draft_logits", "draft_acceptance_threshold")
 _NOT_WITH_DRAFTS = {
