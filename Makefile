@@ -3,10 +3,14 @@
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
     $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SUPPLY := $(VENV)/supply/bin
 READY := $(VENV)/.ready
+# The locked packages, where they fit this Python; `make LOCK= ...` takes the newest that pyproject.toml allows.
+LOCKED := import sys, platform as p; sys.exit((p.python_implementation(), p.system(), p.machine()) != ("CPython", "Linux", "x86_64"))
+LOCK ?= $(shell test -z "$(PYTHON)" || ! $(PYTHON) -c '$(LOCKED)' || echo .ci/lock.txt)
 BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
@@ -16,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle lint bench interruptions soak soak-openai soak-doors fuzz kills launches faults gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
+.PHONY: help demo test test-fast test-oracle lint bench interruptions soak soak-openai soak-doors fuzz kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -70,6 +74,12 @@ fuzz: $(READY) ## 100,000 random bodies to the door's checks, then 10,000 malfor
 launches: $(READY) ## 100 launches of four ranks, of which one is killed at a random moment: nothing may be left
 	TRTSERVE_KILLS=100 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)
 
+newest: ## the tests and `make lint` with the newest of every package, in .newest; first what differs from the lock files
+	rm -rf .newest
+	$(MAKE) VENV=.newest LOCK= .newest/.oracle
+	.newest/bin/python -m tests.support.locked_packages
+	$(MAKE) --keep-going VENV=.newest LOCK= test lint
+
 gpu-test: ## the torch runtime on NVIDIA GPUs, with a report; needs no network where .gpu has the bundle
 	bash tests/gpu/run.sh test $(ARGS)
 
@@ -90,9 +100,16 @@ docs: $(READY) ## the generated parts of docs/
 site: $(VENV)/.docs ## the documentation as a website in .site, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file - < docs/mkdocs.yml
 
-lock: $(VENV)/.supply ## the newest versions of all packages, with their hashes, in .ci/lock.txt
-	$(SUPPLY)/uv pip compile pyproject.toml --extra cpu --extra dev --universal --python-version 3.10 --upgrade --quiet \
-	    --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make lock" -o .ci/lock.txt
+# First everything together, so that the tests with PyTorch run with the same versions as the others.
+COMPILE = $(SUPPLY)/uv pip compile pyproject.toml --extra cpu --extra dev --universal --python-version 3.10 --upgrade --quiet \
+    --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make lock"
+WITH_ORACLE := --extra oracle --extra docs --override .ci/unlocked.txt
+
+lock: $(VENV)/.supply ## the newest versions of all packages, with their hashes: .ci/lock.txt, and .ci/lock-oracle.txt for the rest of CI
+	$(COMPILE) $(WITH_ORACLE) -o $(VENV)/all.txt
+	$(COMPILE) -c $(VENV)/all.txt -o .ci/lock.txt
+	$(COMPILE) $(WITH_ORACLE) -c $(VENV)/all.txt -o .ci/lock-oracle.txt \
+	    $$(sed -nE 's/^([a-z0-9._-]+)==.*/--no-emit-package=\1/p' .ci/lock.txt | sort -u)
 
 sbom: $(READY) $(VENV)/.supply ## a list of what is installed here, in .sbom.json (CycloneDX)
 	$(SUPPLY)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o .sbom.json $(BIN)/python
@@ -106,26 +123,39 @@ recording: $(READY) ## the picture in the README, from a real run of the demo
 golden: $(VENV)/.oracle ## reference tokens and logits from transformers; installs PyTorch
 	$(BIN)/python -m tests.golden.make_goldens
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(wildcard $(LOCK))
 	@test -n "$(PYTHON)" || { echo "trtserve needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+ifneq ($(LOCK),)
+	$(PIP) install --require-hashes -r $(LOCK)
+	$(PIP) install --no-deps --no-build-isolation --editable .
+else
+	@echo "Not from .ci/lock.txt, which is for CPython on Linux on x86-64: the newest packages that pyproject.toml allows." >&2
+	$(PIP) install --upgrade --editable '.[cpu,dev]'
+endif
 	touch $@
 
-# Exactly this PyTorch is a CPU build on the machines of CI, hence it comes first. Newer versions of the Triton language
-# report leaks at the end of every process.
-$(VENV)/.oracle: $(READY)
-	$(BIN)/python -m pip install --quiet torch==2.13.0 triton==3.6.0
-	$(BIN)/python -m pip install --quiet --editable '.[oracle]'
+# PyTorch first: the packages of the lock file need one, and exactly this one is a CPU build on the machines of CI. Newer
+# versions of the Triton language report leaks at the end of every process.
+$(VENV)/.oracle: $(READY) $(wildcard $(LOCK))
+	$(PIP) install --no-deps torch==2.13.0 triton==3.6.0
+ifneq ($(LOCK),)
+	$(PIP) install --require-hashes -r .ci/lock.txt -r .ci/lock-oracle.txt
+else
+	$(PIP) install --upgrade --upgrade-strategy eager --editable '.[cpu,dev,oracle]' torch==2.13.0 triton==3.6.0
+endif
 	touch $@
 
 $(VENV)/.bench: $(READY)
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(PIP) install --editable '.[bench]'
 	touch $@
 
 $(VENV)/.docs: $(READY)
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+ifneq ($(LOCK),)
+	$(PIP) install --no-deps --require-hashes -r .ci/lock-oracle.txt
+else
+	$(PIP) install --editable '.[docs]'
+endif
 	touch $@
 
 $(VENV)/.supply: $(READY)
@@ -135,4 +165,4 @@ $(VENV)/.supply: $(READY)
 	touch $@
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) .demo .site .sbom.json $(BENCH_WORK)
+	rm -rf $(VENV) .newest .demo .site .sbom.json $(BENCH_WORK)

@@ -2,7 +2,7 @@
 
 The machine has Python 3.12, PyTorch for CUDA, transformers and pytest; `setup.sh` makes an environment of both. It
 is the tree of a virtual environment: tritonserver with its stub for Python 3.12, NumPy below 2, Open MPI, and the
-packages that trtserve needs besides. pip downloads the versions that are installed here.
+packages that trtserve needs besides. pip downloads the locked versions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from importlib import metadata
 from pathlib import Path
+
+from tests.support.locked_packages import LOCK, ORACLE, locked_packages
 
 PYTHON = "3.12"
 SITE = Path("lib", f"python{PYTHON}", "site-packages")
@@ -36,6 +37,7 @@ PACKAGES = (
     "typer",
     "click",
     "httptools",
+    "msgspec",
     # of the door
     "fastapi",
     "uvicorn",
@@ -80,7 +82,8 @@ UNUSED = re.compile(
 def download(folder: Path) -> None:
     """Download a wheel for each package."""
     platforms = [f"--platform={name}_x86_64" for name in PLATFORMS]
-    wanted = [f"{name}=={metadata.version(name)}" for name in PACKAGES]
+    locked = locked_packages(LOCK, ORACLE, python=PYTHON)
+    wanted = [f"{name}=={locked[name]}" for name in PACKAGES]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     flags = [f"--python-version={PYTHON}", "--implementation=cp", *platforms, f"--dest={folder}"]
     subprocess.run([*command, *flags, *wanted], check=True, timeout=600)

@@ -10,9 +10,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.locked_packages import LOCK, ORACLE, locked_packages
+
 # pytest brings tomli where Python has no reader.
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
+UNLOCKED = ("torch", "triton")  # .ci/unlocked.txt
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtserve"
 
@@ -33,25 +36,20 @@ def test_every_pattern_of_package_data_finds_something() -> None:
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
-def test_the_lock_file_satisfies_every_requirement(python: str) -> None:
+@pytest.mark.parametrize(
+    ("files", "extras"), [((LOCK,), ("cpu", "dev")), ((LOCK, ORACLE), ("cpu", "dev", "oracle", "docs"))]
+)
+def test_the_lock_files_satisfy_every_requirement(
+    python: str, files: tuple[Path, ...], extras: tuple[str, ...]
+) -> None:
     """Fails when a requirement of pyproject.toml was added or changed without `make lock`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    machine = {"python_version": python, "python_full_version": f"{python}.9", "platform_machine": "x86_64"}
-    wanted = [Requirement(text) for text in (*project["dependencies"], *extras["cpu"], *extras["dev"])]
-    locked: dict[str, str] = {}
-    for entry in (ROOT / ".ci" / "lock.txt").read_text(encoding="utf-8").replace("\\\n", "").splitlines():
-        requirement, *hashes = entry.split("--hash=sha256:")
-        if requirement.startswith("#"):
-            continue
-        found = Requirement(requirement)
-        assert hashes, f"{found.name} has no hash"
-        if found.marker is None or found.marker.evaluate(machine):
-            locked[canonicalize_name(found.name)] = str(found.specifier).removeprefix("==")
+    texts = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    locked = locked_packages(*files, python=python)
     unmet = [
-        str(each)
-        for each in wanted
-        if each.marker is None or each.marker.evaluate(machine)
+        text
+        for text, each in ((text, Requirement(text)) for text in texts)
+        if each.name not in UNLOCKED
         if (version := locked.get(canonicalize_name(each.name))) is None or not each.specifier.contains(version)
     ]
     assert unmet == [], "run `make lock`"
