@@ -250,7 +250,7 @@ _MARKS = {"run": "run", "text": "read", "inferred": "inferred"}
 
 
 def loaders() -> str:
-    """Return what the loader of each release takes of each family, and how that is known."""
+    """Return what the loader of each release accepts of each family, and how that was verified."""
     last = RELEASES.index(LAST_WITH_ENGINES) + 1
     releases = RELEASES[:last]
     rows: dict[tuple[str, ...], list[str]] = {}

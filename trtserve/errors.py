@@ -133,7 +133,7 @@ class ServerStartError(TrtserveError):
     killed = False
     """Whether a process of the server was killed, so that another start may succeed."""
     by_chance = False
-    """Whether Triton crashed or stood still on a race of its own while it loaded models."""
+    """Whether Triton crashed or hung in a race condition of its own while it loaded models."""
 
 
 class ServerNotFoundError(TrtserveError):

@@ -139,7 +139,7 @@ def _lock_file(path: Path, kind: int, *, wait: bool) -> TextIO:
 
 
 def _is_last(handle: TextIO, path: Path) -> bool:
-    """Return whether nobody else holds a shared lock; then nobody else can take one before the file is gone."""
+    """Return whether no other process holds a shared lock; then none can take one before the file is gone."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -52,7 +52,7 @@ class LoadOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Watcher:
-    """What is told about a run while it goes on."""
+    """Callbacks for a run in progress."""
 
     begin: Callable[[Callable[[], Totals]], None] = lambda _: None
     """Called when the measured window starts, with a function that returns the counts so far."""

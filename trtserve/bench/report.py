@@ -29,7 +29,7 @@ SAMPLES = "samples.jsonl"
 NOT_ENOUGH = "not enough data"
 _SCALES = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
-_MATERIAL = 0.1  # change of the throughput that a reader is told about
+_MATERIAL = 0.1  # change of the throughput that is reported
 Row = tuple[str, str]
 
 

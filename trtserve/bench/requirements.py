@@ -1,4 +1,4 @@
-"""What a benchmark's figures must reach: the limits of a setup file, which decide whether `up` succeeded."""
+"""Targets of a benchmark's figures: the limits of a setup file, which decide whether `up` succeeded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RATES: Mapping[str, Callable[[Statistics], float]] = {
 TIMES = tuple(f"{measure}_{figure}" for measure in _TIMES for figure in ("mean", *QUANTILES))
 """Limits that a time must not exceed, such as ttft_p99."""
 RATES = tuple(_RATES)
-"""Limits that a figure must reach. `good_share` is the part of the answers that meet --slo, from 0 to 1."""
+"""Limits that a figure must meet. `good_share` is the part of the answers that meet --slo, from 0 to 1."""
 
 
 @dataclass(frozen=True)

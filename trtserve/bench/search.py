@@ -32,8 +32,8 @@ class Found:
 def rate_answer(report: BenchReport) -> Answer:
     """Return whether 99 % of the answers were good and all requests were sent in their time.
 
-    A client that falls behind makes times longer, so goals that are met beside it are met. Goals that are missed may
-    be missed because of it: "unclear".
+    A client that falls behind makes times longer, so goals that are met nevertheless are met. Goals that are missed
+    may be missed because of it: "unclear".
     """
     statistics, judgement = report.statistics, report.verdict.judgement
     share = statistics.good_answers / statistics.counts.sent if statistics.counts.sent else 0.0

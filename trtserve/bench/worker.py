@@ -155,7 +155,7 @@ class LoadWorker:
         return records
 
     async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run `work` until it ends, the user interrupts it or the time limit is reached; return True for the limit."""
+        """Run `work` until it ends, the user interrupts it or the time limit passes; return True for the limit."""
         self._cut_off = _INTERRUPTED
         task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({task, stopping}, timeout=self._load.timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -54,7 +54,7 @@ _REFUSED_VALUES: Mapping[str, str] = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "lora_bias": "a bias in its matrices",
-    "modules_to_save": "whole modules beside its matrices (modules_to_save)",
+    "modules_to_save": "whole modules in addition to its matrices (modules_to_save)",
     "trainable_token_indices": "trained tokens (trainable_token_indices)",
     "layer_replication": "replicated layers (layer_replication)",
     "target_parameters": "matrices for bare parameters (target_parameters)",

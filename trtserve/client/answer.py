@@ -148,7 +148,7 @@ class Answer:
         if any(pieces) and self._first is None:
             self._first = time.monotonic()
         collector.add_finish_reason(reply, position)
-        if self._options.get("return_log_probs"):  # releases before 0.14 send zeros even if nobody asks for them
+        if self._options.get("return_log_probs"):  # releases before 0.14 send zeros even unasked
             collector.add_log_probs(outputs, position)
         return "".join(piece for piece in pieces if isinstance(piece, str))
 

@@ -144,7 +144,7 @@ class EmbeddedRuntime(Runtime, ABC):
 
     @abstractmethod
     def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
-        """Return what the engine with this `config.json` takes of this machine's memory."""
+        """Return the memory that the engine with this `config.json` needs on this machine."""
 
 
 def limits_of(config: Mapping[str, Any]) -> Limits:

@@ -40,7 +40,7 @@ def step_flags(asked: tuple[int, int], step: tuple[int, int]) -> str:
 
 
 def engine_needs_of(config: Mapping[str, Any]) -> EngineNeeds:
-    """Return what an existing engine takes of this machine's memory, from its `config.json`; 0 for one on GPUs."""
+    """Return the memory that an existing engine needs, from its `config.json`; 0 for one on GPUs."""
     return RUNTIMES[str(embedded_runtime(config))].memory_of(config)
 
 

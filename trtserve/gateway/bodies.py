@@ -14,7 +14,7 @@ from trtserve.gateway.settings import Limits
 async def receive_body(
     headers: Mapping[str, str], receive: Receive, limits: Limits, reserve: Callable[[int], None]
 ) -> bytes:
-    """Return the whole body, without its Content-Encoding. `reserve` is told its size in bytes before it is kept.
+    """Return the whole body, without its Content-Encoding. `reserve` gets its size in bytes before it is kept.
 
     Raises RefusedError for a body that is too large, too slow, damaged, or not complete.
     """

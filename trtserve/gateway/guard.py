@@ -140,7 +140,7 @@ def check_generate(body: bytes, limits: Limits, datatypes: Mapping[str, str]) ->
     head = parse_object(body, limits)
     if "parameters" not in datatypes:
         _check_parameters(head)
-    if "max_tokens" in datatypes:  # Triton's own answer, that an input is missing, helps nobody
+    if "max_tokens" in datatypes:  # Triton's own answer names no default, only a missing input
         head.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     strings = 0
     for name, value in head.items():

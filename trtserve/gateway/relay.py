@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 _TRACE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _JSON_LENGTH = "Inference-Header-Content-Length"
 _JSON_TYPES = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")
-"""Types of JSON bodies. curl -d says that it sends a form: Triton 2.51, which large forms crash, is told otherwise."""
+"""Types of JSON bodies. curl -d declares a form; large forms crash Triton 2.51, so it gets another type."""
 _BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
 # Hop by hop, or set by the server itself.
 _NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
@@ -135,7 +135,7 @@ class Relay:
         return checked, own_id
 
     def _end(self, exchange: Exchange, relaying: asyncio.Task[None]) -> None:
-        """End a request whose answer nobody takes: by closing the connection where that helps, and in the engine."""
+        """End an abandoned request: close the connection where that helps, and stop the request in the engine."""
         stoppable = bool(exchange.request_id and self._settings.core_models)
         if exchange.closing_ends or not stoppable:
             relaying.cancel()

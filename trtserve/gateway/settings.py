@@ -1,4 +1,4 @@
-"""What a door is told when it starts: where it listens, which Triton it guards, and its limits."""
+"""Settings of a gateway: where it listens, which Triton it guards, and its limits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DoorSettings:
     model: str
     """Text model that is asked by default, or "" for the alias."""
     core_models: tuple[str, ...] = ()
-    """Models that run an engine: a request that nobody waits for is stopped there."""
+    """Models that run an engine: abandoned requests are stopped there."""
     repository: Path | None = None
     """Folder of the model repository."""
     tokenizer: Path | None = None

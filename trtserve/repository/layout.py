@@ -59,7 +59,7 @@ def placed(options: ConfigOptions, suffix: str, root: str) -> ConfigOptions:
         for model, given in options.parameters.items()
     }
     if suffix:
-        # The BLS model must be told names that differ from the defaults.
+        # The BLS model needs the names that differ from the defaults.
         parameters[BLS] = {
             "tensorrt_llm_model_name": names[CORE],
             "preprocessing_model_name": names[PREPROCESSING],

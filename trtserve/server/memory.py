@@ -24,7 +24,7 @@ _START_PROCESS = 44 * 2**20
 _TRITON = 34 * 2**20
 _BLS_PROCESS = 20 * 2**20
 _BLS_MODELS = 2
-# The door (FastAPI and the OpenAI API) beside its tokenizer.
+# The gateway (FastAPI and the OpenAI API) without its tokenizer.
 _DOOR_PROCESS = 28 * 2**20
 # Pre- and postprocessing, and the door: transformers, and tables proportional to tokenizer.json.
 _TOKENIZER_PROCESS = 46 * 2**20

@@ -46,7 +46,7 @@ def wait_for_all(
     """
     deadline = time.monotonic() + timeout
     pairs = zip(server.instances, plan.instances, strict=True)
-    # Other models may wait for whatever they like while they load.
+    # Models of other programs may wait for anything while they load, so only ours are judged.
     own = frozenset(path.parents[1].name for path in plan.repository.path.glob(f"*/*/{PACKAGE}"))
     waiting = [_Waiting(instance.process, planned, own) for instance, planned in pairs]
     loading = _Loading(len(plan.served.models), progress)

@@ -78,8 +78,9 @@ def start_once(
 ) -> Server:
     """Return a ready server; its processes end with this one if it is their `supervisor`.
 
-    A server that crashed or stood still by chance while it loaded its models starts again. So does one that lost a port
-    after the check, on other ports: with --auto-ports, or if it was the port behind a door, which nobody chose.
+    A server that crashed or hung by chance while it loaded its models starts again. If another program took a port
+    after the check, it starts again on other ports: with --auto-ports, or if the port was a gateway's inner port, which
+    the user did not choose.
     `before` is the record of the server that this one replaces.
     """
     try:
@@ -92,7 +93,7 @@ def start_once(
     except ServerStartError as error:
         if not error.by_chance or attempts == 1:
             raise
-        progress.warn("Triton crashed or stood still while it loaded the models, as on busy machines. Starting again.")
+        progress.warn("Triton crashed or hung while it loaded the models, as happens on busy machines. Starting again.")
         again = plan
     return start_once(again, progress, interrupted, supervisor=supervisor, before=before, attempts=attempts - 1)
 

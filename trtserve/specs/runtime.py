@@ -213,7 +213,7 @@ class Runtime:
         )
 
     def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
-        """Return what the engine with this `config.json` takes of this machine's memory."""
+        """Return the memory that the engine with this `config.json` needs on this machine."""
         del config
         return EngineNeeds()
 

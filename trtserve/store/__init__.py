@@ -366,7 +366,7 @@ class Store:
         return artifact_lock(folder)
 
     def owns(self, folder: Path) -> bool:
-        """Return whether `folder` is an artefact or a download of this store, or a folder of its own beside them."""
+        """Return whether `folder` is an artefact or a download of this store, or a folder of its own next to them."""
         if folder.name in ("", ".", ".."):
             return False
         homes = {self.downloads, *(self.folder(kind) for kind in _FOLDERS)}

@@ -1,7 +1,7 @@
 """The process that tries guides before the engine compiles them, with bounds on time and memory that the kernel keeps.
 
 A guide is a program by an unknown client: a few bytes can cost llguidance minutes and gigabytes, and deep nesting can
-end a process. So each is compiled in a fork that has read the tokenizer already, and that nobody misses.
+end a process. So each is compiled in a fork that has read the tokenizer already and may be killed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Follows TensorRT-LLM's LLGUIDANCE backend, which uses the same library. Guides written for xgrammar, including its EBNF,
 have the same meaning here. A guide that is new is tried in a process of its own first, and only one that keeps within
-its bounds there is compiled here, on threads of its own: nobody else waits for it.
+its bounds there is compiled here, on threads of its own: no other request waits for it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class GuideFactory:
     def prepare(self) -> None:
         """Read the tokenizer: one of 128,000 tokens takes seconds, in which no other thread of Python runs.
 
-        Whoever asks for a guide is told why it cannot be read.
+        Requests with a guide get the reason if it cannot be read.
         """
         if self._config is not None:
             with suppress(RuntimeError, ImportError):

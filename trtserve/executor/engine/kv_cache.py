@@ -191,7 +191,7 @@ class KvCache:
         return full * self.tokens_per_block + match.partial_tokens
 
     def _attach_partial(self, slot: int, node: Node) -> None:
-        """Append an unshared block that begins like that of `node`: the same one if nobody needs it, else a copy."""
+        """Append an unshared block that begins like that of `node`: the block itself if it is unused, else a copy."""
         if node.free_leaf:
             self._append(slot, self.pool.take_over(node))
             return

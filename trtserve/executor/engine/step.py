@@ -165,7 +165,7 @@ class Stepper:
         return outcome
 
     def abandon(self, running: RunningStep) -> None:
-        """Wait for a step whose sequences have ended. Raises FatalModelError; nobody needs its other results."""
+        """Wait for a step whose sequences have ended. Raises FatalModelError; its other results are dropped."""
         try:
             if running.pending is not None:
                 self._await(running.pending)

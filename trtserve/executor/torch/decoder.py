@@ -266,7 +266,7 @@ class TorchDecoder:
 
 
 class _Attention:
-    """The attention of one layer in a step. In the last layer it drops the tokens whose logits nobody needs.
+    """The attention of one layer in a step. In the last layer it drops the tokens whose logits are not needed.
 
     After it tokens are independent of each other, so the last MLP and the head only compute what is needed.
     """

@@ -1,4 +1,4 @@
-"""One request to Triton: its responses as they come, and its end in the engine when nobody waits any more."""
+"""One request to Triton: its responses as they come, and its end in the engine when the client has gone."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class OpenAIRoute(APIRoute):
 
 
 def _of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Describe the first fault of a body; a key that nobody knows comes before wrong values."""
+    """Describe the first fault of a body; unknown keys come before wrong values."""
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     param = _param(first["loc"][1:], body)  # the first part is "body"
     if first["type"] == "extra_forbidden":

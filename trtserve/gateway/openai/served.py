@@ -102,7 +102,7 @@ class Backend:
         return AioClient(self._endpoint)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` beside the request that asks for it, which it may outlive."""
+        """Run `work` in a task of its own, which may outlive the request that asks for it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -231,7 +231,7 @@ def _stage_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
 def _foreign_keys(config: Mapping[str, Any], release: str) -> list[Problem]:
     return [
         Problem(
-            what=f"config.json has {key}, at which its loader stops",
+            what=f"its loader refuses the key {key} of config.json",
             fix=f"Convert again with --trtllm-version {release}.",
         )
         for key in foreign_keys(config, release)

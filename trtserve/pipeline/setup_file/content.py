@@ -39,7 +39,7 @@ BENCHMARK_KEYS = {
     "dataset": "File with prompts, as `trtserve bench dataset` takes it.",
     "trace": "File with times and lengths, as `trtserve bench replay` takes it.",
     "out": "Folder for report.json, requests.jsonl and more.",
-    "limits": "What the figures must reach; otherwise `up` ends with code 53.",
+    "limits": "Targets that the figures must meet; otherwise `up` ends with code 53.",
 }
 """Keys of a benchmark that are no fields of a spec, with their meaning."""
 MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)

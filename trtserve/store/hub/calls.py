@@ -73,7 +73,7 @@ def _require_sendable(given: object) -> None:
 def _delay(error: Exception, least: float) -> float | None:
     """Return the seconds to wait before the next attempt, or None for an error that will come again.
 
-    A hub that nobody can connect to is not waited for, nor one that asks for more patience than a user has.
+    There is no other attempt if the connection was refused, or if the hub asks for a longer wait than a user accepts.
     """
     response: Any = getattr(error, "response", None)
     if response is None:
