@@ -15,7 +15,7 @@ from typing import Any
 
 import trtserve
 from trtserve import errors
-from trtserve.cli.commands import command_tree
+from trtserve.cli.app import command_tree
 from trtserve.cli.parser import help_sections, split_help
 from trtserve.client.spec import REQUEST_OPTIONS, tensors_of
 from trtserve.nvidia.releases import LAST_WITH_ENGINES, RELEASES, order

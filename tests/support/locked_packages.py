@@ -34,7 +34,7 @@ def locked_packages(*files: Path, python: str = f"{sys.version_info[0]}.{sys.ver
 def main() -> None:
     """Print the packages whose installed version is not the locked one."""
     locked = locked_packages(LOCK, ORACLE)
-    installed = {canonicalize_name(each.name): each.version for each in metadata.distributions()}
+    installed: dict[str, str] = {canonicalize_name(each.name): each.version for each in metadata.distributions()}
     for name in sorted(locked.keys() | installed.keys()):
         before, now = locked.get(name, "-"), installed.get(name, "-")
         if before != now:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from trtserve.__main__ import main
-from trtserve.cli.app import run
-from trtserve.cli.commands import STAGES, command_tree
+from trtserve.cli.app import STAGES, command_tree, run
 from trtserve.cli.output import print_json
 from trtserve.errors import CheckError, MemoryLimitError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.cli.commands import command_tree
+from trtserve.cli.app import command_tree
 from trtserve.cli.parser import split_help
 
 ROOT = Path(__file__).parents[2]

@@ -78,10 +78,6 @@ CONFINED = {
 # Modules that still import themselves in a circle, `__init__` included. This list only shrinks.
 STILL_CIRCULAR: frozenset[str] = frozenset(
     {
-        "trtserve.cli.commands",
-        "trtserve.cli.environment",
-        "trtserve.cli.parser",
-        "trtserve.cli.unknown",
         "trtserve.executor.torch.attention_kernels",
         "trtserve.executor.torch.expert_kernels",
         "trtserve.executor.torch.kernels",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from trtserve.cli.app import run
-from trtserve.cli.commands import command_tree
+from trtserve.cli.app import command_tree, run
+from trtserve.cli.corrections import explain_unknown
+from trtserve.cli.parser import UnknownOptionError
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases.old_options import (
     OldOption,
@@ -90,9 +91,10 @@ def tree() -> Any:
 
 
 def _error(tree: Any, arguments: list[str]) -> UsageError:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises((UsageError, UnknownOptionError)) as caught:
         tree(args=arguments, prog_name="trtserve", standalone_mode=False)
-    return caught.value
+    error = caught.value
+    return explain_unknown(error, tree) if isinstance(error, UnknownOptionError) else cast(UsageError, error)
 
 
 @pytest.mark.parametrize(("typed", "was", "instead"), GUIDES)

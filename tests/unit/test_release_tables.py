@@ -12,7 +12,7 @@ from tests.doubles import convert_checkpoint
 from tests.doubles.containers import CONTAINERS
 from tests.support.families import FAMILIES
 from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
-from trtserve.cli.commands import command_tree
+from trtserve.cli.app import command_tree
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import (
     LAST_WITH_ENGINES,

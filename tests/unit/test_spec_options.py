@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 import typer
 
-from trtserve.cli.parser import Command as TyperCommand
-from trtserve.cli.spec_options import with_spec_options
+from trtserve.cli.options import with_spec_options
+from trtserve.cli.parser import ParsedCommand
 from trtserve.errors import UsageError
 from trtserve.specs.options import Spec, option
 
@@ -41,7 +41,7 @@ class TableSpec(Spec):
 def run(command: Callable[..., None], *words: str) -> None:
     """Run `command` as a command line of its own."""
     app = typer.Typer(add_completion=False, context_settings={"auto_envvar_prefix": "TRTSERVE_BAKE"})
-    app.command(cls=TyperCommand)(with_spec_options(command))
+    app.command(cls=ParsedCommand)(with_spec_options(command))
     app(args=list(words), standalone_mode=False)
 
 

@@ -1,31 +1,116 @@
-"""Run one command line; the only place where errors become messages and exit codes."""
+"""The table of commands, the Typer application of them, and how one command line runs.
+
+A command's module is imported only when the application contains that command: importing all of them takes longer than
+running most commands. This is the only place where errors become messages and exit codes.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import os
+import signal
+import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from trtserve.cli.commands import (
-    COMMANDS,
-    COMPLETION_VARIABLE,
-    Group,
-    command_tree,
-)
-from trtserve.cli.environment import setting_variables, unread_variables
-from trtserve.cli.output import (
-    TerminalProgress,
-    forget_documents,
-    print_error,
-    print_json_error,
-)
+from trtserve._version import __version__
+from trtserve.cli.options import with_spec_options
+from trtserve.cli.output import TerminalProgress, forget_documents, print_error, print_json_error, say
+from trtserve.cli.parser import ParsedCommand, ParsedGroup, UnknownOptionError, setting_variables, unread_variables
 from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
 from trtserve.files import file_error
 from trtserve.host.machine import address_space, format_bytes, refused_memory
+from trtserve.process.interrupts import Interrupted, one_interrupt
+
+COMPLETION_VARIABLE = "_TRTSERVE_COMPLETE"
+"""Set by the shell while it completes a command line."""
+# A process that a signal ended has the exit code 128 plus the signal's number.
+SIGNALLED = 128
+STAGES = "Stages, in order (import runs all up to repo)"
+MODELS = "Models and artefacts"
+UPKEEP = "Servers and this machine"
+SETUP = "One file for models and servers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandEntry:
+    """A function of a module of this package."""
+
+    module: str
+    function: str
+    panel: str | None = None  # heading in the help
+    cleans_up: bool = False  # removes unfinished work after SIGTERM and SIGHUP too, and a second Ctrl-C waits for that
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupEntry:
+    """Commands below a command."""
+
+    help: str
+    panel: str
+    commands: dict[str, CommandEntry]
+
+
+def _command(panel: str | None, module: str, function: str | None = None, *, cleans_up: bool = False) -> CommandEntry:
+    return CommandEntry(module=module, function=function or module, panel=panel, cleans_up=cleans_up)
+
+
+# In the order in which a user needs them.
+COMMANDS: dict[str, CommandEntry | GroupEntry] = {
+    "import": _command(STAGES, "import_", cleans_up=True),
+    "convert": _command(STAGES, "convert", cleans_up=True),
+    "build": _command(STAGES, "build", cleans_up=True),
+    "repo": _command(STAGES, "repo", cleans_up=True),
+    "start": _command(STAGES, "start"),
+    "query": _command(STAGES, "query"),
+    "chat": _command(STAGES, "chat"),
+    "bench": GroupEntry(
+        help="Measure a served model.\n\n"
+        "Every subcommand sends one kind of traffic to the model that users call, or to --model. `report` and "
+        "`compare` read results again.\n\nExamples:\n"
+        "  trtserve bench token-norm-dist --concurrency 8\n"
+        "  trtserve bench token-norm-dist --request-rate 5 --slo ttft=200ms,itl=50ms --out monday\n"
+        "  trtserve bench compare monday tuesday --max-regression 5%",
+        panel=STAGES,
+        commands={
+            "token-norm-dist": _command(None, "bench", "token_norm_dist"),
+            "token-from-histogram": _command(None, "bench", "token_from_histogram"),
+            "dataset": _command(None, "bench", "dataset"),
+            "prefix": _command(None, "bench", "prefix"),
+            "sessions": _command(None, "bench", "sessions"),
+            "replay": _command(None, "bench", "replay"),
+            "e2e": _command(None, "bench", "e2e"),
+            "report": _command(None, "bench_results", "report"),
+            "compare": _command(None, "bench_results", "compare"),
+        },
+    ),
+    "init": _command(SETUP, "setup_file", "init"),
+    "up": _command(SETUP, "setup_file", "up", cleans_up=True),
+    "diff": _command(SETUP, "setup_file", "diff"),
+    "down": _command(SETUP, "setup_file", "down"),
+    "plan": _command(MODELS, "plan"),
+    "check": _command(MODELS, "check"),
+    "inspect": _command(MODELS, "inspect"),
+    "lora": _command(MODELS, "lora", cleans_up=True),
+    "models": _command(MODELS, "models"),
+    "list": _command(MODELS, "list_", "list_models"),
+    "remove": _command(MODELS, "remove"),
+    "door": _command(UPKEEP, "door"),
+    "status": _command(UPKEEP, "status"),
+    "logs": _command(UPKEEP, "logs"),
+    "metrics": _command(UPKEEP, "metrics"),
+    "stop": _command(UPKEEP, "stop"),
+    "doctor": _command(UPKEEP, "doctor"),
+    "bindings": _command(UPKEEP, "bindings"),
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -55,7 +140,7 @@ def _report(error: TrtserveError, arguments: Sequence[str]) -> int:
     if "--json" in ours:
         words = [word for word in arguments if not word.startswith("-")]
         entry = COMMANDS.get(words[0]) if words else None
-        print_json_error(" ".join(words[:2] if isinstance(entry, Group) else words[:1]), error)
+        print_json_error(" ".join(words[:2] if isinstance(entry, GroupEntry) else words[:1]), error)
     return error.code
 
 
@@ -78,6 +163,10 @@ def _named(arguments: Sequence[str]) -> Collection[str]:
 def _explained(error: Exception) -> TrtserveError:
     if isinstance(error, MemoryLimitError):
         return error
+    if isinstance(error, UnknownOptionError):
+        from trtserve.cli.corrections import explain_unknown
+
+        return explain_unknown(error, command_tree())
     if (reason := refused_memory(error)) is not None:
         space = address_space()
         limit = f" (ulimit -v limits this process to {format_bytes(space.limit)} of addresses)" if space else ""
@@ -94,3 +183,121 @@ def _explained(error: Exception) -> TrtserveError:
         f"Unexpected {type(error).__name__}: {error}",
         hint="This is a bug in trtserve. Run the command again as `trtserve --debug …` and report the traceback.",
     )
+
+
+def application(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
+    """Return the Typer application with the commands `names`."""
+    app = typer.Typer(
+        name="trtserve",
+        help="From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server."
+        '\n\nExamples:\n  trtserve import demo\n  trtserve start --detach\n  trtserve query "What is ML?"',
+        epilog="Every option is also read from the environment, as TRTSERVE_COMMAND_OPTION: "
+        "TRTSERVE_START_HTTP_PORT=9000.",
+        cls=ParsedGroup,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,  # replaced below by a version that does not complete files where none are expected
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "auto_envvar_prefix": "TRTSERVE",
+            "max_content_width": 100,
+            # TensorRT-LLM's own spelling of its flags is --max_batch_size.
+            "token_normalize_func": lambda token: token.replace("_", "-"),
+        },
+    )
+    app.callback()(_root)
+    for name in names:
+        _add(app, name, COMMANDS[name])
+    return app
+
+
+def command_tree(names: Collection[str] = tuple(COMMANDS)) -> Any:
+    """Return the tree of Typer's commands, whose root has the commands `names`."""
+    if COMPLETION_VARIABLE in os.environ:
+        _typer_completion().completion_init()
+    return typer.main.get_command(application(names))
+
+
+def _add(app: typer.Typer, name: str, entry: CommandEntry | GroupEntry) -> None:
+    if isinstance(entry, CommandEntry):
+        module = importlib.import_module(f"trtserve.cli.{entry.module}")
+        body = _guarded(with_spec_options(getattr(module, entry.function)), cleans_up=entry.cleans_up)
+        app.command(name=name, cls=ParsedCommand, rich_help_panel=entry.panel)(body)
+        return
+    group = typer.Typer(cls=ParsedGroup)
+    for below, command in entry.commands.items():
+        _add(group, below, command)
+    app.add_typer(group, name=name, help=entry.help, rich_help_panel=entry.panel)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"trtserve {__version__}\n")
+        raise typer.Exit
+
+
+def _typer_completion() -> Any:
+    return importlib.import_module("typer.completion")
+
+
+def _install_completion(wanted: bool) -> None:
+    if wanted:
+        shell, path = _typer_completion().install(prog_name="trtserve")
+        path.write_text(without_files(path.read_text(encoding="utf-8")), encoding="utf-8")
+        sys.stdout.write(f"Installed completion for {shell} in {path}; it takes effect in new shells.\n")
+        raise typer.Exit
+
+
+def _show_completion(wanted: bool) -> None:
+    if wanted:
+        shell = Path(os.environ.get("SHELL", "bash")).name
+        script = _typer_completion().get_completion_script(
+            prog_name="trtserve", complete_var=COMPLETION_VARIABLE, shell=shell
+        )
+        sys.stdout.write(without_files(script) + "\n")
+        raise typer.Exit
+
+
+def without_files(script: str) -> str:
+    """Return Typer's completion script, changed so that the shell does not add local files of its own."""
+    script = script.replace("complete -o default ", "complete ").replace(
+        "    return 0\n", "    [[ ${COMPREPLY-} == */ ]] && compopt -o nospace\n    return 0\n"
+    )
+    return script.replace("=complete_zsh trtserve)", "=complete_zsh trtserve | grep -vx _files)")
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+    install_completion: bool = typer.Option(
+        False, "--install-completion", callback=_install_completion, help="Install completion for this shell."
+    ),
+    show_completion: bool = typer.Option(
+        False, "--show-completion", callback=_show_completion, help="Print the completion script of this shell."
+    ),
+) -> None:
+    if debug:
+        os.environ["TRTSERVE_DEBUG"] = "1"
+
+
+def _guarded(function: Callable[..., None], *, cleans_up: bool) -> Callable[..., None]:
+    """Wrap `function` to exit quietly: code 130 on Ctrl-C, code 0 when the reader of its output goes away.
+
+    With `cleans_up` unfinished work is also removed after SIGTERM and SIGHUP (exit codes 143 and 129).
+    """
+
+    @functools.wraps(function)
+    def body(*arguments: Any, **options: Any) -> None:
+        with one_interrupt() if cleans_up else nullcontext(lambda: None) as received:
+            try:
+                function(*arguments, **options)
+            except KeyboardInterrupt as interrupt:
+                if cleans_up and not options.get("quiet"):
+                    say("Interrupted: unfinished work was removed.")
+                counted = interrupt.number if isinstance(interrupt, Interrupted) else None
+                raise typer.Exit(SIGNALLED + (counted or received() or signal.SIGINT)) from None
+            except BrokenPipeError:
+                # The reader of stdout went away (`| head`), which is not an error. Keep the interpreter's flush quiet.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return body

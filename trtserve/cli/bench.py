@@ -10,9 +10,8 @@ import typer
 
 from trtserve.cli import output
 from trtserve.cli.bench_runs import Results, run_benchmarks
-from trtserve.cli.completion import paths
 from trtserve.cli.endpoint import Connection, find_endpoint
-from trtserve.cli.spec_options import Fields
+from trtserve.cli.options import Fields, paths
 from trtserve.errors import UsageError
 from trtserve.specs import BenchRuns, BenchSpec
 from trtserve.specs.bench import FILE_DEFAULTS

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trtserve.cli import output
-from trtserve.cli.completion import paths
-from trtserve.cli.options import JsonOption
+from trtserve.cli.options import JsonOption, paths
 from trtserve.errors import DoubtfulResultError, RegressionError, UsageError
 
 if TYPE_CHECKING:

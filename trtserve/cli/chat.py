@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.completion import servers
 from trtserve.cli.endpoint import Connection, find_endpoint
+from trtserve.cli.options import Fields, servers
 from trtserve.cli.output import (
     print_data,
     print_error,
     say,
     terminal,
 )
-from trtserve.cli.spec_options import Fields
 from trtserve.client.spec import QuerySpec, RequestOptions
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
 from trtserve.store import Store

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.completion import models
-from trtserve.cli.options import JsonOption, QuietOption
+from trtserve.cli.options import JsonOption, QuietOption, models
 from trtserve.cli.output import (
     TerminalProgress,
     print_block,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.completion import models
 from trtserve.cli.options import (
     DryRunOption,
     JsonOption,
     OutOption,
     QuietOption,
     VerifyOption,
+    models,
 )
 from trtserve.cli.output import (
     TerminalProgress,

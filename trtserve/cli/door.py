@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from trtserve.cli.completion import paths
 from trtserve.cli.endpoint import split_address
+from trtserve.cli.options import Fields, paths
 from trtserve.cli.output import print_data, say
-from trtserve.cli.spec_options import Fields
 from trtserve.errors import UsageError
 from trtserve.specs import ServerSpec
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT, METRICS_PORT

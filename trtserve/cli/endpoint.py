@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from trtserve.cli.completion import servers
+from trtserve.cli.options import servers
 from trtserve.cli.output import TerminalProgress
 from trtserve.client.endpoint import CONNECT_TIMEOUT
 from trtserve.errors import UsageError

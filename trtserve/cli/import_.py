@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.completion import models, sources
 from trtserve.cli.options import (
     DryRunOption,
     JsonOption,
     OutOption,
     QuietOption,
     VerifyOption,
+    models,
+    sources,
 )
 from trtserve.cli.output import (
     TerminalProgress,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.completion import models
-from trtserve.cli.options import JsonOption, QuietOption
+from trtserve.cli.options import JsonOption, QuietOption, models
 from trtserve.cli.output import (
     TerminalProgress,
     count,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtserve.cli.completion import paths
 from trtserve.cli.options import (
     DryRunOption,
     JsonOption,
     OutOption,
     QuietOption,
+    paths,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 

@@ -3,8 +3,9 @@
 This is the only place that changes what Typer does, and it uses public names of Typer alone:
 
 - values are read here, without pydantic, whose import takes longer than most commands
-- an environment variable has the name of the option's flag, not of the Python parameter
-- what Typer refuses becomes our own UsageError, with advice for options of NVIDIA's tools (`unknown.py`)
+- an environment variable has the name of the option's flag, not of the Python parameter; variables that look like
+  options but are none give a warning
+- what Typer refuses becomes our own error; `corrections.py` has advice about options that do not exist
 - help is plain text: usage, what the command does, examples, common options, then the rest under headings
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args, get_origin
 
@@ -26,9 +29,15 @@ from trtserve.errors import UsageError
 from trtserve.specs.options import metavar_of, read_value
 
 PREFIX = "TRTSERVE"
+# Variables that belong to no single option.
+_GENERAL = ("HOME", "DEBUG", "TRTLLM_VERSION", "TRTLLM_EXAMPLES")
+# Similarity for a suggestion; in a short name one letter matters more.
+_CLOSE, _CLOSE_SHORT = 0.85, 0.75
 _WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their own
 _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
 _MOST_LISTED = 5  # commands of a group that an error lists
+# Attention, MLPs and experts: how the names of modules that adapters change begin.
+_MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
 # What vLLM, Ollama, Docker and Triton CLI call our commands.
 _VERBS_OF_PEERS = {
     "serve": "start",
@@ -49,6 +58,14 @@ _VERBS_OF_PEERS = {
     "version": "--version",
     "help": "-h",
 }
+
+
+class UnknownOptionError(Exception):
+    """An option that does not exist; `corrections.explain_unknown` makes the error that a user sees."""
+
+    def __init__(self, node: Any, names: tuple[str, ...], option: str, typed: Sequence[str]) -> None:
+        super().__init__(option)
+        self.node, self.names, self.option, self.typed = node, names, option, typed
 
 
 def variables_of(parameter: Any, prefix: str) -> list[str]:
@@ -93,7 +110,7 @@ def _read(parameter: Any, kind: Any, value: Any) -> Any:
     return value
 
 
-class Option(TyperOption):
+class ParsedOption(TyperOption):
     """An option of a command."""
 
     def process_value(self, ctx: Any, value: Any) -> Any:
@@ -136,7 +153,7 @@ class Option(TyperOption):
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
 
-class Argument(TyperArgument):
+class ParsedArgument(TyperArgument):
     """A positional argument of a command."""
 
     def process_value(self, ctx: Any, value: Any) -> Any:
@@ -161,13 +178,13 @@ def _own(parameters: list[Any]) -> list[Any]:
     """Give Typer's parameters our classes; Typer itself offers no way to choose them."""
     for parameter in parameters:
         if type(parameter) is TyperOption:
-            parameter.__class__ = Option
+            parameter.__class__ = ParsedOption
         elif type(parameter) is TyperArgument:
-            parameter.__class__ = Argument
+            parameter.__class__ = ParsedArgument
     return parameters
 
 
-class Command(TyperCommand):
+class ParsedCommand(TyperCommand):
     """A command with options."""
 
     allow_extra_args = True  # refused below, with our own message
@@ -190,7 +207,7 @@ class Command(TyperCommand):
         _write_help(self, ctx, formatter)
 
 
-class Group(TyperGroup):
+class ParsedGroup(TyperGroup):
     """A command with commands below it."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -260,7 +277,7 @@ def _write_columns(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
 def _parameters(node: Any, context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for parameter in node.get_params(context):
-        title = "Arguments" if isinstance(parameter, Argument) else parameter.rich_help_panel or "Options"
+        title = "Arguments" if isinstance(parameter, ParsedArgument) else parameter.rich_help_panel or "Options"
         record = parameter.get_help_record(context)
         if record is not None:
             sections.setdefault(title, []).append(record)
@@ -272,9 +289,7 @@ def _explained(node: Any, context: Any, typed: Sequence[str]) -> Iterator[None]:
     """Turn Typer's errors about `typed`, the words behind a command, into UsageErrors."""
     path = context.command_path
     if not context.resilient_parsing:
-        from trtserve.cli.unknown import refuse_blanks
-
-        refuse_blanks(typed)
+        _refuse_blanks(typed)
     try:
         yield
     except UsageError as error:
@@ -284,13 +299,26 @@ def _explained(node: Any, context: Any, typed: Sequence[str]) -> Iterator[None]:
         # Typer has no public names for its errors: an unknown option has possibilities, a misused one its name.
         option = getattr(error, "option_name", None)
         if hasattr(error, "possibilities"):
-            from trtserve.cli.unknown import explain_unknown
-
-            raise explain_unknown(node, tuple(path.split()[1:]), str(option), typed) from None
+            raise UnknownOptionError(node, tuple(path.split()[1:]), str(option), typed) from None
         if option:
             takes = "takes no value" if "does not take" in error.message else "needs a value"
             raise UsageError(f"{option} {takes}.", hint=f"`{path} -h` explains it.") from None
         raise
+
+
+def _refuse_blanks(arguments: Sequence[str]) -> None:
+    """Raise UsageError for modules separated by blanks, as trtllm-build takes them."""
+    for place, argument in enumerate(arguments):
+        name, sign, first = argument.partition("=")
+        if name.replace("_", "-") != "--lora-target-modules":
+            continue
+        words = [*([first] if sign else []), *arguments[place + 1 :]]
+        modules = list(itertools.takewhile(_MODULE.fullmatch, words))
+        if len(modules) > 1:
+            raise UsageError(
+                f"{name} has {len(modules)} words: {' '.join(modules)}.",
+                hint=f"Separate them with commas: {name} {','.join(modules)}.",
+            )
 
 
 def _extra_arguments(path: str, words: Sequence[str]) -> UsageError:
@@ -315,3 +343,63 @@ def _no_such_command(word: str, path: str, commands: Sequence[str]) -> UsageErro
     else:
         hint = f"`{path} -h` lists its commands."
     return UsageError(f"`{path}` has no command {word}.", hint=hint)
+
+
+def commands_of(node: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command of a tree with the words that lead to it; `names` lead to `node`."""
+    yield names, node
+    for name, child in getattr(node, "commands", {}).items():
+        yield from commands_of(child, (*names, name))
+
+
+def unread_variables(
+    names: Iterable[str], commands: Collection[str], tree_of: Callable[[tuple[str, ...]], Any]
+) -> Iterator[str]:
+    """Yield a warning for each of the variables `names` that looks like one of ours but is not.
+
+    Only near misses and names that begin with a command are reported: Kubernetes, for example, sets variables for a
+    service called trtserve. `tree_of` makes the tree of some commands.
+    """
+    for name in sorted(names):
+        rest = name.removeprefix(f"{PREFIX}_")
+        if rest == name or rest in _GENERAL:
+            continue
+        word = rest.partition("_")[0].lower()
+        near = (
+            (word,) if word in commands else tuple(difflib.get_close_matches(word, commands, n=1, cutoff=_CLOSE_SHORT))
+        )
+        read = _variables(tree_of(near)) if near else set()
+        if rest in read:
+            continue
+        close = difflib.get_close_matches(rest, sorted(read), n=1, cutoff=_CLOSE)
+        close = close or difflib.get_close_matches(rest, _GENERAL, n=1, cutoff=_CLOSE_SHORT)
+        if close:
+            yield f"{name} is set but not read. Did you mean {PREFIX}_{close[0]}?"
+        elif word in commands:
+            yield f"{name} is set but not read: `trtserve {word}` has no such option."
+
+
+def setting_variables(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each variable that set an option which an error's `message` mentions."""
+    words = [word for word in arguments if not word.startswith("-")]
+    commands = ["_".join((PREFIX, *words[:count], "")).upper().replace("-", "_") for count in (2, 1)]
+    typed = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    said = re.split(r"[\s'\",;:]+", message)
+    for name, value in sorted(environment.items()):
+        command = next((command for command in commands if name.startswith(command)), None)
+        if command is None or not value or name in message:
+            continue
+        option = "--" + name.removeprefix(command).lower().replace("_", "-")
+        if option not in typed and (option in said or value in said):
+            yield f"{name} sets {option}."
+
+
+def _variables(tree: Any) -> set[str]:
+    """The variables that the commands of a tree read, without TRTSERVE_."""
+    found = {
+        name
+        for names, node in commands_of(tree)
+        for parameter in node.params
+        for name in variables_of(parameter, "_".join((PREFIX, *names)).upper().replace("-", "_"))
+    }
+    return {name.removeprefix(f"{PREFIX}_") for name in found}

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.completion import gpus, sources
-from trtserve.cli.options import JsonOption, QuietOption
+from trtserve.cli.options import Fields, JsonOption, QuietOption, gpus, sources
 from trtserve.cli.output import (
     TerminalProgress,
     count,
@@ -18,7 +17,6 @@ from trtserve.cli.output import (
     print_table,
     with_bytes,
 )
-from trtserve.cli.spec_options import Fields
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trtserve.cli.completion import imports
-from trtserve.cli.options import DryRunOption, JsonOption
+from trtserve.cli.options import DryRunOption, JsonOption, imports
 from trtserve.cli.output import (
     print_data,
     print_json,

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.artifacts import Engine, Model
-from trtserve.cli.completion import models, paths
 from trtserve.cli.options import (
     DryRunOption,
+    Fields,
     JsonOption,
     OutOption,
     QuietOption,
     TokenizerOption,
+    models,
+    paths,
 )
 from trtserve.cli.output import (
     TerminalProgress,
@@ -28,7 +30,6 @@ from trtserve.cli.output import (
     print_json,
     say,
 )
-from trtserve.cli.spec_options import Fields
 from trtserve.errors import UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec

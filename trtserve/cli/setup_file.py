@@ -9,9 +9,8 @@ import typer
 
 from trtserve.cli.bench_results import print_report, say_notes
 from trtserve.cli.bench_runs import metrics_url, require_complete
-from trtserve.cli.completion import imports, paths
 from trtserve.cli.endpoint import Connection, find_endpoint
-from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports, paths
 from trtserve.cli.output import (
     TerminalProgress,
     print_commands,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.cli.clusters import ClusterCall, print_files, write_for_cluster
-from trtserve.cli.completion import imports, paths
-from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports, paths
 from trtserve.cli.output import (
     TerminalProgress,
     print_commands,

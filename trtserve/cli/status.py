@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.completion import servers
-from trtserve.cli.options import JsonOption
+from trtserve.cli.options import JsonOption, servers
 from trtserve.cli.output import TerminalProgress, print_json, print_table
 from trtserve.errors import ServerDiedError, ServerNotReadyError
 
