@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -14,6 +15,7 @@ from hypothesis import settings
 
 from tests.support.doubles import Doubles
 from tests.support.needs import BARE, IN_CI, NEEDS, left_out_line, missing_needs
+from trtserve.host import ports
 
 # Kernels in the Triton language run in its interpreter where there is no GPU. It reads this when it is imported.
 if os.environ.get("TRTSERVE_TEST_DEVICE") != "cuda":
@@ -28,14 +30,22 @@ _LEFT_OUT = pytest.StashKey[tuple[int, list[str]]]()
 
 
 def pytest_configure() -> None:
-    """Let child processes obey signals.
+    """Share the ports among processes, and let child processes obey signals.
 
     A shell's background job, setsid and nohup hand down SIGINT and SIGHUP as ignored, and what is ignored stays ignored
     in every child: tests of Ctrl-C would fail there. A handler, unlike that, is reset when a child is executed.
     """
+    _share_ports()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+
+
+def _share_ports() -> None:
+    """Draw ports from this process's share, so that no other test takes one before its server listens."""
+    draw, worker = ports._drawn_from, os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    shares = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports._drawn_from = functools.wraps(draw)(lambda: draw()[int(worker) :: shares])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -263,7 +263,7 @@ def test_interrupt_prints_what_was_measured(server: Endpoint, folder: Path) -> N
     # Two users: when a third and a fourth request have begun, two are complete and two in flight.
     wait_for_lines(trace, "began ", 4)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=15)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     rows = dict(line.split("\t") for line in output.splitlines())
     assert int(rows["Sent requests"]) == int(rows["Completed requests"]) + int(rows["Cancelled requests"])

@@ -112,7 +112,7 @@ def test_a_dead_proxy_ends_the_foreground(tmp_path: Path, store: Store, doubles:
     with pytest.raises(ServerDiedError, match=r"its reverse proxy \(nginx\) has ended"):
         serve_foreground(plan_server(repository_of(tmp_path, tp=1), spec, store=store), on_ready=kill_it)
     assert_gone(seen[0], store)
-    assert eventually(lambda: is_free(HOST, spec.proxy_port), 5)
+    assert eventually(lambda: is_free(HOST, spec.proxy_port))
 
 
 def test_without_nginx_start_prints_the_command_to_run(

@@ -148,7 +148,7 @@ def test_foreground_ends_with_a_signal(repository: Path, store: Store) -> None:
     with foreground(repository) as process:
         server = running(store)
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=15)
+        output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert output == f"http://{HOST}:{server.address.http_port}\n"
     assert "second terminal" in errors
@@ -161,22 +161,23 @@ def test_foreground_ends_in_order_when_it_is_stopped_elsewhere(repository: Path,
         server = running(store)
         with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as follower:
             stopped = command("stop", "--all")
-            _, errors = process.communicate(timeout=15)
-            followed, _ = follower.communicate(timeout=15)
+            _, errors = process.communicate(timeout=60)
+            followed, _ = follower.communicate(timeout=60)
     assert (stopped.returncode, process.returncode, follower.returncode) == (0, 0, 0), errors
     assert "Signal (15) received" in followed
     assert_gone(server, store)
 
 
 def test_second_interrupt_kills_at_once(repository: Path, store: Store) -> None:
+    add_model(repository, "late", "type(self).finalize = lambda self: time.sleep(60)")
     with foreground(repository) as process:
         server = running(store)
         process.send_signal(signal.SIGINT)
         assert eventually(lambda: "Signal (15) received" in server.instances[0].log.read_text())
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=15)
+        process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "successfully unloaded" not in server.instances[0].log.read_text()
+    assert "successfully unloaded 'late'" not in server.instances[0].log.read_text()
     assert_gone(server, store)
 
 
@@ -189,7 +190,7 @@ def test_interrupt_while_models_load(repository: Path, store: Store) -> None:
         assert eventually(lambda: "successfully loaded 'probe'" in server.instances[0].log.read_text())
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=15)
+        process.communicate(timeout=60)
     assert process.returncode == 130
     assert_gone(server, store)
 
@@ -198,7 +199,7 @@ def test_foreground_ends_when_a_stub_dies(repository: Path, store: Store) -> Non
     with foreground(repository) as process:
         server = running(store)
         os.kill(server.instances[0].stubs[0].pid, signal.SIGKILL)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 35
     assert "1 of 1 Python stubs have ended" in errors
     assert str(server.instances[0].log) in errors
@@ -289,7 +290,7 @@ def test_detached_start_that_is_ended_early_leaves_nothing(
         server = recorded_server("probe", store)
         assert server is not None
         process.send_signal(number)
-        assert process.wait(15) == 128 + number
+        assert process.wait(60) == 128 + number
     assert_gone(server, store)
 
 

@@ -71,7 +71,7 @@ def test_threads_prepare_the_same_backends(tmp_path: Path) -> None:
     together = threading.Barrier(8)
 
     def prepare(store: Store) -> Path:
-        together.wait(timeout=10)
+        together.wait(timeout=60)
         return installation.prepare_backends(triton, store)
 
     with ThreadPoolExecutor(8) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,12 @@ from trtserve.host import ports
 from trtserve.host.ports import free_ports, is_free
 
 HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def all_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw from the whole range, not from this test process's share."""
+    monkeypatch.setattr(ports, "_drawn_from", inspect.unwrap(ports._drawn_from))
 
 
 def test_ports_are_drawn_below_the_range_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def free_ports(host: str, count: int) -> list[int]:
     A port of that range may become another program's, or one end of a connection, before its server has started. When
     no port is left below the range, the kernel chooses.
     """
-    below = range(_FIRST_DRAWN, _lowest_kernel_port())
+    below = _drawn_from()
     drawn = SystemRandom().sample(below, min(len(below), count + 100))
     found = list(islice((port for port in drawn if is_free(host, port)), count))
     if len(found) == count:
@@ -89,12 +89,12 @@ def free_ports(host: str, count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in sockets]
 
 
-def _lowest_kernel_port() -> int:
-    """Return the lowest port that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
+def _drawn_from() -> range:
+    """Return the ports below those that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
     try:
-        return int(_KERNEL_RANGE.read_text(encoding="ascii").split()[0])
+        return range(_FIRST_DRAWN, int(_KERNEL_RANGE.read_text(encoding="ascii").split()[0]))
     except (OSError, ValueError, IndexError):
-        return _FIRST_DRAWN
+        return range(0)
 
 
 def next_free(host: str, first: int, *, taken: Collection[int]) -> int:
