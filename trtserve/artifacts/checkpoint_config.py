@@ -1,0 +1,184 @@
+"""`config.json` of a TensorRT-LLM checkpoint, typed: read once, where the file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from trtserve.errors import CorruptFileError, TrtserveError
+from trtserve.files import decode_as
+
+T = TypeVar("T", bool, int, float, str)
+
+_AGAIN = "Convert the model again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelMapping:
+    """`mapping`: how ranks share the model."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    moe_tp_size: int | None = None  # None, and -1 in TensorRT-LLM: follows from the others
+    moe_ep_size: int = 1
+    gpus_per_node: int = 8
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse sizes of which no mapping can be made."""
+        for name in ("tp_size", "pp_size", "cp_size", "gpus_per_node", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Expected a positive `{name}`, got {getattr(self, name)}")
+
+    @property
+    def ranks(self) -> int:
+        """The processes that serve the model, each with a file of its own."""
+        return max(self.tp_size * self.pp_size * self.cp_size, self.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """`quantization`: how matrices and the KV cache are stored."""
+
+    quant_algo: str | None = None
+    kv_cache_quant_algo: str | None = None
+    group_size: int = 128
+    exclude_modules: tuple[str, ...] = ()
+
+    @property
+    def algorithm(self) -> str | None:
+        """TensorRT-LLM's name for how matrices are stored, or None for floats."""
+        return None if self.quant_algo == "NO_QUANT" else self.quant_algo
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts:
+    """`moe`: the experts of each layer, and how many of them see a token."""
+
+    num_experts: int = 0
+    top_k: int = 0
+    normalization_mode: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeDefaults:
+    """`runtime_defaults`: values for the executor where its user gives none."""
+
+    max_attention_window: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCheckpointKeys:
+    """`trtserve`: what we record in a checkpoint; TensorRT-LLM ignores unknown keys."""
+
+    gpu_sm: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckpointConfig(Mapping[str, Any]):
+    """The keys that all families have, with TensorRT-LLM's defaults for those that are missing or null.
+
+    `content` is the file as it is: what is written again is written from it, unknown keys included. A size is 0 where
+    an engine of another tool does not say it.
+    """
+
+    architecture: str = ""
+    dtype: str = ""
+    logits_dtype: str = "float32"
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_size: int = 0
+    intermediate_size: int = 0
+    moe_intermediate_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    hidden_act: str = ""
+    norm_epsilon: float = 1e-5
+    position_embedding_type: str = ""
+    max_position_embeddings: int | None = None
+    original_max_position_embeddings: int = 0
+    rotary_base: float = 10000.0
+    rotary_scaling: Mapping[str, Any] | None = None
+    max_attention_window: tuple[int | None, ...] = ()  # ours: sliding windows, see `Decoder.windows`
+    use_parallel_embedding: bool = False
+    embedding_sharding_dim: int = 0
+    share_embedding_table: bool = False
+    mapping: ParallelMapping = field(default_factory=ParallelMapping)
+    quantization: Quantization = field(default_factory=Quantization)
+    moe: MixtureOfExperts = field(default_factory=MixtureOfExperts)
+    runtime_defaults: RuntimeDefaults = field(default_factory=RuntimeDefaults)
+    trtserve: OwnCheckpointKeys = field(default_factory=OwnCheckpointKeys)
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        content: Mapping[str, Any],
+        source: object = "config.json",
+        error: type[TrtserveError] = CorruptFileError,
+        *,
+        hint: str | None = _AGAIN,
+    ) -> CheckpointConfig:
+        """Return the content of `source` as a config; `error` names a key of another type."""
+        known = without_nulls({key: value for key, value in content.items() if key != "content"})
+        decoded = decode_as(known, cls, "the config of a checkpoint", source, error, hint=hint, tolerant=True)
+        heads, hidden = decoded.num_attention_heads, decoded.hidden_size
+        return replace(
+            decoded,
+            num_key_value_heads=decoded.num_key_value_heads or heads,
+            head_size=decoded.head_size or hidden // (heads or 1),
+            intermediate_size=decoded.intermediate_size or 4 * hidden,
+            content=content,
+        )
+
+    def changed(self, **keys: object) -> CheckpointConfig:
+        """Return the config with other values for some keys of the file."""
+        return self.of({**self.content, **keys})
+
+    def own(self, key: str, default: T) -> T:
+        """Return a key that only some families have, or `default` if it is missing or null.
+
+        Raises CorruptFileError for another type than that of `default`.
+        """
+        found = self.own_or_none(key, type(default))
+        return default if found is None else found
+
+    def own_or_none(self, key: str, kind: type[T]) -> T | None:
+        """Return a key that only some families have, or None; errors as in `own`."""
+        found: object = self.content.get(key)
+        if found is None:
+            return None
+        if type(found) is int and kind is float:
+            return kind(found)
+        if type(found) is not kind:
+            raise CorruptFileError(
+                f"config.json cannot be read as the config of a checkpoint: expected `{kind.__name__}`, got "
+                f"`{type(found).__name__}` at `{key}`.",
+                hint=_AGAIN,
+            )
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a key of the file."""
+        return self.content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys of the file."""
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        """Count the keys of the file."""
+        return len(self.content)
+
+
+def without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object without keys that are null: they have TensorRT-LLM's defaults."""
+    return {
+        key: without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in content.items()
+        if value is not None
+    }

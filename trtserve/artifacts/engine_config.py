@@ -1,0 +1,115 @@
+"""`config.json` of an engine folder, typed: TensorRT-LLM's keys, and ours under `trtserve` for embedded runtimes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig, ParallelMapping, without_nulls
+from trtserve.errors import CorruptFileError, TrtserveError
+from trtserve.files import decode_as
+
+_AGAIN = "Build the engine again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginConfig:
+    """`build_config.plugin_config`: the kernels that were built in. None: not said."""
+
+    lora_plugin: str | None = None
+    use_paged_context_fmha: bool | None = None
+    paged_kv_cache: bool | None = None
+    multiple_profiles: bool | None = None
+    tokens_per_block: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraBuildConfig:
+    """`build_config.lora_config`: the adapters that fit the engine."""
+
+    lora_target_modules: tuple[str, ...] = ()
+    max_lora_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """`build_config`: limits and features. A limit is 0, or None, where an engine of another tool does not say it."""
+
+    max_batch_size: int = 0
+    max_input_len: int | None = None
+    max_seq_len: int = 0
+    max_num_tokens: int = 0
+    max_beam_width: int = 1
+    opt_num_tokens: int | None = None
+    max_prompt_embedding_table_size: int = 0
+    max_draft_len: int = 0
+    speculative_decoding_mode: int | str | None = None
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    kv_cache_type: str | None = None
+    weight_streaming: bool = False
+    profiling_verbosity: str | None = None
+    lora_config: LoraBuildConfig = field(default_factory=LoraBuildConfig)
+    plugin_config: PluginConfig = field(default_factory=PluginConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedKeys:
+    """`trtserve`: what an embedded runtime records in its engines."""
+
+    runtime: str | None = None
+    device: str = "cpu"
+    compute_precision: str | None = None
+    kv_precision: str | None = None
+    mlp: str | None = None
+    machine: str | None = None
+    windows: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineConfig(Mapping[str, Any]):
+    """The parts of the file. `content` is the file as it is: what is written again is written from it."""
+
+    version: str | None = None  # of TensorRT-LLM
+    model: CheckpointConfig = field(default_factory=CheckpointConfig)  # `pretrained_config`
+    build: BuildConfig = field(default_factory=BuildConfig)
+    trtserve: EmbeddedKeys = field(default_factory=EmbeddedKeys)
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        content: Mapping[str, Any],
+        source: object = "config.json",
+        error: type[TrtserveError] = CorruptFileError,
+        *,
+        hint: str | None = _AGAIN,
+    ) -> EngineConfig:
+        """Return the content of `source` as a config; `error` names a key of another type."""
+        known = without_nulls(content)
+        parts = {"version": known.get("version"), "build": known.get("build_config", {})}
+        parts["trtserve"] = known.get("trtserve", {})
+        model = known.get("pretrained_config", {})
+        if not isinstance(model, Mapping):
+            raise error(f"{source} has a pretrained_config that is not an object.", hint=hint)
+        decoded = decode_as(parts, cls, "the config of an engine", source, error, hint=hint)
+        checkpoint = CheckpointConfig.of(content.get("pretrained_config") or {}, source, error, hint=hint)
+        return replace(decoded, model=checkpoint, content=content)
+
+    @property
+    def mapping(self) -> ParallelMapping:
+        """How ranks share the engine."""
+        return self.model.mapping
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a key of the file."""
+        return self.content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys of the file."""
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        """Count the keys of the file."""
+        return len(self.content)
