@@ -11,10 +11,10 @@ from typing import Any
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.artifacts import Engine, ModelRepository
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.placement import Placement
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.executor.torch.runtime import TOKENS_PER_BLOCK, TorchRuntime
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
@@ -40,7 +40,7 @@ def write_engine(folder: Path, hf: dict[str, Any], build: BuildSpec, *, tp_size:
     """Write the engine of a model with random weights of bfloat16."""
     config = checkpoint_config(hf, ConvertSpec(dtype="bfloat16", tp_size=tp_size, pp_size=pp_size))
     placement = Placement(
-        family(config["architecture"]).targets(config),
+        family(config.architecture).targets(config),
         layers=config["num_hidden_layers"],
         tp_size=tp_size,
         pp_size=pp_size,

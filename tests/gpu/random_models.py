@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
@@ -36,8 +37,8 @@ MAX_NUM_TOKENS = 8192
 class RandomWeights:
     """`Weights` of a whole Llama: matrices keep the size of their inputs, so that hidden states stay in range."""
 
-    def __init__(self, config: dict[str, Any], device: str, dtype: Any) -> None:
-        self._targets = {each.name: each for each in family(config["architecture"]).targets(config)}
+    def __init__(self, config: CheckpointConfig, device: str, dtype: Any) -> None:
+        self._targets = {each.name: each for each in family(config.architecture).targets(config)}
         self._device, self.dtype = device, dtype
 
     def __contains__(self, name: object) -> bool:
@@ -81,6 +82,7 @@ def random_model(
         "plugin_config": {"tokens_per_block": TOKENS_PER_BLOCK},
     }
     config = {"pretrained_config": model, "build_config": build, "trtserve": {"compute_precision": "bf16"}}
-    weights = RandomWeights(model, device, getattr(torch, dtype))
-    decoder = family(architecture).decoder(model)
+    typed = CheckpointConfig.of(model)
+    weights = RandomWeights(typed, device, getattr(torch, dtype))
+    decoder = family(architecture).decoder(typed)
     return ChoosingTorchModel(config, decoder, weights, layers=range(sizes["num_hidden_layers"]), device=device)

@@ -17,9 +17,10 @@ from tests.support.conversion_faults import config_faults, faults_of
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.unified import CheckpointReader
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import constants, original, rows
 from trtserve.pipeline.parity.comparison import Verdict
@@ -49,8 +50,8 @@ def write_real(folder: Path, name: str) -> Path:
     return write_tiny_model(folder, name, **changed)
 
 
-def judged(config: dict[str, Any], of: constants.Constants) -> list[Verdict]:
-    return constants.judged(config, family(config["architecture"]).decoder(config), of)
+def judged(config: CheckpointConfig, of: constants.Constants) -> list[Verdict]:
+    return constants.judged(config, family(config.architecture).decoder(config), of)
 
 
 def failed(verdicts: list[Verdict]) -> list[str]:
@@ -65,7 +66,8 @@ def test_every_constant_is_compared_by_value(name: str, tmp_path: Path) -> None:
     assert failed(judged(config, of)) == []
     faults = config_faults(config)
     assert faults.keys() == FAMILIES[name].constants
-    found = {fault: failed(judged(config | {key: change(config[key])}, of)) for fault, (key, change) in faults.items()}
+    changed = {fault: config.changed(**{key: change(config.content[key])}) for fault, (key, change) in faults.items()}
+    found = {fault: failed(judged(each, of)) for fault, each in changed.items()}
     assert {fault for fault, names in found.items() if not names} == SEEN & faults.keys()
 
 
@@ -106,7 +108,7 @@ def test_faults_of_constants_are_faults_of_whole_checkpoints_too(name: str, tmp_
     made = convert_model(Model(path=model), ConvertSpec(), out=tmp_path / "made").path
     faults_of(made)["windows dropped"](made)
     config = json.loads((made / "config.json").read_text())
-    of, decoder = constants.constants_of(original._load(model)), family(config["architecture"]).decoder(config)
+    of, decoder = constants.constants_of(original._load(model)), family(config.architecture).decoder(config)
     assert failed(judged(config, of)) == ["layers with another window"]
     # NVIDIA's converters leave windows to the start of the server; other windows than the model's are wrong there too.
     assert failed(constants.judged(config, decoder, of, windows=False)) == []

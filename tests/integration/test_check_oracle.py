@@ -22,10 +22,11 @@ from tests.support.conversion_faults import config_faults, copied, faults_of, fa
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.checkpoint.config import checkpoint_config
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import CheckError, CorruptFileError
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import (
     CheckPlan,
@@ -248,8 +249,8 @@ def faulty_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A converter that writes ten times the rope base."""
     right = checkpoint_config
 
-    def wrong(*arguments: Any) -> dict[str, Any]:
-        return (config := right(*arguments)) | {"rotary_base": config["rotary_base"] * 10}
+    def wrong(*arguments: Any) -> CheckpointConfig:
+        return (config := right(*arguments)).changed(rotary_base=config.rotary_base * 10)
 
     monkeypatch.setattr("trtserve.pipeline.convert.conversion_plan.checkpoint_config", wrong)
 

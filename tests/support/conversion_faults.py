@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.tiny_models import read_safetensors, write_safetensors
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
-Edit = Callable[[Tensors, Mapping[str, Any]], Tensors]
+Edit = Callable[[Tensors, CheckpointConfig], Tensors]
 Fault = Callable[[Path], None]
 
 
@@ -31,7 +32,7 @@ def faults_of(checkpoint: Path) -> dict[str, Fault]:
     found |= _mlp_faults(config)
     for kind in ("attention.dense.weight", "attention.qkv.weight", "mlp.fc.weight", "mlp.proj.weight"):
         found[f"transposed, {kind}"] = _in_files(_mapped(kind, lambda values: values.T.reshape(values.shape)))
-    if config["mapping"]["pp_size"] == 1:
+    if config.mapping.pp_size == 1:
         found["layers swapped"] = _in_files(_swap_layers)
     found["norm epsilon × 0.1"] = _in_config("norm_epsilon", lambda epsilon: epsilon * 0.1)
     return found | _shard_faults(checkpoint, config)
@@ -74,24 +75,24 @@ _CONFIG_FAULTS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 )
 
 
-def config_faults(config: Mapping[str, Any]) -> dict[str, tuple[str, Callable[[Any], Any]]]:
+def config_faults(config: CheckpointConfig) -> dict[str, tuple[str, Callable[[Any], Any]]]:
     """The faults of config.json that change the decoder of this family."""
-    made = family(config["architecture"])
+    made = family(config.architecture)
     right = made.decoder(config)
     found = {}
     for name, key, change in _CONFIG_FAULTS:
         # `moe` of dense models has no experts, and LongRoPE's factors fit one size alone.
-        dense = key == "moe" and not (config.get(key) or {}).get("num_experts")
-        if config.get(key) is None or dense or (key == "rotary_pct" and config.get("longrope_scaling_long_factors")):
+        dense = key == "moe" and not config.moe.num_experts
+        if config.content.get(key) is None or dense or (key == "rotary_pct" and config.longrope_scaling_long_factors):
             continue
-        if made.decoder(dict(config) | {key: change(config[key])}) != right:
+        if made.decoder(config.changed(**{key: change(config.content[key])})) != right:
             found[name] = (key, change)
     return found
 
 
-def _norm_faults(config: Mapping[str, Any], names: list[str]) -> dict[str, Fault]:
+def _norm_faults(config: CheckpointConfig, names: list[str]) -> dict[str, Fault]:
     """Norms without their offset, in families that have one, and swapped norms."""
-    targets = family(config["architecture"]).targets(config)
+    targets = family(config.architecture).targets(config)
     shifted = sorted({_kind(target.name) for target in targets if target.offset})
     found = {
         f"missing norm + 1, {kind}": _in_files(_mapped(kind, lambda v: (v - 1).astype(v.dtype))) for kind in shifted
@@ -102,8 +103,8 @@ def _norm_faults(config: Mapping[str, Any], names: list[str]) -> dict[str, Fault
     return found
 
 
-def _mlp_faults(config: Mapping[str, Any]) -> dict[str, Fault]:
-    mlp = family(config["architecture"]).decoder(config).mlp
+def _mlp_faults(config: CheckpointConfig) -> dict[str, Fault]:
+    mlp = family(config.architecture).decoder(config).mlp
     if mlp == "gated":
         return {"gate and up swapped": _in_files(_renamed("mlp.fc.weight", "mlp.gate.weight"))}
     if mlp == "fused":
@@ -116,23 +117,22 @@ def _mlp_faults(config: Mapping[str, Any]) -> dict[str, Fault]:
     return {}
 
 
-def _shard_faults(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Fault]:
+def _shard_faults(checkpoint: Path, config: CheckpointConfig) -> dict[str, Fault]:
     """Swapped ranks, completely or for one kind of tensor; needs two pipeline stages or tensor-parallel ranks."""
-    if config["mapping"]["pp_size"] == 2:
+    if config.mapping.pp_size == 2:
         return {"stages swapped": _swap_layers_of_stages}
-    if config["mapping"]["tp_size"] != 2:
+    if config.mapping.tp_size != 2:
         return {}
     found: dict[str, Fault] = {"ranks swapped": _swap_ranks}
     for kind in ("attention.qkv.weight", "mlp.proj.weight", "lm_head.weight"):
         found[f"shards swapped, {kind}"] = _swap_shards(kind)
-    if config["vocab_size"] % 2:
+    if config.vocab_size % 2:
         found["vocabulary padded in front"] = _pad_in_front
     return found
 
 
-def _config(checkpoint: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    return config
+def _config(checkpoint: Path) -> CheckpointConfig:
+    return CheckpointConfig.of(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
 
 
 def _ranks(checkpoint: Path) -> list[Path]:
@@ -148,8 +148,8 @@ def _kind(name: str) -> str:
 def _in_config(key: str, change: Callable[[Any], Any]) -> Fault:
     def fault(checkpoint: Path) -> None:
         config = _config(checkpoint)
-        config[key] = change(config[key])
-        (checkpoint / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        changed = config.changed(**{key: change(config.content[key])})
+        (checkpoint / "config.json").write_text(json.dumps(changed.content), encoding="utf-8")
 
     return fault
 
@@ -180,11 +180,11 @@ def _renamed(one: str, other: str) -> Edit:
     return lambda tensors, _: {name: tensors[partner(name)] for name in tensors}
 
 
-def _swap_query_and_key(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+def _swap_query_and_key(tensors: Tensors, config: CheckpointConfig) -> Tensors:
     """[q; k; v] → [k; q; v]."""
-    tp = config["mapping"]["tp_size"]
-    queries = config["num_attention_heads"] * config["head_size"] // tp
-    keys = max(1, config["num_key_value_heads"] // tp) * config["head_size"]
+    tp = config.mapping.tp_size
+    queries = config.num_attention_heads * config.head_size // tp
+    keys = max(1, config.num_key_value_heads // tp) * config.head_size
 
     def swap(values: Array) -> Array:
         query, key, value = np.split(values, [queries, queries + keys])
@@ -193,7 +193,7 @@ def _swap_query_and_key(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     return {name: swap(values) if ".attention.qkv." in name else values for name, values in tensors.items()}
 
 
-def _swap_layers(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+def _swap_layers(tensors: Tensors, config: CheckpointConfig) -> Tensors:
     def partner(name: str) -> str:
         first, second = ".layers.0.", ".layers.1."
         return name.replace(first, second) if first in name else name.replace(second, first)
@@ -231,7 +231,10 @@ def _pad_in_front(checkpoint: Path) -> None:
     """Put the padding row of the last rank's head before its rows, not after them."""
     _, last = _pair(checkpoint)
     write_safetensors(
-        last, _mapped("lm_head.weight", lambda values: np.roll(values, 1, axis=0))(read_safetensors(last), {})
+        last,
+        _mapped("lm_head.weight", lambda values: np.roll(values, 1, axis=0))(
+            read_safetensors(last), CheckpointConfig()
+        ),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtserve.checkpoint.config import checkpoint_config
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.specs import ConvertSpec
 
 # Sizes of Llama 2 7B as published in its config.json.
@@ -23,7 +24,7 @@ LLAMA_2_7B: dict[str, Any] = {
 }
 
 
-def llama_2_7b(dtype: str = "float16", quantize: str = "none", **sizes: Any) -> dict[str, Any]:
+def llama_2_7b(dtype: str = "float16", quantize: str = "none", **sizes: Any) -> CheckpointConfig:
     """Its checkpoint's config, with other `sizes`."""
     spec = ConvertSpec(dtype=dtype, quantize=quantize)  # type: ignore[arg-type]
     return checkpoint_config(LLAMA_2_7B | sizes, spec)

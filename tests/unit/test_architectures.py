@@ -13,11 +13,13 @@ import pytest
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, rotary
 from trtserve.checkpoint.architectures.parts.windows import attention_windows
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
+from trtserve.pipeline.checkpoint_config import convertible_family
 from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import ConvertSpec
 
@@ -29,9 +31,10 @@ def hf_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def checkpoint_config(folder: Path, **changes: Any) -> dict[str, Any]:
+def checkpoint_config(folder: Path, **changes: Any) -> CheckpointConfig:
     hf = hf_config(folder) | changes
-    return supported_family(hf).checkpoint_config(hf) | {"architecture": hf["architectures"][0]}
+    content = supported_family(hf).checkpoint_config(hf) | {"architecture": hf["architectures"][0]}
+    return CheckpointConfig.of(content)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -194,7 +197,7 @@ def test_an_absent_window_is_4096_as_in_transformers(tmp_path: Path) -> None:
 
 def test_windows_in_runtime_defaults_are_read() -> None:
     config = {"max_position_embeddings": 512, "runtime_defaults": {"max_attention_window": [64, 512]}}
-    assert attention_windows(config) == (64, None)
+    assert attention_windows(CheckpointConfig.of(config)) == (64, None)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ def test_gemma3_pattern_is_read_from_layer_types(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     config = supported_family(hf | {"layer_types": kinds}).checkpoint_config(hf | {"layer_types": kinds})
     assert config["_sliding_window_pattern"] == 3
-    decoder = architectures.family("Gemma3ForCausalLM").decoder(config)
+    decoder = architectures.family("Gemma3ForCausalLM").decoder(CheckpointConfig.of(config))
     assert [decoder.window(layer) for layer in range(6)] == [24, 24, None] * 2
 
 
@@ -295,7 +298,7 @@ def test_phi3_accepts_older_names_of_longrope(name: str) -> None:
 )
 def test_unsupported_architecture_error_suggests_alternatives(architecture: str, advice: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        architectures.family(architecture)
+        convertible_family({"architectures": [architecture]})
     assert re.search(advice, str(caught.value.hint))
     # A folder has to be named of what no table here has.
     assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("Gemm", "Rwkv"))

@@ -19,6 +19,7 @@ from trtserve.artifacts import (
     Manifest,
     load_artifact,
 )
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor.openvino import runtime as openvino
 from trtserve.executor.openvino.memory import weight_bytes
@@ -172,20 +173,19 @@ def test_impossible_limits_are_refused_with_numbers(checkpoint: Checkpoint, spec
         plan_build(checkpoint, spec)
 
 
-def test_linear_rope_scaling_lengthens_the_context_and_llama3_does_not() -> None:
-    assert (
-        longest_sequence({"max_position_embeddings": 100, "rotary_scaling": {"type": "linear", "factor": 2.0}}) == 200
-    )
-    assert (
-        longest_sequence({"max_position_embeddings": 100, "rotary_scaling": {"type": "llama3", "factor": 8.0}}) == 100
-    )
-    assert longest_sequence({"max_position_embeddings": None, "rotary_scaling": None}) == 2048
+@pytest.mark.parametrize(
+    ("scaling", "longest"), [({"type": "linear", "factor": 2.0}, 200), ({"type": "llama3", "factor": 8.0}, 100)]
+)
+def test_linear_rope_scaling_lengthens_the_context_and_llama3_does_not(scaling: dict[str, Any], longest: int) -> None:
+    config = CheckpointConfig.of({"max_position_embeddings": 100, "rotary_scaling": scaling})
+    assert longest_sequence(config) == longest
+    assert longest_sequence(CheckpointConfig.of({"max_position_embeddings": None, "rotary_scaling": None})) == 2048
 
 
 def test_gemma3_positions_include_linear_scaling() -> None:
     scaling = {"max_position_embeddings": 100, "rotary_scaling": {"rope_type": "linear", "factor": 8.0}}
-    assert longest_sequence(scaling) == 800
-    assert longest_sequence({"architecture": "Gemma3ForCausalLM", **scaling}) == 100
+    assert longest_sequence(CheckpointConfig.of(scaling)) == 800
+    assert longest_sequence(CheckpointConfig.of({"architecture": "Gemma3ForCausalLM", **scaling})) == 100
 
 
 def test_dynamic_rope_scaling_is_limited_to_the_models_positions(tmp_path: Path) -> None:
@@ -238,6 +238,6 @@ def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp
     assert any(line.startswith(f"Loading the engine: {words} weights, ") for line in lines.lines)
     size = (built.path / "rank0.bin").stat().st_size
     # Beside the weights there are a few constants: frequencies, masks, shapes.
-    assert 0 <= size - weight_bytes(_engine_config(built)["pretrained_config"]) < 4096
+    assert 0 <= size - weight_bytes(CheckpointConfig.of(_engine_config(built)["pretrained_config"])) < 4096
     logits = PagedSteps(PagedModel(built.path, threads=1), {"a": range(3, 40)}).step({"a": 37})["a"]
     assert np.isfinite(logits).all()

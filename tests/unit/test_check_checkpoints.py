@@ -13,6 +13,7 @@ from tests.support.families import FAMILIES
 from tests.support.quantised_models import write_quantised_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
+from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases import RELEASES, order
@@ -57,7 +58,7 @@ def reasons(report: LoadReport) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_checkpoint_without_a_release_loads_where_its_config_says(tmp_path: Path, name: str) -> None:
     made = converted(tmp_path, name, tp_size=2)
-    served = loading_releases(config_of(made))
+    served = loading_releases(read_config(made))
     for release in RELEASES:
         report = check_loading(made, f"{release}.0")
         assert report.loads == (release in served), reasons(report)

@@ -13,6 +13,7 @@ import pytest
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures.base import Experts
 from trtserve.checkpoint.sharding import moe_parallel_sizes
@@ -171,16 +172,17 @@ def test_mixtral_defaults_equal_those_of_transformers() -> None:
 )
 def test_decoders_describe_routing(tmp_path: Path, family: str, changes: dict[str, Any], experts: Experts) -> None:
     config = checkpoint_config(write_tiny_model(tmp_path, family), **changes)
-    decoder = architectures.family(config["architecture"]).decoder(config)
+    module = architectures.family(config["architecture"])
+    decoder = module.decoder(CheckpointConfig.of(config))
     assert (decoder.mlp, decoder.activation, decoder.experts) == ("experts", "silu", experts)
     assert decoder.attention_bias == (family == "qwen2_moe")
     assert decoder.qk_norm == (family == "qwen3_moe")
     flat = {key: value for key, value in config.items() if key != "moe"} | {"moe_num_experts": 8, "moe_top_k": 2}
     with pytest.raises(UnsupportedModelError, match="has no `moe` object"):
-        architectures.family(config["architecture"]).decoder(flat)
+        module.decoder(CheckpointConfig.of(flat))
     config["moe"]["normalization_mode"] = 2
     with pytest.raises(UnsupportedModelError, match="normalization_mode 2"):
-        architectures.family(config["architecture"]).decoder(config)
+        module.decoder(CheckpointConfig.of(config))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_windows_follow_the_family(
     tmp_path: Path, family: str, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     config = checkpoint_config(write_tiny_model(tmp_path, family), **changes)
-    assert architectures.family(config["architecture"]).decoder(config).windows == windows
+    assert architectures.family(config["architecture"]).decoder(CheckpointConfig.of(config)).windows == windows
 
 
 @pytest.mark.parametrize("module", ["mlp_h_to_4h", "mlp_gate", "moe_h_to_4h", "moe_router"])

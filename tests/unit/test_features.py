@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.executor.engine.lora_modules import lora_modules
@@ -161,7 +162,10 @@ def test_lora_modules_map_to_rows_of_the_fused_matrix() -> None:
         "hidden_size": 48,
         "intermediate_size": 96,
     }
-    modules = {module.name: module for module in lora_modules(config, ["attn_v", "attn_k", "attn_q", "attn_dense"])}
+    modules = {
+        module.name: module
+        for module in lora_modules(CheckpointConfig.of(config), ["attn_v", "attn_k", "attn_q", "attn_dense"])
+    }
     assert list(modules) == ["attn_q", "attn_k", "attn_v", "attn_dense"]
     parts = [(modules[name].first, modules[name].outputs) for name in ("attn_q", "attn_k", "attn_v")]
     assert parts == [(0, 64), (64, 32), (96, 32)]

@@ -13,9 +13,9 @@ from tests.support.tiny_models import read_safetensors, write_safetensors, write
 from tests.support.tiny_vision import Spelling, write_tiny_vision_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint import architectures
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import ConversionError, UnsupportedModelError
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.memory import check_memory
 from trtserve.pipeline.parity.converted import numbers_beside

@@ -61,7 +61,7 @@ def test_llama_2_7b_on_gpus() -> None:
 def test_gpu_counts_other_than_powers_of_two_are_tried() -> None:
     """Weights that three or six GPUs hold need no fourth or eighth; ten key/value heads divide by 10, 5 and 2."""
     sizes_of_phi = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10}
-    config = llama_2_7b() | sizes_of_phi
+    config = llama_2_7b().changed(**sizes_of_phi)
     found = {
         (fit.tp_size, fit.pp_size)
         for gib in range(3, 24)

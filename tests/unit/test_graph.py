@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import ArtifactError, UnsupportedModelError
 from trtserve.executor.engine.sizes import Sizes
 from trtserve.executor.openvino.graph import build_graph, save_graph
@@ -45,7 +46,9 @@ def test_packed_matrices_use_one_byte_or_half_a_byte_per_weight(tmp_path: Path, 
 
 def test_missing_sizes_of_old_configs_are_derived() -> None:
     config = {"vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    assert Sizes.of(config) == Sizes(vocab=10, hidden=64, layers=3, heads=4, kv_heads=4, head=16, epsilon=1e-5)
+    assert Sizes.of(CheckpointConfig.of(config)) == Sizes(
+        vocab=10, hidden=64, layers=3, heads=4, kv_heads=4, head=16, epsilon=1e-5
+    )
 
 
 def test_rotation_larger_than_the_head_is_refused() -> None:

@@ -12,14 +12,15 @@ from tests.support.families import FAMILIES
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import RELEASES, order
 from trtserve.nvidia.releases.loaders import loading_releases
 from trtserve.nvidia.releases.tables import load_table
 from trtserve.pipeline.build import plan_build
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
@@ -32,7 +33,7 @@ LLAMA3 = {
 }
 
 
-def config_of(name: str, changes: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+def config_of(name: str, changes: dict[str, Any] | None = None, **spec: Any) -> CheckpointConfig:
     return checkpoint_config(FAMILIES[name].config | (changes or {}), ConvertSpec(**spec))
 
 
@@ -194,4 +195,4 @@ def test_a_checkpoint_without_a_release_loads_in_all_that_know_the_model(name: s
     config = config_of(name, tp_size=2 if "experts" not in name else 1)
     found = loading_releases(config)
     assert found == list(RELEASES[RELEASES.index(found[0]) :])
-    assert family(config["architecture"]).targets(config)
+    assert family(config.architecture).targets(config)

@@ -14,13 +14,14 @@ import pytest
 
 from tests.support.adapters import random_adapter
 from tests.support.tiny_decoders import tiny_decoder
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
 from trtserve.executor.engine.lora_modules import LoraShape, lora_modules
 from trtserve.executor.interface.configs import PeftCacheConfig
 from trtserve.executor.interface.requests import LoraConfig
 
 MEMORY = 1 << 30
-MODULES = lora_modules(tiny_decoder().config, ["attn_q", "attn_k", "attn_v"])
+MODULES = lora_modules(CheckpointConfig.of(tiny_decoder().config), ["attn_q", "attn_k", "attn_v"])
 SHAPE = LoraShape(modules=MODULES, layers=2, max_rank=8)
 FULL = "Cache is full. There are no done tasks to evict"
 

@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.tiny_models import write_byte_tokenizer, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.cli import run
 from trtserve.errors import (
     ArtifactError,
@@ -28,6 +27,7 @@ from trtserve.errors import (
 )
 from trtserve.host.install_command import install_command
 from trtserve.pipeline import parity
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import (
     CheckReport,
@@ -238,8 +238,9 @@ def test_float32_router_is_found_under_both_names(tmp_path: Path) -> None:
 
 def test_unsupported_quantisation_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
-    config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec())
-    config["quantization"]["quant_algo"] = "W8A8_SQ"
+    config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec()).changed(
+        quantization={"quant_algo": "W8A8_SQ"}
+    )
     with pytest.raises(UnsupportedModelError, match="quantised with W8A8_SQ"):
         converted.changes_of(config, folder)
 

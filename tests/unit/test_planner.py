@@ -14,12 +14,12 @@ from tests.support.large_models import LLAMA_2_7B, llama_2_7b
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.openvino.memory import engine_needs, weight_bytes
 from trtserve.executor.steps import draft_memory, engine_needs_of
 from trtserve.host.machine import AddressSpace
 from trtserve.pipeline.build import build_engine, plan_build
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.pipeline.convert.conversion_plan import convert_memory
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
@@ -130,7 +130,7 @@ def test_memory_by_stage() -> None:
     needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
     assert weight_bytes(config) == pytest.approx(2 * table, rel=0.1)
     assert needs.build - 3 * table == pytest.approx(38 * 2**20, rel=0.1)
-    assert weight_bytes(config | {"tie_word_embeddings": True}) == pytest.approx(table, rel=0.1)
+    assert weight_bytes(config.changed(tie_word_embeddings=True)) == pytest.approx(table, rel=0.1)
     # The embedding stays in the file, the head is packed; logits are float32.
     assert needs.serving == pytest.approx(table + 4 * 400_000 * 4 + 45 * 2**20, rel=0.05)
 
@@ -146,8 +146,8 @@ def test_quantising_holds_three_copies_of_a_matrix() -> None:
     wide: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1_000_000, "num_hidden_layers": 1}
     matrix = 64 * 1_000_000
     for quantize, packed, held in (("int8", 1.0, 2 + 1 + 1), ("int4", 0.53, 2 + 3 + 0.53)):
-        config = llama_2_7b("float16") | {"quantization": {"quant_algo": {"int8": "W8A16", "int4": "W4A16"}[quantize]}}
-        config |= {key: value for key, value in llama_2_7b("float16", **wide).items() if key != "quantization"}
+        algorithm = {"int8": "W8A16", "int4": "W4A16"}[quantize]
+        config = llama_2_7b("float16", **wide).changed(quantization={"quant_algo": algorithm})
         needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
         # Two of the MLP's matrices are packed when the third is read; beside them the process.
         assert needs.build - 38 * 2**20 == pytest.approx((2 * packed + held) * matrix, rel=0.05)
@@ -184,7 +184,7 @@ def _engine(**build: Any) -> dict[str, Any]:
     return {
         "pretrained_config": llama_2_7b(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
-        ),
+        ).content,
         "build_config": limits | build,
         "trtserve": {"runtime": "openvino", "compute_precision": "f32", "kv_precision": "f16"},
     }
@@ -329,5 +329,5 @@ def test_build_suggests_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "--quantize int4" in _advice(packed, spec, runtime, least.memory_bytes)
     assert "No setting" in _advice(wide, spec, runtime, GIB)
     # What is quantised already cannot be quantised otherwise.
-    widened = runtime.plan(llama_2_7b("bfloat16") | {"quantization": {"quant_algo": "FP8"}}, spec)
+    widened = runtime.plan(llama_2_7b("bfloat16").changed(quantization={"quant_algo": "FP8"}), spec)
     assert "No setting" in _advice(widened, spec, runtime, packed.memory_bytes)

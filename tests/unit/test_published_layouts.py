@@ -17,6 +17,7 @@ from tests.support.families import FAMILIES
 from tests.support.published_models import PUBLISHED, Published
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.checkpoint.dequantized import dequantized
@@ -75,7 +76,7 @@ def test_unused_tensors_are_not_counted_as_rounded(name: str, tmp_path: Path) ->
     model = PUBLISHED[name]
     plain = write_tiny_model(tmp_path / "plain", model.family, dtype=model.dtype, **model.plain)
     folder = files_of(model, plain, tmp_path / "published")
-    config = json.loads(converted(folder, tmp_path / "out", dtype=model.dtype)["config.json"])
+    config = CheckpointConfig.of(json.loads(converted(folder, tmp_path / "out", dtype=model.dtype)["config.json"]))
     assert changes_of(config, folder) == changes_of(config, plain)
 
 
@@ -97,7 +98,7 @@ def described(hf: Mapping[str, Any]) -> tuple[dict[str, Any], Decoder, bool]:
     """
     family = supported_family(hf)
     config = family.checkpoint_config(hf)
-    decoder = family.decoder(config)
+    decoder = family.decoder(CheckpointConfig.of(config))
     windows = tuple(decoder.window(layer) for layer in range(config["num_hidden_layers"]))
     spelled = ("max_attention_window", "num_ln_in_parallel_attn") + (("hidden_act",) if "Gemma" in str(hf) else ())
     kept = {key: value for key, value in config.items() if key not in spelled}

@@ -18,6 +18,7 @@ from tests.support.quantised_models import (
     write_quantised_model,
 )
 from trtserve.artifacts import Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
@@ -90,7 +91,11 @@ def test_four_bit_experts(tmp_path: Path) -> None:
             own = {
                 key: tensors[f"{prefix}.{name}.{key}"][number] for key in ("weight", "weights_scaling_factor", "zero")
             }
-            found = unpack_int4({f"x.{key}": value for key, value in own.items()}, "x", {"trtserve": {"gpu_sm": 80}})
+            found = unpack_int4(
+                {f"x.{key}": value for key, value in own.items()},
+                "x",
+                CheckpointConfig.of({"trtserve": {"gpu_sm": 80}}),
+            )
             np.testing.assert_array_equal(found.dequantized(), expected)
 
 
@@ -109,7 +114,7 @@ def test_fp8_experts(tmp_path: Path) -> None:
         found = tensors[f"{name}.weight"][expert].astype(np.float32) * scales[expert]
         np.testing.assert_allclose(found, np.concatenate(parts), rtol=2**-4, atol=2**-12)
     with pytest.raises(UnsupportedModelError, match="ModelOpt"):
-        unpack_int4(tensors, name, {"quantization": {"quant_algo": "W4A16_AWQ"}})
+        unpack_int4(tensors, name, CheckpointConfig.of({"quantization": {"quant_algo": "W4A16_AWQ"}}))
 
 
 def test_old_loaders_lack_4_bit_experts(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.support.quantised_models import (
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.kernel_layout import from_kernel, to_kernel
 from trtserve.checkpoint.quantized import unpack_int4
@@ -189,7 +190,9 @@ def test_modelopt_layout() -> None:
         "x.weights_scaling_factor": scales,
         "x.prequant_scaling_factor": factors,
     }
-    found = unpack_int4(tensors, "x", {"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}})
+    found = unpack_int4(
+        tensors, "x", CheckpointConfig.of({"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}})
+    )
     assert (found.group_size, found.zero_points) == (64, None)
     expected = signed.astype(np.float32) * np.repeat(scales, 64, 1) * factors
     np.testing.assert_array_equal(found.dequantized(), expected)

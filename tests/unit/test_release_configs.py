@@ -15,17 +15,18 @@ from tests.support.release_changes import NEWEST, before, expected_config
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Model
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import RELEASES, order
 from trtserve.nvidia.releases.checkpoint_config import foreign_keys
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec
 
 
-def config_of(family: str, *, changes: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+def config_of(family: str, *, changes: dict[str, Any] | None = None, **spec: Any) -> CheckpointConfig:
     wanted: dict[str, Any] = {"tp_size": 2, "dtype": "bfloat16", "quantize": "int8"} | spec
     return checkpoint_config(FAMILIES[family].config | (changes or {}), ConvertSpec(**wanted))
 
@@ -39,10 +40,10 @@ def test_config_is_that_of_the_release_key_for_key(family: str, release: str) ->
             config_of(family, trtllm_version=f"{release}.0")
         return
     config = config_of(family, trtllm_version=f"{release}.0")
-    assert config == expected_config(family, release)
+    assert config.content == expected_config(family, release)
     # What a release leaves out, its loader fills in: so does ours.
-    module = architectures.family(config["architecture"])
-    assert module.decoder(config) == module.decoder(NEWEST[family])
+    module = architectures.family(config.architecture)
+    assert module.decoder(config) == module.decoder(CheckpointConfig.of(NEWEST[family]))
 
 
 @pytest.mark.parametrize("family", NEWEST)
@@ -127,12 +128,12 @@ def test_the_loaders_of_releases_take_what_is_theirs(tmp_path: Path, family: str
     for release in RELEASES:
         number = order(release)
         for asked in (release, None):
-            path.write_text(json.dumps(config_of(family, trtllm_version=asked)))
+            path.write_text(json.dumps(config_of(family, trtllm_version=asked).content))
             read_mapping(read_config(path, number), number)
-            assert foreign_keys(json.loads(path.read_text()), release) == []
+            assert foreign_keys(CheckpointConfig.of(json.loads(path.read_text())), release) == []
     newest = config_of(family, trtllm_version="1.2")
     assert foreign_keys(newest, "0.20")[:2] == ["mapping.cp_config", "mapping.enable_attention_dp"]
-    path.write_text(json.dumps(newest))
+    path.write_text(json.dumps(newest.content))
     with pytest.raises(LoaderError, match="unexpected keyword argument"):
         read_mapping(read_config(path, (0, 20)), (0, 20))
 

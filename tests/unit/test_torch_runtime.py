@@ -83,13 +83,13 @@ def test_a_machine_without_gpus_needs_the_cpu(
     plan = plan_build(checkpoint, BuildSpec(runtime="torch"))
     assert plan.engine.needs_gpu
     assert (plan.engine.limits.max_batch_size, plan.engine.limits.max_num_tokens) == (256, 8192)
-    assert plan.engine.limits.max_seq_len == read_config(checkpoint.path)["max_position_embeddings"]
+    assert plan.engine.limits.max_seq_len == read_config(checkpoint.path).max_position_embeddings
 
 
 def test_fp8_needs_a_gpu_that_has_it(
     checkpoint: Checkpoint, installed: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {**read_config(checkpoint.path), "quantization": {"quant_algo": "FP8"}}
+    config = read_config(checkpoint.path).changed(quantization={"quant_algo": "FP8"})
     monkeypatch.setattr(torch, "count_gpus", lambda: 1)
     for capability, fits in (("8.6", False), ("8.9", True), ("9.0", True)):
         gpu = SimpleNamespace(name="a GPU", capability=capability)
@@ -123,7 +123,7 @@ def test_what_it_cannot_do_is_refused_by_name(
     installed: Callable[[str | None], None],
 ) -> None:
     with pytest.raises(kind, match=words):
-        plan_build(checkpoint, spec, config={**read_config(checkpoint.path), **changes})
+        plan_build(checkpoint, spec, config=read_config(checkpoint.path).changed(**changes))
 
 
 def test_the_fingerprint_covers_device_and_limits_but_not_the_version(

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.families import FAMILIES
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.config import checkpoint_config
-from trtserve.executor.openvino.memory import is_quantised
+from trtserve.checkpoint.quantized import is_quantised
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.specs import ConvertSpec
 
 # How the names of the weights end that TensorRT-LLM's loader quantises (`weight_only_quantize_dict`), and an exception.
@@ -17,7 +18,7 @@ QUANTISED = ("qkv.weight", "dense.weight", "fc.weight", "proj.weight", "gate.wei
 LEFT_OUT = "shared_expert_gate.weight"
 
 
-def _config(name: str, **spec: Any) -> dict[str, Any]:
+def _config(name: str, **spec: Any) -> CheckpointConfig:
     return checkpoint_config(FAMILIES[name].config, ConvertSpec(**spec))
 
 
@@ -25,7 +26,7 @@ def _config(name: str, **spec: Any) -> dict[str, Any]:
 def test_loader_and_cpu_runtime_quantise_the_same_weights(name: str) -> None:
     config = _config(name, quantize="int8")
     # The loader leaves nothing out beyond its default when no module is excluded.
-    assert config["quantization"]["exclude_modules"] is None
-    for target in family(config["architecture"]).targets(config):
+    assert config.quantization.exclude_modules == ()
+    for target in family(config.architecture).targets(config):
         loader = target.name.endswith(QUANTISED) and not target.name.endswith(LEFT_OUT)
         assert loader == is_quantised(target), target.name

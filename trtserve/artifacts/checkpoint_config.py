@@ -99,10 +99,13 @@ class CheckpointConfig(Mapping[str, Any]):
     hidden_act: str = ""
     norm_epsilon: float = 1e-5
     position_embedding_type: str = ""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int = 0
     original_max_position_embeddings: int = 0
     rotary_base: float = 10000.0
     rotary_scaling: Mapping[str, Any] | None = None
+    full_attention_rotary_scaling: Mapping[str, Any] | None = None  # ours: of Gemma 3's layers without a window
+    longrope_scaling_short_factors: tuple[float, ...] = ()
+    longrope_scaling_long_factors: tuple[float, ...] = ()
     max_attention_window: tuple[int | None, ...] = ()  # ours: sliding windows, see `Decoder.windows`
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0
@@ -138,6 +141,11 @@ class CheckpointConfig(Mapping[str, Any]):
     def changed(self, **keys: object) -> CheckpointConfig:
         """Return the config with other values for some keys of the file."""
         return self.of({**self.content, **keys})
+
+    def completed(self) -> CheckpointConfig:
+        """Return the config with the sizes that older releases omit, as the file of an engine has them."""
+        sizes = ("num_key_value_heads", "head_size", "intermediate_size")
+        return self.changed(**{key: getattr(self, key) for key in sizes if self.content.get(key) is None})
 
     def own(self, key: str, default: T) -> T:
         """Return a key that only some families have, or `default` if it is missing or null.

@@ -63,7 +63,7 @@ class EmbeddedKeys:
     compute_precision: str | None = None
     kv_precision: str | None = None
     mlp: str | None = None
-    machine: str | None = None
+    machine: Mapping[str, Any] | None = None
     windows: tuple[int | None, ...] = ()
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trtserve.checkpoint.architectures.base import CheckpointConfig, Target
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.kernel_layout import EXPERTS_GPU_SM, from_kernel, nibbles
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 
@@ -26,6 +27,8 @@ _DEFAULT_GPU_SM = 80
 _ZERO = 8
 # Group sizes for int4 made from floats: the first that divides the inputs.
 INT4_GROUPS = (256, 128, 64, 32)
+# Routers and shared-expert gates stay unquantised.
+_NEVER_QUANTISED = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +87,9 @@ def group_size(inputs: int) -> int:
     return next((size for size in INT4_GROUPS if inputs % size == 0), inputs)
 
 
-def quant_algo(config: CheckpointConfig) -> str | None:
-    """Return TensorRT-LLM's name for the checkpoint's quantisation."""
-    name = (config.get("quantization") or {}).get("quant_algo")
-    return None if name in (None, "NO_QUANT") else str(name)
+def is_quantised(target: Target) -> bool:
+    """Return whether weight-only quantisation applies: the layers' matrices, except routers."""
+    return target.layer is not None and len(target.shape) > 1 and not target.name.endswith(_NEVER_QUANTISED)
 
 
 def module_of(target: Target) -> str:
@@ -98,13 +100,13 @@ def module_of(target: Target) -> str:
 
 def is_excluded(config: CheckpointConfig, target: Target) -> bool:
     """Return whether a quantised checkpoint keeps this matrix as floats (`exclude_modules`)."""
-    patterns = (config.get("quantization") or {}).get("exclude_modules") or ()
-    return any(fnmatch.fnmatchcase(module_of(target), pattern) for pattern in patterns)
+    excluded = config.quantization.exclude_modules
+    return any(fnmatch.fnmatchcase(module_of(target), pattern) for pattern in excluded)
 
 
 def gpu_sm(config: CheckpointConfig) -> int:
     """Return the compute capability (× 10) whose layout the checkpoint's 4-bit weights have."""
-    return int((config.get("trtserve") or {}).get("gpu_sm", _DEFAULT_GPU_SM))
+    return config.trtserve.gpu_sm or _DEFAULT_GPU_SM
 
 
 def unpack_int4(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, config: CheckpointConfig) -> Int4Weight:
@@ -115,7 +117,7 @@ def unpack_int4(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, config: Ch
     """
     weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
     scales = _tensor(tensors, f"{prefix}.weights_scaling_factor")
-    if quant_algo(config) == AWQ:
+    if config.quantization.algorithm == AWQ:
         if weight.ndim > 2:
             raise UnsupportedModelError(
                 f"{prefix} holds experts quantised by ModelOpt ({AWQ}), whose layout is not supported."

@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.quantized import FP8, is_excluded, quant_algo
+from trtserve.checkpoint.quantized import FP8, is_excluded, is_quantised
 from trtserve.checkpoint.sharding import (
     matrix,
     shard,
     stage_layers,
     stage_of,
 )
-from trtserve.checkpoint.unified import with_defaults
-from trtserve.executor.openvino.memory import is_quantised
 from trtserve.specs.runtime import (
     WEIGHT_ONLY_INT4,
     WEIGHT_ONLY_INT8,
-    CheckpointConfig,
     weights_precision,
 )
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Bits per code.
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}
-# ModelOpt's and TensorRT-LLM's default group size.
-_GROUP = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +41,15 @@ def rank_weights(config: CheckpointConfig) -> RankWeights:
 
     Raises UnsupportedModelError for an unknown family.
     """
-    config = with_defaults(dict(config))
-    mapping = config.get("mapping") or {}
-    tp_size, pp_size = int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
-    stages = stage_layers(config["num_hidden_layers"], pp_size)
-    widened = quant_algo(config) in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
+    tp_size, pp_size = config.mapping.tp_size, config.mapping.pp_size
+    stages = stage_layers(config.num_hidden_layers, pp_size)
+    widened = config.quantization.algorithm in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
     bits = _BITS.get(weights_precision(config))
     loaded, kept = [0] * pp_size, [0] * pp_size
-    for target in family(config["architecture"]).targets(config):
+    for target in family(config.architecture).targets(config):
         stage = stage_of(target, stages)
         shape = shard(target, tp_size, 0).shape
-        item = _ITEM_SIZE[target.dtype or config["dtype"]]
+        item = _ITEM_SIZE[target.dtype or config.dtype]
         floats = held = math.prod(shape) * item
         if bits is not None and is_quantised(target) and not is_excluded(config, target):
             held = math.prod(shape) * bits // 8 + _scales(*matrix(shape), item, config)
@@ -71,8 +65,8 @@ def _scales(rows: int, columns: int, item: int, config: CheckpointConfig) -> int
     and `prequant_scaling_factor`. FP8: two scales, or one per row. SmoothQuant: `per_channel_scale` and `smoother` in
     float32.
     """
-    algorithm = str(quant_algo(config))
-    groups = -(-columns // int(config["quantization"].get("group_size") or _GROUP))
+    algorithm = str(config.quantization.algorithm)
+    groups = -(-columns // config.quantization.group_size)
     if algorithm.endswith("GPTQ"):
         return 2 * rows * groups * item
     if algorithm.endswith("AWQ"):

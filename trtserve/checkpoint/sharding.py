@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from trtserve.checkpoint.architectures.base import CheckpointConfig, Target, expert_size
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures.base import Target, expert_size
 from trtserve.errors import UsageError
 
 
@@ -144,6 +144,11 @@ def stage_of(target: Target, stages: Sequence[range]) -> int:
     return next(index for index, layers in enumerate(stages) if target.layer in layers)
 
 
+def older_name(name: str) -> str:
+    """Return a tensor's name in checkpoints of TensorRT-LLM up to 0.15."""
+    return name.replace(".mlp.shared_expert", ".shared_expert")
+
+
 def name_in_stage(target: Target, stages: Sequence[range]) -> str:
     """Return a target's name in its rank file, where each stage numbers its layers from 0."""
     if target.layer is None:
@@ -156,19 +161,19 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, e
     """Raise UsageError with the valid sizes when the model cannot be split as requested."""
     problem = _tensor_parallel_problem(config, tp_size, ep_size)
     if problem:
-        sizes = range(ep_size, config["num_attention_heads"] + 1, ep_size)
+        sizes = range(ep_size, config.num_attention_heads + 1, ep_size)
         working = [size for size in sizes if not _tensor_parallel_problem(config, size, ep_size)]
         raise UsageError(
             f"--tp-size {tp_size} does not fit this model: {problem}.",
             hint=f"Sizes that fit: {', '.join(map(str, working))}.",
         )
-    hidden = config["hidden_size"]
-    if config.get("use_parallel_embedding") and config.get("embedding_sharding_dim") == 1 and hidden % tp_size:
+    hidden = config.hidden_size
+    if config.use_parallel_embedding and config.embedding_sharding_dim == 1 and hidden % tp_size:
         raise UsageError(
             f"--embedding-sharding-dim 1 does not fit: the hidden size {hidden} is not divisible by {tp_size}.",
             hint="Split the vocabulary instead: --embedding-sharding-dim 0.",
         )
-    layers = config["num_hidden_layers"]
+    layers = config.num_hidden_layers
     if pp_size > layers:
         raise UsageError(
             f"--pp-size {pp_size} does not fit this model: it has {layers} layers.",
@@ -176,25 +181,25 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, e
         )
 
 
-def _tensor_parallel_problem(config: Mapping[str, Any], tp_size: int, ep_size: int) -> str | None:
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+def _tensor_parallel_problem(config: CheckpointConfig, tp_size: int, ep_size: int) -> str | None:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % tp_size:
         return f"its {heads} attention heads do not divide by {tp_size}"
     if kv_heads >= tp_size and kv_heads % tp_size:
         return f"its {kv_heads} key/value heads do not divide by {tp_size}"
     if kv_heads < tp_size and tp_size % kv_heads:
         return f"its {kv_heads} key/value heads cannot be repeated evenly over {tp_size} ranks"
-    if (config.get("moe") or {}).get("num_experts"):
+    if config.moe.num_experts:
         return _experts_problem(config, tp_size, ep_size)
-    inner = config["intermediate_size"]
+    inner = config.intermediate_size
     return f"its intermediate size {inner} does not divide by {tp_size}" if inner % tp_size else None
 
 
-def _experts_problem(config: Mapping[str, Any], tp_size: int, ep_size: int) -> str | None:
-    count, inner, moe_tp_size = config["moe"]["num_experts"], expert_size(config), tp_size // ep_size
+def _experts_problem(config: CheckpointConfig, tp_size: int, ep_size: int) -> str | None:
+    count, inner, moe_tp_size = config.moe.num_experts, expert_size(config), tp_size // ep_size
     if count % ep_size:
         return f"its {count} experts do not divide by --moe-ep-size {ep_size}"
     if inner % moe_tp_size:
         return f"its experts' intermediate size {inner} does not divide by --moe-tp-size {moe_tp_size}"
-    shared = config.get("moe_shared_expert_intermediate_size") or 0
+    shared = config.moe_shared_expert_intermediate_size
     return f"its shared expert's intermediate size {shared} does not divide by {tp_size}" if shared % tp_size else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
 from trtserve.checkpoint.architectures.base import (
     Architecture,
-    CheckpointConfig,
     HfConfig,
     require_numbers,
     require_sizes,
@@ -13,6 +13,7 @@ from trtserve.checkpoint.architectures.base import (
 from trtserve.checkpoint.quantized_source import source_quantization
 from trtserve.errors import UnsupportedModelError
 
+_PUBLISHED = "Use the config.json that was published with the weights."
 # The families' own keys for `norm_epsilon`.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _NUMBERS = (
@@ -29,23 +30,22 @@ def supported_family(hf: HfConfig) -> Architecture:
     hf = text_model(hf)
     module = family(architecture_of(hf))
     source_quantization(hf)
-    config = module.checkpoint_config(hf)
-    require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size")
-    require_numbers(config, *_NUMBERS)
-    _require_epsilon(hf, config)
-    if config["position_embedding_type"] != "alibi":
-        require_sizes(config, "max_position_embeddings")
-    module.decoder(config)
+    content = module.checkpoint_config(hf)
+    require_sizes(content, "head_size", "num_key_value_heads", "intermediate_size")
+    require_numbers(content, *_NUMBERS)
+    _require_epsilon(hf, content["norm_epsilon"])
+    if content["position_embedding_type"] != "alibi":
+        require_sizes(content, "max_position_embeddings")
+    module.decoder(CheckpointConfig.of(content, error=UnsupportedModelError, hint=_PUBLISHED))
     return module
 
 
-def _require_epsilon(hf: HfConfig, config: CheckpointConfig) -> None:
+def _require_epsilon(hf: HfConfig, epsilon: object) -> None:
     """Require a numeric epsilon; the error uses the key of the model's own config."""
-    epsilon = config["norm_epsilon"]
     read = [key for key in _EPSILONS if key in hf and hf[key] is epsilon]
     if read and epsilon is None:
         raise UnsupportedModelError(
             f"config.json has {read[0]} = null; expected a positive number.",
-            hint="Use the config.json that was published with the weights.",
+            hint=_PUBLISHED,
         )
     require_numbers(hf, *read)

@@ -1,12 +1,13 @@
-"""TensorRT-LLM's unified checkpoint: the keys of its `config.json`, and reading it back unsharded."""
+"""TensorRT-LLM's unified checkpoint, read back unsharded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Target, require_sizes
 from trtserve.checkpoint.quantized import (
@@ -14,13 +15,13 @@ from trtserve.checkpoint.quantized import (
     FP8,
     GPTQ,
     Int4Weight,
-    quant_algo,
     unpack_fp8,
     unpack_int4,
 )
 from trtserve.checkpoint.sharding import (
     matrix,
     name_in_stage,
+    older_name,
     shard,
     stage_layers,
     stage_of,
@@ -28,15 +29,6 @@ from trtserve.checkpoint.sharding import (
 from trtserve.checkpoint.tensor_files import TensorFile, numpy_dtype
 from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
-from trtserve.nvidia.releases import RELEASES
-from trtserve.nvidia.releases.checkpoint_config import (
-    STRICT,
-    keys_of_release,
-    shares_head,
-    shares_table,
-    smoothquant_val,
-)
-from trtserve.nvidia.releases.loaders import name_in_release
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,111 +39,33 @@ if TYPE_CHECKING:
 _EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
 
-_NOT_QUANTISED: Mapping[str, Any] = {
-    "quant_algo": None,
-    "kv_cache_quant_algo": None,
-    "group_size": 128,
-    "clamp_val": None,
-    "use_meta_recipe": False,
-    "has_zero_point": False,
-    "pre_quant_scale": False,
-    "exclude_modules": None,
-    "mamba_ssm_cache_dtype": None,
-}
 
-
-def complete_config(
-    sizes: Mapping[str, Any],
-    *,
-    architecture: str,
-    dtype: str,
-    tp_size: int,
-    pp_size: int,
-    quantization: Mapping[str, Any],
-    ep_size: int = 1,
-    parallel_embedding: bool = False,
-    embedding_dim: int = 0,
-    release: str | None = None,
-) -> dict[str, Any]:
-    """Complete a family's part of `config.json` as `release` writes it.
-
-    Without a release it has the keys of 1.2, minus those that some release from 0.12 on refuses. A family that sets
-    `use_parallel_embedding` always splits its embedding over tensor-parallel ranks; for others `parallel_embedding`
-    decides. `quantization` holds the non-default keys of that object. Raises UnsupportedModelError when the model needs
-    a key that the release lacks.
-    """
-    config = {
-        "architecture": architecture,
-        "dtype": dtype,
-        "logits_dtype": "float32",
-        "runtime_defaults": None,
-        "embedding_sharding_dim": embedding_dim,
-        "qk_layernorm": False,
-        **sizes,
-        "use_parallel_embedding": tp_size > 1 if sizes.get("use_parallel_embedding") else parallel_embedding,
-        "mapping": _mapping(tp_size, pp_size, ep_size),
-        "quantization": {
-            **_NOT_QUANTISED,
-            "smoothquant_val": smoothquant_val(architecture),
-            **quantization,
-        },
-    }
-    if shares_table(release):
-        config["share_embedding_table"] = shares_head(architecture)
-    for section in STRICT:
-        if section in config:
-            config[section] = keys_of_release(section, config[section], architecture=architecture, release=release)
-    return keys_of_release("model", config, architecture=architecture, release=release)
-
-
-def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
-    """Return the keys common to all releases; later keys default to values derived from these."""
-    return {
-        "world_size": tp_size * pp_size,
-        "gpus_per_node": 8,
-        "cp_size": 1,
-        "tp_size": tp_size,
-        "pp_size": pp_size,
-        "moe_tp_size": tp_size // ep_size,
-        "moe_cluster_size": 1,
-        "moe_ep_size": ep_size,
-        "attn_tp_size": tp_size,
-        "attn_cp_size": 1,
-        "cp_config": {},
-        "auto_parallel": False,
-        "enable_attention_dp": False,
-        "enable_lm_head_tp_in_adp": False,
-    }
-
-
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> CheckpointConfig:
     """Read `config.json` of a checkpoint folder. Raises ArtifactError when it is missing or not a checkpoint's."""
     path = folder / "config.json"
     try:
-        config = read_json_object(path, CorruptFileError, hint="Convert the model again.")
+        content = read_json_object(path, CorruptFileError, hint="Convert the model again.")
     except FileNotFoundError:
         raise ArtifactError(
             f"{folder} has no config.json: it is not a checkpoint.",
             hint="Expected a folder written by `trtserve convert` or TensorRT-LLM's convert_checkpoint.py.",
         ) from None
-    if "architecture" not in config:
+    if "architecture" not in content:
         raise ArtifactError(
             f"{path} has no `architecture`: it is not a TensorRT-LLM checkpoint's config.",
             hint="A Hugging Face folder must be converted first: trtserve convert FOLDER.",
         )
-    require_sizes(config, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return config
+    require_sizes(content, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return CheckpointConfig.of(content, path)
 
 
-def require_files(folder: Path, config: Mapping[str, Any]) -> None:
+def require_files(folder: Path, config: CheckpointConfig) -> None:
     """Require every rank's file: ArtifactError when one is missing, CorruptFileError when it does not match its header.
 
     Only headers are read.
     """
-    mapping = config.get("mapping") or {}
-    ranks = int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1))
-    for rank in range(ranks):
-        _rank_file(folder, rank, ranks)
+    for rank in range(config.mapping.ranks):
+        _rank_file(folder, rank, config.mapping.ranks)
 
 
 def _rank_file(folder: Path, rank: int, ranks: int) -> TensorFile:
@@ -169,19 +83,17 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = with_defaults(read_config(folder))
-        mapping = self.config.get("mapping") or {}
-        self.tp_size = int(mapping.get("tp_size", 1))
-        self.pp_size = int(mapping.get("pp_size", 1))
-        self._ep_size = int(mapping.get("moe_ep_size", 1))
-        self._stages = stage_layers(self.config["num_hidden_layers"], self.pp_size)
-        listed = family(self.config["architecture"]).targets(self.config)
+        self.config = read_config(folder)
+        mapping = self.config.mapping
+        self.tp_size, self.pp_size, self._ep_size = mapping.tp_size, mapping.pp_size, mapping.moe_ep_size
+        self._stages = stage_layers(self.config.num_hidden_layers, self.pp_size)
+        listed = family(self.config.architecture).targets(self.config)
         self._files: dict[int, TensorFile] = {}
         self._targets = {target.name: self._as_stored(target) for target in listed}
 
     def _as_stored(self, target: Target) -> Target:
         """Return a target under its name in this checkpoint, which may be that of an older release."""
-        older = replace(target, name=name_in_release(target.name, self.config["architecture"], RELEASES[0]))
+        older = replace(target, name=older_name(target.name))
         return older if older.name != target.name and self._holds(older) else target
 
     def names(self) -> list[str]:
@@ -215,7 +127,7 @@ class CheckpointReader:
 
     def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
         """Return how a tensor is stored: as floats, 4-bit codes (see `int4`), or FP8."""
-        algorithm = quant_algo(self.config)
+        algorithm = self.config.quantization.algorithm
         if algorithm not in (GPTQ, AWQ, FP8) or not name.endswith(".weight"):
             return "float"
         target = self._targets[name]
@@ -300,7 +212,7 @@ class CheckpointReader:
     def _file(self, target: Target, tp_rank: int) -> TensorFile:
         rank = stage_of(target, self._stages) * self.tp_size + tp_rank
         if rank not in self._files:
-            self._files[rank] = _rank_file(self.folder, rank, self.tp_size * self.pp_size)
+            self._files[rank] = _rank_file(self.folder, rank, self.config.mapping.ranks)
         return self._files[rank]
 
 
@@ -315,10 +227,3 @@ def _check_shape(file: TensorFile, name: str, expected: tuple[int, ...]) -> None
     shape = file.entries[name].shape
     if shape != expected:
         raise CorruptFileError(f"{file.path}: {name} has shape {list(shape)}; its config requires {list(expected)}.")
-
-
-def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Add TensorRT-LLM's defaults for keys that older releases omit."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    defaults = {"num_key_value_heads": heads, "head_size": hidden // heads, "intermediate_size": 4 * hidden}
-    return config | {key: value for key, value in defaults.items() if config.get(key) is None}

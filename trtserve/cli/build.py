@@ -108,7 +108,7 @@ def _lines(plan: BuildPlan, checkpoint: Path) -> list[str]:
     longest = min(limits.max_input_len, limits.max_seq_len - 1)  # an answer has at least one token
     made = "to be made; no external command is run" if command is None else "to be made"
     return [
-        f"build     {engine.config['architecture']}, {format_bytes(engine.disk_bytes)}, by {tools}",
+        f"build     {engine.config.architecture}, {format_bytes(engine.disk_bytes)}, by {tools}",
         f"as        {engine.precision}",
         f"limits    {limits.max_batch_size} requests, {limits.max_num_tokens} tokens per step",
         f"lengths   prompts up to {longest} tokens, prompt and answer up to {limits.max_seq_len}",

@@ -93,9 +93,9 @@ def convert(
 
 def _described(plan: ConversionPlan) -> dict[str, object]:
     return {
-        "architecture": plan.config["architecture"],
+        "architecture": plan.config.architecture,
         "dtype": plan.spec.dtype,
-        "quant_algo": plan.config["quantization"]["quant_algo"],
+        "quant_algo": plan.config.quantization.quant_algo,
         "tp_size": plan.spec.tp_size,
         "pp_size": plan.spec.pp_size,
         "bytes": plan.total_bytes,
@@ -113,8 +113,8 @@ def _lines(plan: ConversionPlan) -> list[str]:
         tensors = len(plan.moves) + len(plan.packed)
         source, runs = f"{tensors} tensors, {format_bytes(plan.source_bytes)}", "no external command is run"
     return [
-        f"convert   {plan.config['architecture']}, {source}",
-        f"as        {plan.spec.dtype}, quantization {plan.config['quantization']['quant_algo'] or 'none'}",
+        f"convert   {plan.config.architecture}, {source}",
+        f"as        {plan.spec.dtype}, quantization {plan.config.quantization.quant_algo or 'none'}",
         f"ranks     {ranks} (tp {plan.spec.tp_size} × pp {plan.spec.pp_size}), {format_bytes(plan.total_bytes)}",
         "state     reused: it exists already" if plan.reused else f"state     to be made; {runs}",
     ]

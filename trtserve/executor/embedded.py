@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import BuildError
 from trtserve.executor.features import Features
 from trtserve.host import machine
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
+from trtserve.pipeline.checkpoint_config import convertible_family
 from trtserve.specs import BUILDER_FIELDS, ConvertSpec
 from trtserve.specs.build import Device
 from trtserve.specs.runtime import EngineNeeds, EnginePlan, Limits, Requirement, Runtime
@@ -100,14 +100,14 @@ class EmbeddedPlan(EnginePlan):
 
     def engine_config(self, *, tokens_per_block: int | None = None) -> dict[str, Any]:
         """Return the engine's `config.json`. OpenVINO chooses `tokens_per_block` of the KV cache when it compiles."""
-        decoder = family(self.config["architecture"]).decoder(self.config)
+        decoder = family(self.config.architecture).decoder(self.config)
         return {
             "version": _CONFIG_RELEASE,
             "pretrained_config": dict(self.config),
             "build_config": _build_config(
                 self.limits,
                 self.features.build_config(),
-                _plugin_config(self.config["dtype"], self.features, tokens_per_block),
+                _plugin_config(self.config.dtype, self.features, tokens_per_block),
             ),
             "trtserve": {
                 "runtime": self.runtime,
@@ -131,7 +131,7 @@ class EmbeddedRuntime(Runtime, ABC):
 
     def require_model(self, hf: Mapping[str, Any]) -> None:
         """Raise UnsupportedModelError for a model that our converter does not know."""
-        supported_family(hf)
+        convertible_family(hf)
 
     def without_unused(self, spec: ConvertSpec) -> ConvertSpec:
         """Return `spec` without a version of TensorRT-LLM that nothing uses."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.errors import UsageError
 from trtserve.executor.engine.lora_modules import HF_MODULES, MODULE_IDS, OTHER_MODULES
 from trtserve.specs import BUILDER_FIELDS, BuildSpec
-
-CheckpointConfig = Mapping[str, Any]
 
 # TensorRT-LLM's SpeculativeDecodingMode; `config.json` holds the number.
 _LORA_RANK = BuildSpec().max_lora_rank
@@ -93,7 +91,7 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
     _require_no_builder_options(spec)
     mode, mode_notes = _resolve_mode(spec)
     modules, lora_notes = _resolve_modules(config, spec)
-    lora_type = str(config["dtype"]) if spec.lora_plugin == "auto" else spec.lora_plugin
+    lora_type = str(config.dtype) if spec.lora_plugin == "auto" else spec.lora_plugin
     context = spec.gather_context_logits or spec.gather_all_token_logits
     if context and spec.max_draft_len:
         raise UsageError(
@@ -170,7 +168,7 @@ def _resolve_modules(config: CheckpointConfig, spec: BuildSpec) -> tuple[tuple[s
 
 
 def _require_module(config: CheckpointConfig, name: str) -> None:
-    mlp = family(config["architecture"]).decoder(config).mlp
+    mlp = family(config.architecture).decoder(config).mlp
     if mlp == "experts" and name.startswith(("mlp_", "moe_")):
         raise UsageError(
             f"--lora-target-modules {name}: adapters of experts need TensorRT-LLM's GPU engines.",
@@ -179,13 +177,13 @@ def _require_module(config: CheckpointConfig, name: str) -> None:
     if name in MODULE_IDS:
         if name == "mlp_gate" and mlp != "gated":
             raise UsageError(
-                f"--lora-target-modules mlp_gate: {config['architecture']} has no gate.",
+                f"--lora-target-modules mlp_gate: {config.architecture} has no gate.",
                 hint="Choose mlp_h_to_4h and mlp_4h_to_h for its MLP.",
             )
         return
     if name in OTHER_MODULES:
         raise UsageError(
-            f"--lora-target-modules {name}: {config['architecture']} has no such part.",
+            f"--lora-target-modules {name}: {config.architecture} has no such part.",
             hint=f"Choose from {', '.join(MODULE_IDS)}.",
         )
     close = difflib.get_close_matches(name, MODULE_IDS, n=1)

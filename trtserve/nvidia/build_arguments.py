@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import order
 from trtserve.nvidia.releases.build_flags import (
@@ -19,7 +20,7 @@ from trtserve.nvidia.releases.build_flags import (
 )
 from trtserve.nvidia.releases.engine_config import SPECULATIVE_MODES
 from trtserve.specs import BuildSpec
-from trtserve.specs.runtime import CheckpointConfig, Limits, resolve_limits
+from trtserve.specs.runtime import Limits, resolve_limits
 
 _MAX_NUM_TOKENS = 8192
 _MOST = 2**31 - 1

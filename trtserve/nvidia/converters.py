@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import (
@@ -305,7 +306,7 @@ def run_converter(
     log: Path,
     progress: Progress,
     box: ContainerRun | None = None,
-) -> dict[str, Any]:
+) -> CheckpointConfig:
     """Run `command`, which fills `folder`, in the container `box` or here, and return the checkpoint's config.
 
     Raises ConversionError, with the last lines of the log, when it fails or does not write a checkpoint of `world_size`
@@ -326,11 +327,11 @@ def run_converter(
     return _require_checkpoint(folder, name, world_size, log)
 
 
-def _require_checkpoint(folder: Path, tool: str, world_size: int, log: Path) -> dict[str, Any]:
+def _require_checkpoint(folder: Path, tool: str, world_size: int, log: Path) -> CheckpointConfig:
     """Return the checkpoint's config.json. Raises ConversionError when it or a rank is missing or unreadable."""
     try:
         config = read_config(folder)
-        found = int((config.get("mapping") or {}).get("world_size", 1))
+        found = config.mapping.ranks
         if found != world_size:
             raise ConversionError(f"config.json is for {found} ranks; expected {world_size}.")
         for rank in range(world_size):

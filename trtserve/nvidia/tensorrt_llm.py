@@ -10,6 +10,7 @@ from typing import Any
 
 from trtserve import process
 from trtserve.artifacts import Checkpoint
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma3
 from trtserve.checkpoint.rank_weights import RankWeights, rank_weights
 from trtserve.errors import (
@@ -51,7 +52,6 @@ from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import (
-    CheckpointConfig,
     EnginePlan,
     Runtime,
 )
@@ -88,23 +88,18 @@ class TensorrtPlan(EnginePlan):
     @property
     def precision(self) -> str:
         """Precision of the weights, and what else the checkpoint determines."""
-        kv = (self.config.get("quantization") or {}).get("kv_cache_quant_algo")
-        return f"{self.weights_precision} weights, {self.config['dtype']} arithmetic" + (
-            f", {kv} KV cache" if kv else ""
-        )
+        kv = self.config.quantization.kv_cache_quant_algo
+        return f"{self.weights_precision} weights, {self.config.dtype} arithmetic" + (f", {kv} KV cache" if kv else "")
 
     @property
     def parallel(self) -> str:
         """Describe the checkpoint's parallelism."""
-        mapping = self.config.get("mapping") or {}
-        return f"tp {mapping.get('tp_size') or 1} × pp {mapping.get('pp_size') or 1}"
+        return f"tp {self.config.mapping.tp_size} × pp {self.config.mapping.pp_size}"
 
     @property
     def world_size(self) -> int:
         """Number of ranks, each with its own engine file."""
-        mapping = self.config.get("mapping") or {}
-        sizes = [int(mapping.get(f"{name}_size") or 1) for name in ("tp", "pp", "cp")]
-        return max(sizes[0] * sizes[1] * sizes[2], int(mapping.get("world_size") or 1))
+        return self.config.mapping.ranks
 
     def settings(self) -> dict[str, Any]:
         """The arguments, and the GPU whose kernels the engine contains."""
@@ -116,7 +111,7 @@ class TensorrtPlan(EnginePlan):
 
     def facts(self) -> dict[str, Any]:
         """GPU and parallel mapping."""
-        return {"gpu": self._gpu(), "mapping": dict(self.config.get("mapping") or {})}
+        return {"gpu": self._gpu(), "mapping": dict(self.config.content.get("mapping") or {})}
 
     def _gpu(self) -> dict[str, str] | None:
         return None if self.gpu is None else {"name": self.gpu.name, "sm": self.gpu.capability.replace(".", "")}
@@ -247,7 +242,7 @@ class TensorrtLlmRuntime(Runtime):
         built = build_arguments(release, config, spec)
         rank, gpu = _rank_weights(config), visible_gpu()
         program, notes = _program(found)
-        world = int((config.get("mapping") or {}).get("world_size") or 1)
+        world = config.mapping.ranks
         container = next((each for each in all_containers() if each.tensorrt_llm == found.version), None)
         tools = {
             "tensorrt_llm": found.version,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 from trtserve.artifacts import Model, looks_like
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.rank_weights import rank_weights
 from trtserve.checkpoint.source import read_hf_config
 from trtserve.errors import (
@@ -25,6 +24,7 @@ from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_c
 from trtserve.files import is_weights
 from trtserve.host.machine import free_disk
 from trtserve.host.resources import available_memory, require_disk
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
 from trtserve.pipeline.import_ import ModelPlan, plan_model
 from trtserve.pipeline.import_.known_models import plan_known_model
@@ -179,7 +179,7 @@ def plan_needs(
         source_bytes=conversion.source_bytes,
         pull_bytes=missing,
         dtype=conversion.spec.dtype,
-        quantization=conversion.config["quantization"]["quant_algo"],
+        quantization=conversion.config.quantization.quant_algo,
         precision=need.engine.precision if serving and need else None,
         engine_bytes=need.engine.disk_bytes if serving and need else None,
         kv_bytes_per_token=need.engine.kv_bytes_per_token if serving and need else None,

@@ -14,12 +14,12 @@ from trtserve.artifacts import (
     load_artifact,
 )
 from trtserve.checkpoint.architectures import parameter_count
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.executor.steps import draft_memory
 from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline.build import BuildPlan, plan_build
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
 from trtserve.pipeline.import_ import ModelPlan, plan_model
 from trtserve.pipeline.import_.model_plan import is_convertible
@@ -89,7 +89,7 @@ class ImportPlan:
         if self.deployment is None:
             return self.model.weight_bytes
         config = checkpoint_config(self.model.config, self.spec.convert)
-        return parameter_count(config) * numpy_dtype(CODES[config["dtype"]]).itemsize
+        return parameter_count(config) * numpy_dtype(CODES[config.dtype]).itemsize
 
     @property
     def engine_bytes(self) -> int:

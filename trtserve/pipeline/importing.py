@@ -164,7 +164,7 @@ def _make_engine(plan: ImportPlan, conversion: ConversionPlan, model: Model, pro
         return run_build(build, progress)
     if plan.deployment is not None:
         # Fail on a broken tokenizer before the long work.
-        check_tokenizer(spec.tokenizer_of(model), conversion.config["vocab_size"])
+        check_tokenizer(spec.tokenizer_of(model), conversion.config.vocab_size)
     checkpoint = run_conversion(conversion, progress)
     if build is None or (conversion.toolkit is not None and not conversion.reused):
         # Use the config that NVIDIA's converter wrote; it may differ from the prediction.

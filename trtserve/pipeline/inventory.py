@@ -20,6 +20,7 @@ from trtserve.artifacts import (
     Model,
     ModelRepository,
 )
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, read_json_object
 from trtserve.server.state import Server, list_servers, recorded_servers
@@ -221,16 +222,14 @@ def engine_precision(engine: Path) -> str:
     Returns "" without an engine.
     """
     try:
-        config = read_json_object(engine / "config.json")
+        config = EngineConfig.of(read_json_object(engine / "config.json"))
     except (FileNotFoundError, ArtifactError):
         return ""
-    pretrained, own = config.get("pretrained_config", {}), config.get("trtserve", {})
-    words = dtype = str(pretrained.get("dtype", ""))
-    packed = weights_precision({**pretrained, "dtype": dtype})
-    if packed != dtype:
+    words, packed, own = config.model.dtype, weights_precision(config.model), config.trtserve
+    if packed != words:
         words += f" {packed} weights"
-    if own.get("compute_precision"):
-        words += f", compute {own['compute_precision']}, KV {own.get('kv_precision')}"
+    if own.compute_precision:
+        words += f", compute {own.compute_precision}, KV {own.kv_precision}"
     return words
 
 

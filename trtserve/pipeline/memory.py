@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.config import checkpoint_config
-from trtserve.checkpoint.quantized import FP8, GPTQ, quant_algo
+from trtserve.checkpoint.quantized import FP8, GPTQ
 from trtserve.errors import TrtserveError
 from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
 from trtserve.executor.runtimes import EnginePlan, choose_runtime
 from trtserve.executor.steps import USUAL_TOKENS, smallest_step, step_flags, usual_steps
 from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_memory, to_be_mapped
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.server.memory import ServerNeeds, server_processes
 from trtserve.specs import BuildSpec, ConvertSpec
-from trtserve.specs.runtime import CheckpointConfig
 
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23).
 _TRANSFORMERS = 15 * 2**20
@@ -222,12 +222,13 @@ def check_memory(config: CheckpointConfig, lengths: Sequence[int], *, beside: in
     The original is float32; one weight is duplicated while read or rounded, or all of them when codes are dequantised
     first. The checkpoint runs as stored, then as a runtime quantises it.
     """
-    counts = [math.prod(target.shape) for target in family(config["architecture"]).targets(config)]
-    longest, row = max(lengths), int(config["vocab_size"]) * 4
-    stored = {**config, "quantization": {}}
+    counts = [math.prod(target.shape) for target in family(config.architecture).targets(config)]
+    longest, row = max(lengths), config.vocab_size * 4
+    stored = config.changed(quantization={})
     return CheckNeeds(
         processes=BUILD_PROCESS + _TRANSFORMERS + _TORCH,
-        original=4 * (beside + sum(counts) + (sum(counts) if quant_algo(config) in (GPTQ, FP8) else max(counts))),
+        original=4
+        * (beside + sum(counts) + (sum(counts) if config.quantization.algorithm in (GPTQ, FP8) else max(counts))),
         converted=max(whole_model_bytes(each, longest) for each in (stored, config)),
         # Logits of the original, the rounded original and the checkpoint; one prompt's as float64 during comparison.
         logits=3 * sum(lengths) * row + 8 * longest * row,

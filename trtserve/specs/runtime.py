@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from trtserve.artifacts import Checkpoint
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import Device
-
-CheckpointConfig = Mapping[str, Any]
 
 # TensorRT-LLM's names for weight-only quantisation.
 WEIGHT_ONLY_INT8 = "W8A16"
@@ -154,8 +153,8 @@ class EnginePlan(ABC):
 
 def weights_precision(config: CheckpointConfig) -> str:
     """Describe the precision of the layers' matrices of a checkpoint or engine config."""
-    algorithm = str((config.get("quantization") or {}).get("quant_algo"))
-    return next((words for start, words in _PRECISIONS if algorithm.startswith(start)), str(config["dtype"]))
+    algorithm = str(config.quantization.quant_algo)
+    return next((words for start, words in _PRECISIONS if algorithm.startswith(start)), config.dtype)
 
 
 Requirement = Literal["triton", "gpu", "pytorch", "tensorrt_llm", "engines", "llm_api"]
@@ -234,10 +233,10 @@ def longest_sequence(config: CheckpointConfig) -> int:
     This is TensorRT-LLM's rule for max_seq_len. Scalings that already include their factor are not multiplied, nor is
     dynamic scaling, which rules out a larger --max-seq-len.
     """
-    positions = int(config.get("max_position_embeddings") or _UNKNOWN_MAX_POSITION)
-    scaling = config.get("rotary_scaling") or {}
+    positions = config.max_position_embeddings or _UNKNOWN_MAX_POSITION
+    scaling = config.rotary_scaling or {}
     kind = scaling.get("type") or scaling.get("rope_type")
-    if kind is None or kind in _UNSTRETCHED or config.get("architecture") in _STRETCHED_ALREADY:
+    if kind is None or kind in _UNSTRETCHED or config.architecture in _STRETCHED_ALREADY:
         return positions
     return int(positions * float(scaling.get("factor", 1.0)))
 

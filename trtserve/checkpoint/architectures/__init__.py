@@ -8,11 +8,10 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
     Architecture,
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -24,6 +23,7 @@ __all__ = [
     "Architecture",
     "Decoder",
     "Target",
+    "UnknownArchitectureError",
     "described",
     "family",
     "parameter_count",
@@ -63,36 +63,29 @@ _CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2"}
 _RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
 
+class UnknownArchitectureError(UnsupportedModelError):
+    """No family has this architecture; the hint names the closest one that is supported."""
+
+    def __init__(self, architecture: str) -> None:
+        self.architecture = architecture
+        stems = {_stem(name): name for name in FAMILIES}
+        near = max((each for each in stems if _stem(architecture).startswith(each)), key=len, default=None)
+        closest = f"The closest is {stems[near]}." if near else "Choose a model with one of these in its config.json."
+        supported = ", ".join(FAMILIES)
+        super().__init__(f"Architecture {architecture} is not supported. Supported: {supported}.", hint=closest)
+
+
+def _stem(architecture: str) -> str:
+    return re.split("For|LMHead", architecture, maxsplit=1)[0]  # Qwen3ForCausalLM → Qwen3
+
+
 def family(architecture: str) -> Architecture:
-    """Return the family module of an architecture; UnsupportedModelError lists the supported ones."""
+    """Return the family module of an architecture; UnknownArchitectureError for an unknown one."""
     name = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
     if name is None:
-        raise UnsupportedModelError(
-            f"Architecture {architecture} is not supported. Supported: {', '.join(FAMILIES)}.",
-            hint=_alternatives(architecture),
-        )
+        raise UnknownArchitectureError(architecture)
     module: Architecture = importlib.import_module(f"{__name__}.{name}")
     return module
-
-
-def _alternatives(architecture: str) -> str:
-    """Name the supported architecture with the closest name, and the tools that may take this one."""
-
-    def stem(name: str) -> str:
-        return re.split("For|LMHead", name, maxsplit=1)[0]  # Qwen3ForCausalLM → Qwen3
-
-    stems = {stem(name): name for name in FAMILIES}
-    near = max((each for each in stems if stem(architecture).startswith(each)), key=len, default=None)
-    choice = f"The closest is {stems[near]}." if near else "Choose a model with one of these in its config.json."
-    from trtserve.nvidia.releases.converters import converters
-
-    converter = converters().get(architecture)
-    if converter is not None:
-        return f"{choice} NVIDIA's converter supports it from TensorRT-LLM {converter.since}: --converter upstream."
-    return (
-        f"{choice} If TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter "
-        "upstream --trtllm-script FOLDER. Its PyTorch backend may run it without an engine: --runtime llmapi."
-    )
 
 
 def text_model(hf: HfConfig) -> HfConfig:
@@ -108,9 +101,9 @@ def text_model(hf: HfConfig) -> HfConfig:
     return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
 
 
-def described(hf: HfConfig, config: CheckpointConfig) -> dict[str, Any]:
+def described(hf: HfConfig, config: CheckpointConfig) -> CheckpointConfig:
     """Return a checkpoint's config with the source keys that `Architecture.targets` needs."""
-    return {**config, "tie_word_embeddings": tied(hf), "word_embed_proj_dim": hf.get("word_embed_proj_dim")}
+    return config.changed(tie_word_embeddings=tied(hf), word_embed_proj_dim=hf.get("word_embed_proj_dim"))
 
 
 def tied(hf: HfConfig) -> bool:
@@ -140,4 +133,4 @@ def parameter_count(config: CheckpointConfig) -> int:
 
     `config` is a checkpoint's config.json, or the result of `checkpoint_config` plus `architecture`.
     """
-    return sum(math.prod(target.shape) for target in family(config["architecture"]).targets(config))
+    return sum(math.prod(target.shape) for target in family(config.architecture).targets(config))

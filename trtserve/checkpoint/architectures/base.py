@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError
 from trtserve.specs.options import INT32
 
 _MOST_PARTS = 10_000
 
 HfConfig = Mapping[str, Any]
-CheckpointConfig = Mapping[str, Any]
 
 Norm = Literal["rms", "layer"]
 Positions = Literal["rope", "learned", "alibi"]
@@ -216,20 +216,20 @@ def _is_size(value: object) -> bool:
 
 def embedding_split(config: CheckpointConfig) -> Split:
     """Return how ranks share the embedding: replicated unless the config sets `use_parallel_embedding`."""
-    if not config.get("use_parallel_embedding"):
+    if not config.use_parallel_embedding:
         return "replicated"
-    return "row" if config.get("embedding_sharding_dim") == 1 else "vocab"
+    return "row" if config.embedding_sharding_dim == 1 else "vocab"
 
 
 def fused_qkv(config: CheckpointConfig) -> tuple[int, int, int]:
     """Return the row counts of q, k and v in the unsharded fused tensor."""
-    keys = config["num_key_value_heads"] * config["head_size"]
-    return config["num_attention_heads"] * config["head_size"], keys, keys
+    keys = config.num_key_value_heads * config.head_size
+    return config.num_attention_heads * config.head_size, keys, keys
 
 
 def expert_size(config: CheckpointConfig) -> int:
     """Return the width of one expert: `moe_intermediate_size`, or `intermediate_size` (Mixtral)."""
-    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    return int(config.moe_intermediate_size or config.intermediate_size)
 
 
 def dense_moe(*, normalization_mode: int | None) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -65,12 +65,12 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return the head when embeddings are tied: some exports store a copy of the embedding under its name."""
-    return ["lm_head.weight"] if config.get("tie_word_embeddings", TIED) else []
+    return ["lm_head.weight"] if config.own("tie_word_embeddings", TIED) else []
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -83,7 +83,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         attention_bias=True,
         dense_bias=True,
         mlp_bias=True,
-        attention_scale=1 / math.sqrt(config["head_size"]),
-        alibi_slopes=alibi_slopes(config["num_attention_heads"]),
+        attention_scale=1 / math.sqrt(config.head_size),
+        alibi_slopes=alibi_slopes(config.num_attention_heads),
         embedding_norm=True,
     )

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -68,9 +68,9 @@ def _kv_heads(hf: HfConfig, heads: int, *, new: bool) -> int:
 
 def _norms(config: CheckpointConfig) -> dict[str, str]:
     """Return a layer's norms, keyed by checkpoint name; the new architecture has two parallel ones."""
-    if config["new_decoder_architecture"] and (config.get("num_ln_in_parallel_attn") or 2) == 2:
+    if config.own("new_decoder_architecture", False) and config.own("num_ln_in_parallel_attn", 2) == 2:
         return {"input_layernorm": "ln_attn", "mlp_layernorm": "ln_mlp"}
-    if config["new_decoder_architecture"] or config["parallel_attention"]:
+    if config.own("new_decoder_architecture", False) or config.own("parallel_attention", False):
         return _ONE_NORM
     return _ONE_NORM | {"post_layernorm": "post_attention_layernorm"}
 
@@ -86,26 +86,20 @@ def _names(config: CheckpointConfig) -> SourceNames:
         proj="mlp.dense_4h_to_h",
         head="lm_head",
         final_norm="transformer.ln_f",
-        biases=_MATRICES if config["bias"] else frozenset(),
+        biases=_MATRICES if config.own("bias", True) else frozenset(),
         grouped=True,
     )
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    config = _with_defaults(config)
-    return named_targets(config, _names(config), tied=bool(config.get("tie_word_embeddings", TIED)))
-
-
-def _with_defaults(config: CheckpointConfig) -> CheckpointConfig:
-    """Add TensorRT-LLM's defaults for keys that older checkpoints omit."""
-    return {"bias": True, "new_decoder_architecture": False, "parallel_attention": False, **config}
+    return named_targets(config, _names(config), tied=config.own("tie_word_embeddings", TIED))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["transformer.h.*.self_attention.rotary.inv_freq", "transformer.h.*.self_attention.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -114,19 +108,19 @@ def decoder(config: CheckpointConfig) -> Decoder:
     The slopes of alibi are scaled like the scores. transformers rounds slopes × positions to bfloat16; TensorRT-LLM
     does not, and neither do engines made from this.
     """
-    config = _with_defaults(config)
-    norms, scale = _norms(config), 1 / math.sqrt(config["head_size"])
-    alibi = str(config["position_embedding_type"]).startswith("alibi")
-    slopes = tuple(slope * scale for slope in alibi_slopes(config["num_attention_heads"]))
-    frequencies = inverse_frequencies(config["head_size"], config.get("rotary_base", 10000.0), None)
+    bias = config.own("bias", True)
+    norms, scale = _norms(config), 1 / math.sqrt(config.head_size)
+    alibi = config.position_embedding_type.startswith("alibi")
+    slopes = tuple(slope * scale for slope in alibi_slopes(config.num_attention_heads))
+    frequencies = inverse_frequencies(config.head_size, config.rotary_base, None)
     return Decoder(
         norm="layer",
         positions="alibi" if alibi else "rope",
         mlp="plain",
-        activation=require_activation(config["hidden_act"]),
-        attention_bias=bool(config["bias"]),
-        dense_bias=bool(config["bias"]),
-        mlp_bias=bool(config["bias"]),
+        activation=require_activation(config.hidden_act),
+        attention_bias=bias,
+        dense_bias=bias,
+        mlp_bias=bias,
         attention_scale=scale,
         rope_inv_freq=None if alibi else frequencies,
         alibi_slopes=slopes if alibi else None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -93,10 +93,8 @@ def decoder(config: CheckpointConfig) -> Decoder:
         attention_bias=False,
         dense_bias=False,
         mlp_bias=False,
-        attention_scale=1 / math.sqrt(config["head_size"]),
-        rope_inv_freq=inverse_frequencies(
-            config["head_size"], config.get("rotary_base", 10000.0), config.get("rotary_scaling")
-        ),
+        attention_scale=1 / math.sqrt(config.head_size),
+        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling),
         windows=attention_windows(config),
-        embedding_scale=math.sqrt(config["hidden_size"]),
+        embedding_scale=math.sqrt(config.hidden_size),
     )

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -50,7 +50,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
     return replace(
         gemma.decoder(config),
         block="sandwich",
-        attention_scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
-        attention_softcap=config.get("attn_logit_softcapping"),
-        logits_softcap=config.get("final_logit_softcapping"),
+        attention_scale=1 / math.sqrt(config.own("query_pre_attn_scalar", float(config.head_size))),
+        attention_softcap=config.own_or_none("attn_logit_softcapping", float),
+        logits_softcap=config.own_or_none("final_logit_softcapping", float),
     )

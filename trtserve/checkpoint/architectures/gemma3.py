@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -51,7 +51,7 @@ _SIZES = {
 }
 
 _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
-_PATTERN = 6
+_PATTERN, _WINDOW = 6, 4096
 # Releases before 1.1 use the second name.
 _PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")
 
@@ -68,7 +68,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             "This Gemma 3 sets attn_logit_softcapping, which a TensorRT-LLM checkpoint of Gemma 3 cannot express."
         )
     base, scaling, local_base = _rotary(hf)
-    window = {"sliding_window": hf.get("sliding_window", 4096)}
+    window = {"sliding_window": hf.get("sliding_window", _WINDOW)}
     require_sizes(window, "sliding_window")
     return {
         **gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=131072),
@@ -145,13 +145,12 @@ def unused(config: CheckpointConfig) -> Sequence[str]:
     return (*llama_unused(config), *VISION)
 
 
-def full_attention_scaling(config: CheckpointConfig) -> dict[str, Any] | None:
+def full_attention_scaling(config: CheckpointConfig) -> Mapping[str, Any] | None:
     """Return the rotary scaling of layers without a window, or None.
 
     Other tools may record it as `rotary_scaling`; no Gemma 3 scales its other layers.
     """
-    scaling: dict[str, Any] | None = config.get(FULL_ATTENTION_SCALING) or config.get("rotary_scaling")
-    return scaling
+    return config.full_attention_rotary_scaling or config.rotary_scaling
 
 
 def engine_problem(config: CheckpointConfig) -> str | None:
@@ -159,7 +158,7 @@ def engine_problem(config: CheckpointConfig) -> str | None:
 
     TensorRT-LLM builds the rotary tables of all layers from one scaling (Attention.register_rope_params).
     """
-    if config["architecture"] not in (WITH_VISION, _TEXT) or not (scaling := full_attention_scaling(config)):
+    if config.architecture not in (WITH_VISION, _TEXT) or not (scaling := full_attention_scaling(config)):
         return None
     return (
         f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) only in layers without a window, and "
@@ -170,15 +169,15 @@ def engine_problem(config: CheckpointConfig) -> str | None:
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
     scaling = full_attention_scaling(config)
-    local_base = config.get("rope_local_base_freq") or _LOCAL_BASE
-    pattern = next((config[key] for key in _PATTERN_KEYS if config.get(key)), _PATTERN)
+    local_base = config.own("rope_local_base_freq", _LOCAL_BASE)
+    pattern = next((found for key in _PATTERN_KEYS if (found := config.own(key, 0))), _PATTERN)
     return replace(
         gemma.decoder(config),
         block="sandwich",
         qk_norm=True,
-        attention_scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
-        rope_inv_freq=inverse_frequencies(config["head_size"], config["rotary_base"], scaling),
-        local_rope_inv_freq=inverse_frequencies(config["head_size"], local_base, None),
-        windows=(*[config["sliding_window"]] * (pattern - 1), None),
-        logits_softcap=config.get("final_logit_softcapping"),
+        attention_scale=1 / math.sqrt(config.own("query_pre_attn_scalar", float(config.head_size))),
+        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, scaling),
+        local_rope_inv_freq=inverse_frequencies(config.head_size, local_base, None),
+        windows=(*[config.own("sliding_window", _WINDOW)] * (pattern - 1), None),
+        logits_softcap=config.own_or_none("final_logit_softcapping", float),
     )

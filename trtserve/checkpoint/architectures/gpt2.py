@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
     Activation,
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -86,8 +86,8 @@ def _require_activation(name: str) -> Activation:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
-    tables = (("vocab", "wte", vocab), ("position", "wpe", config["max_position_embeddings"]))
+    vocab, hidden = config.vocab_size, config.hidden_size
+    tables = (("vocab", "wte", vocab), ("position", "wpe", config.max_position_embeddings))
     embeddings = [
         Target(
             name=f"transformer.{name}_embedding.weight",
@@ -97,18 +97,18 @@ def targets(config: CheckpointConfig) -> list[Target]:
         )
         for name, source, rows in tables
     ]
-    layers = [target for layer in range(config["num_hidden_layers"]) for target in _layer(config, layer)]
+    layers = [target for layer in range(config.num_hidden_layers) for target in _layer(config, layer)]
     norms = [
         Target(name=f"transformer.ln_f.{kind}", sources=(f"transformer.ln_f.{kind}",), shape=(hidden,), last_stage=True)
         for kind in ("weight", "bias")
     ]
-    head = "transformer.wte.weight" if config.get("tie_word_embeddings", True) else "lm_head.weight"
+    head = "transformer.wte.weight" if config.own("tie_word_embeddings", True) else "lm_head.weight"
     lm_head = Target(name="lm_head.weight", sources=(head,), shape=(vocab, hidden), split="vocab", last_stage=True)
     return [*embeddings, *layers, *norms, lm_head]
 
 
 def _layer(config: CheckpointConfig, layer: int) -> Iterator[Target]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner = config.hidden_size, config.intermediate_size
     yield from _norm(hidden, layer, "input_layernorm", "ln_1")
     yield from _attention(config, layer)
     yield from _norm(hidden, layer, "post_layernorm", "ln_2")
@@ -119,7 +119,7 @@ def _layer(config: CheckpointConfig, layer: int) -> Iterator[Target]:
 
 
 def _attention(config: CheckpointConfig, layer: int) -> Iterator[Target]:
-    hidden, parts = config["hidden_size"], fused_qkv(config)
+    hidden, parts = config.hidden_size, fused_qkv(config)
     for kind in ("weight", "bias"):
         yield Target(
             name=f"transformer.layers.{layer}.attention.qkv.{kind}",
@@ -127,7 +127,7 @@ def _attention(config: CheckpointConfig, layer: int) -> Iterator[Target]:
             shape=(sum(parts), hidden) if kind == "weight" else (sum(parts),),
             split="qkv",
             parts=parts,
-            head_size=config["head_size"],
+            head_size=config.head_size,
             transpose=kind == "weight",
             layer=layer,
         )
@@ -169,7 +169,7 @@ def _bias(layer: int, name: str, source: str, size: int, *, column: bool) -> Tar
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return causal masks of old exports, and the head when embeddings are tied."""
     patterns = ["transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", True) else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", True) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -178,9 +178,9 @@ def decoder(config: CheckpointConfig) -> Decoder:
         norm="layer",
         positions="learned",
         mlp="plain",
-        activation=_require_activation(config["hidden_act"]),
-        attention_bias=bool(config.get("bias", True)),
-        dense_bias=bool(config.get("bias", True)),
-        mlp_bias=bool(config.get("bias", True)),
-        attention_scale=1 / (config.get("q_scaling", 1.0) * math.sqrt(config["head_size"])),
+        activation=_require_activation(config.hidden_act),
+        attention_bias=config.own("bias", True),
+        dense_bias=config.own("bias", True),
+        mlp_bias=config.own("bias", True),
+        attention_scale=1 / (config.own("q_scaling", 1.0) * math.sqrt(config.head_size)),
     )

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -66,29 +66,29 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return causal masks and position tables of old exports, and the head when embeddings are tied."""
     patterns = [f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
-    return [*patterns, "embed_out.weight"] if config.get("tie_word_embeddings") else patterns
+    return [*patterns, "embed_out.weight"] if config.own("tie_word_embeddings", False) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    head_size = config["head_size"]
+    head_size = config.head_size
     return Decoder(
         norm="layer",
         positions="rope",
         mlp="plain",
-        activation=require_activation(config["hidden_act"]),
+        activation=require_activation(config.hidden_act),
         attention_bias=True,
         dense_bias=True,
         mlp_bias=True,
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=inverse_frequencies(
-            int(head_size * config.get("rotary_pct", 0.25)), config.get("rotary_emb_base", 10000.0), None
+            int(head_size * config.own("rotary_pct", 0.25)), config.own("rotary_emb_base", 10000.0), None
         ),
         block="parallel",
         mlp_norm="post_attention_layernorm",

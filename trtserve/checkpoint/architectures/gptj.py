@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -68,13 +68,13 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return causal masks and position tables of old exports, and the head when embeddings are tied."""
     patterns = [f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", False) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -87,8 +87,8 @@ def decoder(config: CheckpointConfig) -> Decoder:
         attention_bias=False,
         dense_bias=False,
         mlp_bias=True,
-        attention_scale=1 / math.sqrt(config["head_size"]),
-        rope_inv_freq=inverse_frequencies(config.get("rotary_dim", 64), 10000.0, None),
+        attention_scale=1 / math.sqrt(config.head_size),
+        rope_inv_freq=inverse_frequencies(config.own("rotary_dim", 64), 10000.0, None),
         rope_interleaved=True,
         block="parallel",
         mlp_norm=None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
     Activation,
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -89,8 +89,8 @@ def require_activation(name: str) -> Activation:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    bias = bool(config.get("attn_bias"))
-    return llama_targets(config, Parts(qkv_bias=bias, dense_bias=bias, mlp_bias=bool(config.get("mlp_bias"))))
+    bias = config.own("attn_bias", False)
+    return llama_targets(config, Parts(qkv_bias=bias, dense_bias=bias, mlp_bias=config.own("mlp_bias", False)))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -99,13 +99,11 @@ def decoder(config: CheckpointConfig) -> Decoder:
         norm="rms",
         positions="rope",
         mlp="gated",
-        activation=require_activation(config["hidden_act"]),
-        attention_bias=bool(config.get("attn_bias")),
-        dense_bias=bool(config.get("attn_bias")),
-        mlp_bias=bool(config.get("mlp_bias")),
-        attention_scale=1 / math.sqrt(config["head_size"]),
-        rope_inv_freq=inverse_frequencies(
-            config["head_size"], config.get("rotary_base", 10000.0), config.get("rotary_scaling")
-        ),
+        activation=require_activation(config.hidden_act),
+        attention_bias=config.own("attn_bias", False),
+        dense_bias=config.own("attn_bias", False),
+        mlp_bias=config.own("mlp_bias", False),
+        attention_scale=1 / math.sqrt(config.head_size),
+        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling),
         windows=attention_windows(config),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -66,5 +66,5 @@ def targets(config: CheckpointConfig) -> list[Target]:
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    plain = llama.decoder({**config, "hidden_act": "silu", "attn_bias": False, "mlp_bias": False})
+    plain = llama.decoder(config.changed(hidden_act="silu", attn_bias=False, mlp_bias=False))
     return replace(plain, mlp="experts", experts=experts_of(config))

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     Factor,
     HfConfig,
@@ -80,9 +80,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
     names = _NAMES if _norms_before(config) else replace(_NAMES, final_norm=None)
-    listed = named_targets(config, names, tied=bool(config.get("tie_word_embeddings", TIED)))
-    width = config.get("word_embed_proj_dim") or config["hidden_size"]
-    return listed if width == config["hidden_size"] else [_projected(target, width) for target in listed]
+    listed = named_targets(config, names, tied=config.own("tie_word_embeddings", TIED))
+    width = config.own("word_embed_proj_dim", config.hidden_size)
+    return listed if width == config.hidden_size else [_projected(target, width) for target in listed]
 
 
 def _projected(target: Target, width: int) -> Target:
@@ -91,13 +91,13 @@ def _projected(target: Target, width: int) -> Target:
 
 
 def _norms_before(config: CheckpointConfig) -> bool:
-    return bool(config.get("do_layer_norm_before", False))
+    return config.own("do_layer_norm_before", False)
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return fairseq's decoder version, and the head when embeddings are tied."""
     patterns = ["decoder.version", "model.decoder.version"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -106,10 +106,10 @@ def decoder(config: CheckpointConfig) -> Decoder:
         norm="layer",
         positions="learned",
         mlp="plain",
-        activation=require_activation(config["hidden_act"]),
+        activation=require_activation(config.hidden_act),
         attention_bias=True,
         dense_bias=True,
         mlp_bias=True,
-        attention_scale=1 / math.sqrt(config["head_size"]),
+        attention_scale=1 / math.sqrt(config.head_size),
         block="sequential" if _norms_before(config) else "post",
     )

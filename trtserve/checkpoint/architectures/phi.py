@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -70,30 +70,30 @@ def _refuse_variants(hf: HfConfig) -> None:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", False) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder; older checkpoints call the rotated fraction `partial_rotary_factor`."""
-    head_size = config["head_size"]
-    part = config.get("rotary_pct") or config.get("partial_rotary_factor") or 0.4
+    head_size = config.head_size
+    part = config.own("rotary_pct", config.own("partial_rotary_factor", 0.4))
     return Decoder(
         norm="layer",
         positions="rope",
         mlp="plain",
-        activation=require_activation(config["hidden_act"]),
+        activation=require_activation(config.hidden_act),
         attention_bias=True,
         dense_bias=True,
         mlp_bias=True,
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=inverse_frequencies(
-            int(head_size * part), config.get("rotary_base") or config.get("rope_theta") or 10000.0, None
+            int(head_size * part), config.own("rotary_base", config.own("rope_theta", 10000.0)), None
         ),
         block="parallel",
         mlp_norm=None,

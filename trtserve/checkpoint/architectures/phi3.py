@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     LongRope,
@@ -102,22 +102,20 @@ def targets(config: CheckpointConfig) -> list[Target]:
     Each half of the MLP is split over tensor-parallel ranks, as the activation requires. Upstream's converter splits
     the joined matrix instead, so its multi-rank checkpoints compute something else.
     """
-    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", False) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    head_size = config["head_size"]
-    plain = inverse_frequencies(
-        int(head_size * config.get("rotary_pct", 1.0)), config.get("rotary_base", 10000.0), None
-    )
-    short, long = (config.get(f"longrope_scaling_{kind}_factors") for kind in ("short", "long"))
+    head_size = config.head_size
+    plain = inverse_frequencies(int(head_size * config.own("rotary_pct", 1.0)), config.rotary_base, None)
+    short, long = config.longrope_scaling_short_factors, config.longrope_scaling_long_factors
     return Decoder(
         norm="rms",
         positions="rope",
@@ -128,7 +126,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         mlp_bias=False,
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=_stretched(plain, short) if short else plain,
-        long_rope=LongRope(inv_freq=_stretched(plain, long), beyond=config["original_max_position_embeddings"])
+        long_rope=LongRope(inv_freq=_stretched(plain, long), beyond=config.original_max_position_embeddings)
         if long
         else None,
         rope_scale=_rope_scale(config) if long else 1.0,
@@ -142,6 +140,6 @@ def _stretched(frequencies: Sequence[float], factors: Sequence[float]) -> tuple[
 
 def _rope_scale(config: CheckpointConfig) -> float:
     """Return LongRoPE's √(1 + ln(factor) / ln(original positions)), factor = all / original positions."""
-    original = config["original_max_position_embeddings"]
-    factor = config["max_position_embeddings"] / original
+    original = config.original_max_position_embeddings
+    factor = config.max_position_embeddings / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -99,13 +99,13 @@ def _windows(hf: HfConfig) -> list[int | None]:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(qkv_bias=bool(config.get("attn_bias", True)), experts=_WITH_SHARED))
+    return llama_targets(config, Parts(qkv_bias=config.own("attn_bias", True), experts=_WITH_SHARED))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    bias = bool(config.get("attn_bias", True))
-    plain = llama.decoder({**config, "hidden_act": "silu"})
+    bias = config.own("attn_bias", True)
+    plain = llama.decoder(config.changed(hidden_act="silu"))
     return replace(
         plain, mlp="experts", experts=experts_of(config), attention_bias=bias, dense_bias=False, mlp_bias=False
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,

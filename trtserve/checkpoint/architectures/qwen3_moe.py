@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import qwen3
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -39,4 +39,4 @@ def targets(config: CheckpointConfig) -> list[Target]:
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    return replace(qwen3.decoder({**config, "hidden_act": "silu"}), mlp="experts", experts=experts_of(config))
+    return replace(qwen3.decoder(config.changed(hidden_act="silu")), mlp="experts", experts=experts_of(config))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Decoder,
     HfConfig,
     Target,
@@ -78,19 +78,19 @@ def _constants() -> dict[str, Any]:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    names = _NAMES if config.get("bias", True) else replace(_NAMES, biases=frozenset())
-    return named_targets(config, names, tied=bool(config.get("tie_word_embeddings", TIED)))
+    names = _NAMES if config.own("bias", True) else replace(_NAMES, biases=frozenset())
+    return named_targets(config, names, tied=config.own("tie_word_embeddings", TIED))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
     """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    bias = bool(config.get("bias", True))
+    bias = config.own("bias", True)
     return Decoder(
         norm="layer",
         positions="rope",
@@ -99,7 +99,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         attention_bias=bias,
         dense_bias=bias,
         mlp_bias=bias,
-        attention_scale=1 / (config.get("q_scaling", 1.0) * math.sqrt(config["head_size"])),
-        rope_inv_freq=inverse_frequencies(config["head_size"], config.get("rotary_base", 10000.0), None),
+        attention_scale=1 / (config.own("q_scaling", 1.0) * math.sqrt(config.head_size)),
+        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, None),
         windows=attention_windows(config),
     )

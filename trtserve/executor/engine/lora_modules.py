@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trtserve.executor.engine.sizes import Sizes
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 
 MODULE_IDS: Mapping[str, int] = {
     "attn_qkv": 0,
@@ -85,15 +85,14 @@ class LoraShape:
         return {module.linear: (module.inputs, module.width) for module in self.modules}
 
 
-def lora_modules(config: Mapping[str, Any], names: Iterable[str], *, fused_mlp: bool = False) -> tuple[LoraModule, ...]:
+def lora_modules(config: CheckpointConfig, names: Iterable[str], *, fused_mlp: bool = False) -> tuple[LoraModule, ...]:
     """Return the modules `names` of a decoder, sorted by id; `config` is the checkpoint's, KeyError for unknown names.
 
     `fused_mlp`: the first matrix of the MLP holds the activated part and the gate (Phi-3), and so does its module.
     """
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-    head = int(config.get("head_size") or hidden // heads)
-    queries, keys = heads * head, int(config.get("num_key_value_heads") or heads) * head
-    inner, fused = int(config.get("intermediate_size") or 4 * hidden), queries + 2 * keys
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
+    fused = queries + 2 * keys
     first = 2 * inner if fused_mlp else inner
     parts = {  # linear, inputs, outputs, width, first
         "attn_qkv": ("attention.qkv", hidden, fused, fused, 0),
@@ -114,13 +113,13 @@ def lora_modules(config: Mapping[str, Any], names: Iterable[str], *, fused_mlp: 
 
 def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
     """Return the shape of the adapters of an engine with this `config.json`, or None if it takes none."""
-    build, model = config["build_config"], config["pretrained_config"]
+    build, model = config["build_config"], CheckpointConfig.of(config["pretrained_config"])
     if not build.get("plugin_config", {}).get("lora_plugin"):
         return None
     lora = build["lora_config"]
     return LoraShape(
         modules=lora_modules(model, lora["lora_target_modules"], fused_mlp=config["trtserve"].get("mlp") == "fused"),
-        layers=Sizes.of(model).layers,
+        layers=model.num_hidden_layers,
         max_rank=int(lora["max_lora_rank"]),
         bfloat16=config["trtserve"]["compute_precision"] == "bf16",
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +20,14 @@ class Sizes:
     epsilon: float
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """Read the sizes, with TensorRT-LLM's defaults for keys that older releases omit."""
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
+    def of(cls, config: CheckpointConfig) -> Sizes:
+        """Return the sizes in a checkpoint's config."""
         return cls(
-            vocab=int(config["vocab_size"]),
-            hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head=int(config.get("head_size") or hidden // heads),
-            epsilon=float(config.get("norm_epsilon", 1e-5)),
+            vocab=config.vocab_size,
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head=config.head_size,
+            epsilon=config.norm_epsilon,
         )

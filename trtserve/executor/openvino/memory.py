@@ -7,10 +7,10 @@ count. Figures in comments were measured with OpenVINO 2026.4 on a CPU with AVX-
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Target, expert_size
 from trtserve.checkpoint.quantized import (
@@ -19,13 +19,11 @@ from trtserve.checkpoint.quantized import (
     GPTQ,
     group_size,
     is_excluded,
-    quant_algo,
+    is_quantised,
 )
-from trtserve.checkpoint.unified import with_defaults
 from trtserve.specs.runtime import (
     WEIGHT_ONLY_INT4,
     WEIGHT_ONLY_INT8,
-    CheckpointConfig,
     EngineNeeds,
     Limits,
 )
@@ -54,8 +52,6 @@ _PIECE = 2**21
 _PIECE_WIDTH = {WEIGHT_ONLY_INT8: 12, WEIGHT_ONLY_INT4: 16}
 _EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
 _HEAD = "lm_head.weight"
-# Routers and shared-expert gates stay unquantised.
-_NEVER_QUANTISED = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 
 # uint8 caches keep a scale and a zero point (8 bytes): keys per channel of a 32-token block, [heads, 32 + 8, size];
 # values per token, [heads, 32, size + 8].
@@ -86,9 +82,8 @@ def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: 
 
     `rows` is the maximum number of tokens per step whose logits are computed.
     """
-    config = with_defaults(dict(config))
     weights = list(_weights(config))
-    layers = int(config["num_hidden_layers"])
+    layers = config.num_hidden_layers
     held = SERVING_PROCESS + _COMPILED + layers * _COMPILED_LAYER + _packed(weights, compute)
     return EngineNeeds(
         disk=_file_bytes(weights, config) + layers * _XML_LAYER,
@@ -99,13 +94,13 @@ def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: 
     )
 
 
-def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
+def kv_bytes_per_token(config: CheckpointConfig, precision: str) -> int:
     """Return the bytes of keys and values of all layers per token."""
-    size = int(config["head_size"])
+    size = config.head_size
     keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
     if precision == "u8":
         keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
-    return int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * (keys + values)
+    return config.num_hidden_layers * config.num_key_value_heads * (keys + values)
 
 
 def weight_bytes(config: CheckpointConfig) -> int:
@@ -118,8 +113,7 @@ def whole_model_bytes(config: CheckpointConfig, tokens: int) -> int:
 
     It owns its weights in addition to the copies packed for the kernels.
     """
-    config = with_defaults(dict(config))
-    weights, layers = list(_weights(config)), int(config["num_hidden_layers"])
+    weights, layers = list(_weights(config)), config.num_hidden_layers
     graph = sum(weight.kept for weight in weights) + layers * _GRAPH_LAYER
     compiled = _COMPILED + layers * _COMPILED_LAYER + _packed(weights, "f32")
     calculated = graph + compiled + _step_bytes(config, tokens, tokens, "f32")
@@ -128,20 +122,15 @@ def whole_model_bytes(config: CheckpointConfig, tokens: int) -> int:
 
 def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
     """Return the weights in the order in which the graph takes them."""
-    algorithm = quant_algo(config)
-    group = int((config.get("quantization") or {}).get("group_size") or 0)
-    for target in family(config["architecture"]).targets(config):
-        item = _ITEM_SIZE[target.dtype or config["dtype"]]
+    algorithm = config.quantization.algorithm
+    group = config.quantization.group_size
+    for target in family(config.architecture).targets(config):
+        item = _ITEM_SIZE[target.dtype or config.dtype]
         if target.name == _HEAD and algorithm in _PACKS_HEAD:
             yield _weight(target, item, WEIGHT_ONLY_INT8, group)
         else:
             packed = algorithm in _CODES and is_quantised(target) and not is_excluded(config, target)
             yield _weight(target, item, algorithm if packed else None, group)
-
-
-def is_quantised(target: Target) -> bool:
-    """Return whether weight-only quantisation applies: the layers' matrices, except routers."""
-    return target.layer is not None and len(target.shape) > 1 and not target.name.endswith(_NEVER_QUANTISED)
 
 
 def _weight(target: Target, item: int, algorithm: str | None, group: int) -> _Weight:
@@ -181,10 +170,10 @@ def _packed_bytes(target: Target, count: int, algorithm: str, group: int) -> int
 
 def _file_bytes(weights: list[_Weight], config: CheckpointConfig) -> int:
     total = sum(weight.kept for weight in weights)
-    if quant_algo(config) in _PACKS_HEAD:
+    if config.quantization.algorithm in _PACKS_HEAD:
         # A packed head is not a copy of the embedding.
         return total
-    tied = config.get("tie_word_embeddings", family(config["architecture"]).TIED)
+    tied = config.own("tie_word_embeddings", family(config.architecture).TIED)
     return total - (next(weight.kept for weight in weights if weight.name == _HEAD) if tied else 0)
 
 
@@ -218,11 +207,11 @@ def _step_bytes(config: CheckpointConfig, tokens: int, rows: int, compute: str) 
     Per token: four values of the MLP's inner width, four of the model's width, and two (three in bfloat16) of the width
     of q, k and v together. Buffers are shared between operations but never freed.
     """
-    head = int(config["head_size"])
-    fused = head * (int(config["num_attention_heads"]) + 2 * int(config["num_key_value_heads"]))
-    inner = int(config["intermediate_size"])
-    if experts := int((config.get("moe") or {}).get("num_experts") or 0):  # a step computes all of them
-        inner = experts * expert_size(config) + int(config.get("moe_shared_expert_intermediate_size") or 0)
-    wide = 4 * inner + 4 * int(config["hidden_size"])
+    head = config.head_size
+    fused = head * (config.num_attention_heads + 2 * config.num_key_value_heads)
+    inner = config.intermediate_size
+    if experts := config.moe.num_experts:  # a step computes all of them
+        inner = experts * expert_size(config) + config.moe_shared_expert_intermediate_size
+    wide = 4 * inner + 4 * config.hidden_size
     numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
-    return tokens * numbers * item + rows * int(config["vocab_size"]) * 4
+    return tokens * numbers * item + rows * config.vocab_size * 4

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts import Checkpoint
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.quantized import (
     AWQ,
@@ -17,7 +18,6 @@ from trtserve.checkpoint.quantized import (
     GPTQ,
     INT4_GROUPS,
     Int4Weight,
-    quant_algo,
 )
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import (
@@ -45,7 +45,6 @@ from trtserve.specs.build import Device
 from trtserve.specs.runtime import (
     WEIGHT_ONLY_INT4,
     WEIGHT_ONLY_INT8,
-    CheckpointConfig,
     EngineNeeds,
     Limits,
     resolve_limits,
@@ -77,7 +76,7 @@ class OpenvinoPlan(EmbeddedPlan):
 
     def settings(self) -> dict[str, Any]:
         """Features and precisions, and the maximum group size of int4 made from floats."""
-        groups = {"int4_group_size": INT4_GROUPS[0]} if quant_algo(self.config) == WEIGHT_ONLY_INT4 else {}
+        groups = {"int4_group_size": INT4_GROUPS[0]} if self.config.quantization.algorithm == WEIGHT_ONLY_INT4 else {}
         return {**self.features.record(), **self._precisions(), **groups}
 
     def build(
@@ -111,17 +110,16 @@ class OpenvinoRuntime(EmbeddedRuntime):
         version = _openvino_version()
         self.require_device(spec)
         _require_supported(config)
-        compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
+        compute, kv, notes = resolve_precision(config.dtype, spec.kv_precision, bfloat16=machine.has_bfloat16())
         features, remarks = resolve_features(config, spec)
         limits = resolve_limits(config, spec, _DEFAULTS)
         rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
         needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
-        sizes = {
-            key: 1 for key in config.get("mapping") or {} if key == "world_size" or key.endswith(("tp_size", "pp_size"))
-        }
+        mapping = config.content.get("mapping") or {}
+        sizes = {key: 1 for key in mapping if key == "world_size" or key.endswith(("tp_size", "pp_size"))}
         return OpenvinoPlan(
             runtime=self.name,
-            config={**config, "mapping": {**(config.get("mapping") or {}), **sizes}},
+            config=config.changed(mapping={**mapping, **sizes}),
             limits=limits,
             features=features,
             device="cpu",
@@ -141,7 +139,7 @@ class OpenvinoRuntime(EmbeddedRuntime):
         build, own, limits = config["build_config"], config["trtserve"], limits_of(config)
         rows = limits.max_batch_size * int(build.get("max_beam_width", 1))
         return engine_needs(
-            config["pretrained_config"],
+            CheckpointConfig.of(config["pretrained_config"]),
             limits,
             compute=str(own["compute_precision"]),
             kv=str(own["kv_precision"]),
@@ -172,11 +170,11 @@ _INT4_NOTE = (
 
 def packing_of(config: CheckpointConfig) -> Packing:
     """Return the format to quantise the layers' float matrices to, or None."""
-    return _PACKINGS.get(quant_algo(config) or "")
+    return _PACKINGS.get(config.quantization.algorithm or "")
 
 
 def _checkpoint_notes(config: CheckpointConfig) -> Iterator[str]:
-    algorithm, world = quant_algo(config), int((config.get("mapping") or {}).get("world_size", 1))
+    algorithm, world = config.quantization.algorithm, config.mapping.ranks
     if algorithm == WEIGHT_ONLY_INT4:
         yield _INT4_NOTE
     if algorithm == FP8:
@@ -222,8 +220,8 @@ def _openvino_version() -> str:
 
 
 def _require_supported(config: CheckpointConfig) -> None:
-    algorithm = quant_algo(config)
-    kv_algorithm = (config.get("quantization") or {}).get("kv_cache_quant_algo")
+    algorithm = config.quantization.algorithm
+    kv_algorithm = config.quantization.kv_cache_quant_algo
     if algorithm is not None and algorithm not in _SUPPORTED:
         raise UnsupportedModelError(
             f"The checkpoint is quantised with {algorithm}; the openvino runtime builds float weights and "
@@ -235,7 +233,7 @@ def _require_supported(config: CheckpointConfig) -> None:
             f"The checkpoint carries scales for a {kv_algorithm} KV cache, which the openvino runtime does not use.",
             hint="Convert without KV cache quantisation, and choose the cache with --kv-precision.",
         )
-    require_paged_attention(family(config["architecture"]).decoder(config))
+    require_paged_attention(family(config.architecture).decoder(config))
 
 
 class _Reported:
@@ -268,13 +266,13 @@ def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progr
     from trtserve.executor.openvino.graph import build_graph, save_graph
 
     config = plan.config
-    total = parameter_count(config) * _ITEM_SIZE[config["dtype"]]
+    total = parameter_count(config) * _ITEM_SIZE[config.dtype]
     reader = CheckpointReader(checkpoint.path)
     with progress.task("Building the graph", total=total, unit="bytes") as task:
         graph = build_graph(
-            family(config["architecture"]).decoder(config),
+            family(config.architecture).decoder(config),
             Sizes.of(config),
-            _Reported(reader, task, _ITEM_SIZE[config["dtype"]]),
+            _Reported(reader, task, _ITEM_SIZE[config.dtype]),
             packing=packing_of(config),
         )
     progress.step(f"Writing {machine.format_bytes(plan.disk_bytes)}")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import ArtifactError, MissingDependencyError
@@ -56,7 +57,7 @@ class TorchModel:
         `windows` are max_attention_window: the number of tokens that the layers see, repeated over the layers. Shorter
         windows of the model itself stay.
         """
-        build, sizes = config["build_config"], Sizes.of(config["pretrained_config"])
+        build, sizes = config["build_config"], Sizes.of(CheckpointConfig.of(config["pretrained_config"]))
         self.device = device
         self.kv_memory_fraction = MOST_FREE_FRACTION if device == "cuda" else DEFAULT_FREE_FRACTION
         self.vocab_size = sizes.vocab
@@ -171,17 +172,17 @@ def load_model(
 ) -> TorchModel:
     """Load the rank of `group` from the engine's folder."""
     config = read_engine_config(engine)
-    model, device = config["pretrained_config"], config["trtserve"]["device"]
+    model, device = CheckpointConfig.of(config["pretrained_config"]), config["trtserve"]["device"]
     _require_ranks(engine, model, group)
     _require_device(device)
     weights = EngineWeights(engine, model, group, device)
-    decoder = family(model["architecture"]).decoder(model)
+    decoder = family(model.architecture).decoder(model)
     return model_class(config, decoder, weights, layers=weights.layers, device=device, group=group, windows=windows)
 
 
 def check_ranks(engine: Path) -> None:
     """Raise CorruptFileError when a rank's file lacks a tensor, or has one of another shape than its config says."""
-    model = read_engine_config(engine)["pretrained_config"]
+    model = CheckpointConfig.of(read_engine_config(engine)["pretrained_config"])
     tp_size, stages = _parallel_sizes(model)
     for stage, tp_rank in itertools.product(range(stages), range(tp_size)):
         EngineWeights(engine, model, Alone(tp_size, tp_rank, stages, stage), "cpu").check()
@@ -212,7 +213,7 @@ def _block_tables(indices: Int32s, begins: Int32s) -> Int32s:
     return tables
 
 
-def _require_ranks(engine: Path, model: Mapping[str, Any], group: Group) -> None:
+def _require_ranks(engine: Path, model: CheckpointConfig, group: Group) -> None:
     sizes = _parallel_sizes(model)
     if sizes != (group.tp_size, group.stages):
         raise ArtifactError(
@@ -222,10 +223,9 @@ def _require_ranks(engine: Path, model: Mapping[str, Any], group: Group) -> None
         )
 
 
-def _parallel_sizes(model: Mapping[str, Any]) -> tuple[int, int]:
+def _parallel_sizes(model: CheckpointConfig) -> tuple[int, int]:
     """Return the number of tensor-parallel ranks and of pipeline stages."""
-    mapping = model.get("mapping") or {}
-    return int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
+    return model.mapping.tp_size, model.mapping.pp_size
 
 
 def _require_device(device: Device) -> None:

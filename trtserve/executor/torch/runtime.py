@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Checkpoint
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family, parameter_count
-from trtserve.checkpoint.quantized import FP8, quant_algo
-from trtserve.checkpoint.unified import with_defaults
+from trtserve.checkpoint.quantized import FP8
 from trtserve.errors import (
     DiskSpaceError,
     MissingDependencyError,
@@ -41,7 +41,6 @@ from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
 from trtserve.specs.runtime import (
-    CheckpointConfig,
     EngineNeeds,
     Limits,
     resolve_limits,
@@ -92,7 +91,7 @@ class TorchPlan(EmbeddedPlan):
         """Write config.json and the rank files, hard links to the checkpoint's, then run a token through them."""
         del log, seconds  # no external program runs, and linking takes no time
         write_config(folder, self.engine_config(tokens_per_block=TOKENS_PER_BLOCK))
-        files = [f"rank{rank}.safetensors" for rank in range(_ranks(self.config))]
+        files = [f"rank{rank}.safetensors" for rank in range(self.config.mapping.ranks)]
         _require_room(checkpoint.path, folder, files)
         for name in files:
             link_or_copy(checkpoint.path / name, folder / name)
@@ -120,15 +119,14 @@ class TorchRuntime(EmbeddedRuntime):
                 "The torch runtime runs on NVIDIA GPUs, and this machine has none.",
                 hint="Build on a machine with a GPU, or with --device cpu, which is slow.",
             )
-        config = with_defaults(dict(config))
         _require_supported(config, spec, device)
         features, remarks = resolve_features(config, spec)
         limits = resolve_limits(config, spec, _ON_CPU if device == "cpu" else self.gpu_limits)
         needs = _needs(config, limits) if device == "cpu" else EngineNeeds()
-        precision = _PRECISIONS[config["dtype"]]
+        precision = _PRECISIONS[config.dtype]
         return TorchPlan(
             runtime=self.name,
-            config=config,
+            config=config.completed(),
             limits=limits,
             features=features,
             device=device,
@@ -148,7 +146,7 @@ class TorchRuntime(EmbeddedRuntime):
         """Return the needs of an existing engine for the CPU from its `config.json`; 0 for one on GPUs."""
         if config["trtserve"]["device"] == "cuda":
             return EngineNeeds()
-        return _needs(with_defaults(dict(config["pretrained_config"])), limits_of(config))
+        return _needs(CheckpointConfig.of(config["pretrained_config"]), limits_of(config))
 
 
 def _torch_version() -> str:
@@ -174,7 +172,7 @@ def cuda_version() -> str | None:
 
 
 def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device) -> None:
-    algorithm = quant_algo(config)
+    algorithm = config.quantization.algorithm
     if algorithm not in (None, FP8):
         raise UnsupportedModelError(
             f"The checkpoint is quantised with {algorithm}; the torch runtime runs float weights and {FP8}.",
@@ -187,12 +185,12 @@ def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device
             f"{gpu.name} has {gpu.capability}.",
             hint="Convert the original model without --quantize, or use a newer GPU.",
         )
-    if (config.get("quantization") or {}).get("kv_cache_quant_algo") is not None:
+    if config.quantization.kv_cache_quant_algo is not None:
         raise UnsupportedModelError(
             "The checkpoint carries scales for a quantised KV cache, which the torch runtime does not use.",
             hint="Convert the original model without KV cache quantisation.",
         )
-    own = _PRECISIONS[config["dtype"]]
+    own = _PRECISIONS[config.dtype]
     if spec.kv_precision not in ("auto", own):
         raise UsageError(
             f"--kv-precision {spec.kv_precision}: the torch runtime keeps keys and values in the type of the weights, "
@@ -207,17 +205,17 @@ def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
     A gated MLP joins two of its matrices, which is a copy. A step has the scores of all heads, and values of the widths
     of model and MLP, in float32.
     """
-    item, tokens = _ITEM_SIZE[config["dtype"]], limits.max_num_tokens
-    hidden, inner, layers = (int(config[key]) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    gated = family(config["architecture"]).decoder(config).mlp == "gated"
+    item, tokens = _ITEM_SIZE[config.dtype], limits.max_num_tokens
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    gated = family(config.architecture).decoder(config).mlp == "gated"
     joined = 2 * layers * hidden * inner * item if gated else 0
-    scores = 3 * int(config["num_attention_heads"]) * tokens * limits.max_seq_len
-    step = 4 * (scores + tokens * (4 * hidden + 4 * inner) + limits.max_batch_size * int(config["vocab_size"]))
+    scores = 3 * config.num_attention_heads * tokens * limits.max_seq_len
+    step = 4 * (scores + tokens * (4 * hidden + 4 * inner) + limits.max_batch_size * config.vocab_size)
     return EngineNeeds(
         disk=parameter_count(config) * item,
         build=_PROCESS + joined,
         serving=_PROCESS + joined + step,
-        kv_per_token=kv_bytes_per_token(config, _PRECISIONS[config["dtype"]]),
+        kv_per_token=kv_bytes_per_token(config, _PRECISIONS[config.dtype]),
         libraries=_LIBRARIES,
     )
 
@@ -244,8 +242,3 @@ def _prove(folder: Path, ranks: int) -> dict[str, Any]:
         return {"tokens_per_block": TOKENS_PER_BLOCK}
     started = time.monotonic()
     return compute_token(load_model(folder, None), started)
-
-
-def _ranks(config: CheckpointConfig) -> int:
-    mapping = config.get("mapping") or {}
-    return int(mapping.get("tp_size") or 1) * int(mapping.get("pp_size") or 1)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Split, Target
 from trtserve.checkpoint.sharding import (
     Shard,
     name_in_stage,
+    older_name,
     shard,
     stage_layers,
     stage_of,
 )
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
-from trtserve.checkpoint.unified import with_defaults
 from trtserve.errors import CorruptFileError
 from trtserve.executor.torch.group import Group
-from trtserve.nvidia.releases import RELEASES
-from trtserve.nvidia.releases.loaders import name_in_release
 
 Tensor = Any
 
@@ -65,20 +64,18 @@ class Weights(Protocol):
 class EngineWeights:
     """`Weights` in the file of one rank. On the CPU tensors stay mapped, so that processes share their memory."""
 
-    def __init__(self, engine: Path, config: Mapping[str, Any], group: Group, device: str) -> None:
+    def __init__(self, engine: Path, config: CheckpointConfig, group: Group, device: str) -> None:
         """Map the rank's file; `config` is the checkpoint's. Raises CorruptFileError when it is damaged."""
-        complete = with_defaults(dict(config))
         self._group = group
         self._device = device
-        self._ep_size = int((complete.get("mapping") or {}).get("moe_ep_size") or 1)
-        self._architecture = complete["architecture"]
-        self._dtype = complete["dtype"]
-        self._stages = stage_layers(complete["num_hidden_layers"], group.stages)
+        self._ep_size = config.mapping.moe_ep_size
+        self._dtype = config.dtype
+        self._stages = stage_layers(config.num_hidden_layers, group.stages)
         self._file = TensorFile(engine / f"rank{group.stage * group.tp_size + group.tp_rank}.safetensors")
         with self._file.path.open("rb") as handle:
             # Copy on write: PyTorch takes writable buffers only, and nothing is ever written.
             self._bytes = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        targets = family(self._architecture).targets(complete)
+        targets = family(config.architecture).targets(config)
         self._targets = {target.name: target for target in targets}
 
     @property
@@ -145,6 +142,6 @@ class EngineWeights:
         """Return a tensor's name in the file, which may be that of an older release, or None when it is not there."""
         if stage_of(target, self._stages) != self._group.stage:
             return None
-        older = replace(target, name=name_in_release(target.name, self._architecture, RELEASES[0]))
+        older = replace(target, name=older_name(target.name))
         names: Sequence[str] = [name_in_stage(each, self._stages) for each in (target, older)]
         return next((name for name in names if name in self._file.entries), None)

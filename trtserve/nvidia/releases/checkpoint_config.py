@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases import Row, order
 from trtserve.nvidia.releases.tables import load_table
@@ -95,22 +96,22 @@ def _lost_keys(
             yield key, keys[key], row.since
 
 
-def unsupported_keys(config: Mapping[str, Any], release: str) -> list[tuple[str, Any, str]]:
+def unsupported_keys(config: CheckpointConfig, release: str) -> list[tuple[str, Any, str]]:
     """Return what a checkpoint's config sets and a release ignores: name, value and the first release with the key."""
-    architecture = config["architecture"]
+    architecture = config.architecture
     parts: list[tuple[Section, Mapping[str, Any]]] = [
-        ("model", config),
-        ("quantization", config.get("quantization") or {}),
+        ("model", config.content),
+        ("quantization", config.content.get("quantization") or {}),
     ]
     return [lost for section, keys in parts for lost in _lost_keys(section, keys, architecture, release)]
 
 
-def foreign_keys(config: Mapping[str, Any], release: str) -> list[str]:
+def foreign_keys(config: CheckpointConfig, release: str) -> list[str]:
     """Return the keys of a checkpoint's config, such as `mapping.cp_config`, that the loader of a release refuses."""
     return [
         f"{row.section}.{row.name}"
         for row in _keys()
-        if row.section in STRICT and row.name in (config.get(row.section) or {}) and not row.within(release)
+        if row.section in STRICT and row.name in (config.content.get(row.section) or {}) and not row.within(release)
     ]
 
 

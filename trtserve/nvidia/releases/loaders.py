@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.nvidia.releases import (
     NEWEST,
     RELEASES,
@@ -44,19 +45,17 @@ class _Limit(Row):
     families: tuple[str, ...]
     because: str
 
-    def breaks(self, config: Mapping[str, Any]) -> str | None:
+    def breaks(self, config: CheckpointConfig) -> str | None:
         """Return what exceeds the limit, as the user gave it."""
-        mapping = config.get("mapping") or {}
-        stages, ranks = int(mapping.get("pp_size") or 1), int(mapping.get("tp_size") or 1)
-        shared = config.get("share_embedding_table")
-        inner, hidden = config.get("intermediate_size"), config["hidden_size"]
+        stages, ranks, shared = config.mapping.pp_size, config.mapping.tp_size, config.share_embedding_table
+        inner, hidden = config.intermediate_size, config.hidden_size
         if self.limit == "pipeline" and stages > 1:
             return f"--pp-size {stages}"
         if self.limit == "shared_stages" and stages > 1 and shared:
             return f"--pp-size {stages}"
-        if self.limit == "inner_size" and inner is not None and inner != 4 * hidden:
+        if self.limit == "inner_size" and inner != 4 * hidden:
             return f"intermediate_size {inner} with hidden_size {hidden}"
-        if self.limit == "hidden_axis" and shared and ranks > 1 and config.get("embedding_sharding_dim") == 1:
+        if self.limit == "hidden_axis" and shared and ranks > 1 and config.embedding_sharding_dim == 1:
             return "--embedding-sharding-dim 1"
         return None
 
@@ -173,18 +172,18 @@ def _renames(architecture: str, release: str | None = None) -> list[tuple[str, s
     ]
 
 
-def problems(config: Mapping[str, Any], release: str) -> list[Problem]:
+def problems(config: CheckpointConfig, release: str) -> list[Problem]:
     """Return what the loader of `release` refuses in a checkpoint's config, or would load as another model."""
     return [*model_problems(config, release), *_foreign_keys(config, release)]
 
 
-def model_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
+def model_problems(config: CheckpointConfig, release: str) -> list[Problem]:
     """Return the problems that converting again for `release` does not solve."""
     return [*_family_problems(config, release), *_lost_keys(config, release)]
 
 
-def _family_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
-    architecture, found = config["architecture"], []
+def _family_problems(config: CheckpointConfig, release: str) -> list[Problem]:
+    architecture, found = config.architecture, list[Problem]()
     converter = converters().get(architecture)
     if converter is not None and not converter.within(release):
         found.append(
@@ -201,9 +200,11 @@ def _family_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
                 fix = f"{limit.fix[:-1]}, or TensorRT-LLM {later} or newer." if later else limit.fix
                 found.append(Problem(what=f"{broken}: {limit.because}", fix=fix, option=broken.startswith("--")))
     found += _stage_problems(config, release)
-    experts = (config.get("moe") or {}).get("num_experts")
-    algorithm = (config.get("quantization") or {}).get("quant_algo")
-    if experts and algorithm == "W4A16_GPTQ" and order(release) < order(QUANTISED_EXPERTS_SINCE):
+    if (
+        config.moe.num_experts
+        and config.quantization.algorithm == "W4A16_GPTQ"
+        and order(release) < order(QUANTISED_EXPERTS_SINCE)
+    ):
         found.append(
             Problem(
                 what="it is not known to load 4-bit experts with scales for groups (AWQ, GPTQ)",
@@ -213,8 +214,8 @@ def _family_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
     return found
 
 
-def _stage_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
-    layers, stages = config["num_hidden_layers"], int((config.get("mapping") or {}).get("pp_size") or 1)
+def _stage_problems(config: CheckpointConfig, release: str) -> list[Problem]:
+    layers, stages = config.num_hidden_layers, config.mapping.pp_size
     if not layers % stages or order(release) > order(EVEN_STAGES_UNTIL):
         return []
     fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
@@ -228,7 +229,7 @@ def _stage_problems(config: Mapping[str, Any], release: str) -> list[Problem]:
     ]
 
 
-def _foreign_keys(config: Mapping[str, Any], release: str) -> list[Problem]:
+def _foreign_keys(config: CheckpointConfig, release: str) -> list[Problem]:
     return [
         Problem(
             what=f"its loader refuses the key {key} of config.json",
@@ -238,7 +239,7 @@ def _foreign_keys(config: Mapping[str, Any], release: str) -> list[Problem]:
     ]
 
 
-def _lost_keys(config: Mapping[str, Any], release: str) -> list[Problem]:
+def _lost_keys(config: CheckpointConfig, release: str) -> list[Problem]:
     return [
         Problem(
             what=f"it does not support {key} = {value} of this model; {since} is the first release that does",
@@ -253,9 +254,9 @@ def _after(until: str | None) -> str | None:
     return None if until is None else RELEASES[RELEASES.index(until) + 1]
 
 
-def loading_releases(config: Mapping[str, Any], named_in: str = NEWEST) -> list[str]:
+def loading_releases(config: CheckpointConfig, named_in: str = NEWEST) -> list[str]:
     """Return the releases that load a checkpoint whose tensors are named as in the release `named_in`."""
-    architecture = config["architecture"]
+    architecture = config.architecture
     names = _renames(architecture, named_in)
     return [
         release for release in RELEASES if _renames(architecture, release) == names and not problems(config, release)

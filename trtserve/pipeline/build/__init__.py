@@ -11,7 +11,7 @@ from trtserve.artifacts import (
     Manifest,
     fingerprint,
 )
-from trtserve.checkpoint.quantized import quant_algo
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config, require_files
 from trtserve.errors import UnsupportedModelError
@@ -26,7 +26,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.server.memory import serving_note
 from trtserve.specs import BuildSpec
 from trtserve.specs.command_line import PLACE, given_values
-from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
 from trtserve.store import Store, publish, reusable
 from trtserve.store.rates import expected_seconds, read_rates, timed
 
@@ -168,7 +168,7 @@ def _require_names(checkpoint: Checkpoint, engine: EnginePlan) -> None:
     file, version = checkpoint.path / "rank0.safetensors", engine.tools.get("tensorrt_llm")
     if version is None or not file.is_file():
         return
-    problem = naming_problem(TensorFile(file).entries, engine.config["architecture"], release_of(version))
+    problem = naming_problem(TensorFile(file).entries, engine.config.architecture, release_of(version))
     if problem is not None:
         raise UnsupportedModelError(
             f"{checkpoint.path} does not load in TensorRT-LLM {version}: {problem.what}.", hint=problem.fix
@@ -183,7 +183,7 @@ def _require_memory_and_disk(plan: BuildPlan, folder: Path) -> None:
         lambda free: _advice(engine, plan.spec, plan.runtime, free),
         mapped=build_addresses(engine),
     )
-    narrower = plan.runtime.narrower if quant_algo(engine.config) is None else ""
+    narrower = plan.runtime.narrower if engine.config.quantization.algorithm is None else ""
     smaller = f"Convert with {narrower} for a smaller engine." if narrower else ""
     require_disk(folder.parent, engine.disk_bytes, "The engine", smaller=smaller)
 
@@ -195,9 +195,9 @@ def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, free: int) ->
         return "Build one rank after another: --workers 1 (of import: --build-workers 1)."
     int8, int4 = ({"quantization": {"quant_algo": algorithm}} for algorithm in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4))
     half = {"dtype": "bfloat16"}
-    mapping = dict(engine.config.get("mapping") or {})
-    tp_size, world = int(mapping.get("tp_size") or 1), int(mapping.get("world_size") or 1)
-    split = {**mapping, "tp_size": 2 * tp_size, "world_size": 2 * world}
+    mapping = engine.config.mapping
+    tp_size = mapping.tp_size
+    split = {**(engine.config.content.get("mapping") or {}), "tp_size": 2 * tp_size, "world_size": 2 * mapping.ranks}
     quantised = (
         ("--quantize int8", int8),
         ("--dtype bfloat16 --quantize int8", {**int8, **half}),
@@ -206,9 +206,9 @@ def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, free: int) ->
     )
     narrower = ("--dtype bfloat16", half), *(quantised if runtime.narrower else ())
     # Weights that are quantised already cannot be narrowed: that takes the original model.
-    floats = quant_algo(engine.config) in (None, WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
+    floats = engine.config.quantization.algorithm in (None, WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
     for flags, changes in (*(narrower if floats else ()), (f"--tp-size {2 * tp_size}", {"mapping": split})):
-        needed = runtime.plan({**engine.config, **changes}, spec).memory_bytes
+        needed = runtime.plan(engine.config.changed(**changes), spec).memory_bytes
         if needed <= min(free, engine.memory_bytes - 1):
             return f"Convert with {flags}: the build would need {format_bytes(needed)}."
     return "No setting makes it fit here: free some memory, or take a smaller model or a larger machine."

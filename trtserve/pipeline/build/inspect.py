@@ -15,8 +15,9 @@ from trtserve.artifacts import (
     ModelRepository,
     looks_like,
 )
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import BuildConfig, EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
-from trtserve.checkpoint.unified import with_defaults
 from trtserve.errors import (
     ArtifactError,
     CorruptFileError,
@@ -29,7 +30,7 @@ from trtserve.files import read_json_object
 from trtserve.nvidia.engine_files import tensorrt_version
 from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.core_models import CoreModel, core_models, world_size
+from trtserve.repository.core_models import CoreModel, core_models
 from trtserve.repository.served import read_config
 from trtserve.specs.runtime import weights_precision
 from trtserve.store import Store
@@ -144,9 +145,9 @@ def _described(folder: Path) -> Description:
     except FileNotFoundError:
         raise _no_engine(folder) from None
     if "build_config" in config and "pretrained_config" in config:
-        return _engine(folder, config)
+        return _engine(folder, EngineConfig.of(config, folder / "config.json"))
     if "architecture" in config:
-        return _checkpoint(folder, config)
+        return _checkpoint(folder, CheckpointConfig.of(config, folder / "config.json"))
     raise _no_engine(folder, config)
 
 
@@ -164,49 +165,48 @@ def _no_engine(folder: Path, config: Mapping[str, Any] | None = None) -> Artifac
     return ArtifactError(f"{folder} is not an engine: {what}.", hint=hint)
 
 
-def _engine(folder: Path, config: Mapping[str, Any]) -> Description:
-    pretrained, build = _with_defaults(config["pretrained_config"]), config["build_config"]
-    own, manifest = config.get("trtserve") or {}, _manifest(folder)
-    plugins = build.get("plugin_config") or {}
+def _engine(folder: Path, config: EngineConfig) -> Description:
+    model, manifest = config.model, _manifest(folder)
+    build: Mapping[str, Any] = config.content["build_config"]
+    plugins: Mapping[str, Any] = build.get("plugin_config") or {}
     if (runtime := embedded_runtime(config)) is not None:
         names = engine_files(config, runtime)
     else:
-        names = [f"rank{rank}.engine" for rank in range(world_size({"pretrained_config": pretrained}))]
+        names = [f"rank{rank}.engine" for rank in range(model.mapping.ranks)]
     files = _files(folder, [*names, *sorted(path.name for path in folder.glob("*_managed_weights.safetensors"))])
     return Description(
         kind="engine",
         path=folder,
-        runtime=own.get("runtime", "tensorrt_llm"),
-        model=_model(pretrained, manifest),
-        precision=_precision(pretrained, own),
-        quantization=_quantization(pretrained),
-        parallel=_parallel(pretrained),
+        runtime=config.trtserve.runtime or "tensorrt_llm",
+        model=_model(model, manifest),
+        precision=_precision(config),
+        quantization=_quantization(model),
+        parallel=_parallel(model),
         limits={name: build[name] for name in _LIMITS if build.get(name) is not None},
-        features=tuple(_features(build, plugins)),
+        features=tuple(_features(config.build)),
         plugins=_set({name: value for name, value in plugins.items() if name not in ("dtype", "tokens_per_block")}),
-        kv_cache=_kv_cache(pretrained, build, own, manifest),
-        versions=_versions(config, own, manifest, folder / names[0]),
-        built_on=_built_on(own, manifest),
+        kv_cache=_kv_cache(config, manifest),
+        versions=_versions(config, manifest, folder / names[0]),
+        built_on=_built_on(config.trtserve.machine, manifest),
         created=manifest.created if manifest else None,
         files=files,
     )
 
 
-def _checkpoint(folder: Path, config: Mapping[str, Any]) -> Description:
-    pretrained, manifest = _with_defaults(config), _manifest(folder)
-    ranks = world_size({"pretrained_config": pretrained})
+def _checkpoint(folder: Path, model: CheckpointConfig) -> Description:
+    manifest, ranks = _manifest(folder), model.mapping.ranks
     return Description(
         kind="checkpoint",
         path=folder,
         runtime=None,
-        model=_model(pretrained, manifest),
-        precision=_precision(pretrained, {}),
-        quantization=_quantization(pretrained),
-        parallel=_parallel(pretrained),
+        model=_model(model, manifest),
+        precision=_precision(EngineConfig(model=model)),
+        quantization=_quantization(model),
+        parallel=_parallel(model),
         limits={},
         features=(),
         plugins={},
-        kv_cache=_kv_cache(pretrained, {}, {}, None),
+        kv_cache=_kv_cache(EngineConfig(model=model), None),
         versions=dict(manifest.tools) if manifest else {},
         built_on={},
         created=manifest.created if manifest else None,
@@ -230,36 +230,28 @@ def _manifest(folder: Path) -> Manifest | None:
     return None
 
 
-def _with_defaults(pretrained: Mapping[str, Any]) -> dict[str, Any]:
-    with suppress(KeyError, TypeError):
-        return with_defaults(dict(pretrained))
-    return dict(pretrained)
-
-
-def _model(pretrained: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
-    model = {"architecture": pretrained.get("architecture")}
-    model |= {name: pretrained[name] for name in _MODEL if pretrained.get(name) is not None}
+def _model(config: CheckpointConfig, manifest: Manifest | None) -> dict[str, Any]:
+    model: dict[str, Any] = {"architecture": config.architecture or None}
+    model |= {name: size for name in _MODEL if (size := getattr(config, name))}
     # Config files do not tell whether matrices are tied; the manifest has the model's own count.
     if manifest is not None and manifest.facts.get("parameters"):
         model["parameters"] = manifest.facts["parameters"]
         return model
     with suppress(UnsupportedModelError, KeyError, TypeError):
-        model["parameters"] = parameter_count(pretrained)
+        model["parameters"] = parameter_count(config)
     return model
 
 
-def _precision(pretrained: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    dtype = str(pretrained.get("dtype"))
-    words = f"{weights_precision({**pretrained, 'dtype': dtype})} weights"
-    if own.get("compute_precision"):
-        return f"{words}, {own['compute_precision']} arithmetic, {own.get('kv_precision')} KV cache"
-    kv = (pretrained.get("quantization") or {}).get("kv_cache_quant_algo")
-    return f"{words}, {dtype} arithmetic, {kv or dtype} KV cache"
+def _precision(config: EngineConfig) -> str:
+    own, dtype, words = config.trtserve, config.model.dtype, f"{weights_precision(config.model)} weights"
+    if own.compute_precision:
+        return f"{words}, {own.compute_precision} arithmetic, {own.kv_precision} KV cache"
+    return f"{words}, {dtype} arithmetic, {config.model.quantization.kv_cache_quant_algo or dtype} KV cache"
 
 
-def _quantization(pretrained: Mapping[str, Any]) -> dict[str, Any]:
+def _quantization(model: CheckpointConfig) -> dict[str, Any]:
     """Return the settings that the algorithm uses, without the defaults of other algorithms."""
-    found = _set(pretrained.get("quantization") or {})
+    found = _set(model.content.get("quantization") or {})
     algorithm = str(found.get("quant_algo"))
     smoothed = algorithm.startswith(_SMOOTHED)
     unused = {"group_size": smoothed or algorithm in _UNGROUPED, "smoothquant_val": not smoothed}
@@ -271,76 +263,67 @@ def _set(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, False, "disable", [], {})}
 
 
-def _parallel(pretrained: Mapping[str, Any]) -> dict[str, int]:
-    mapping = pretrained.get("mapping") or {}
+def _parallel(model: CheckpointConfig) -> dict[str, int]:
+    mapping = model.content.get("mapping") or {}
     found = {name: int(mapping[name]) for name in _PARALLEL if mapping.get(name) not in (None, -1)}
-    return {"tp_size": 1, "pp_size": 1, **found, "world_size": world_size({"pretrained_config": pretrained})}
+    return {"tp_size": 1, "pp_size": 1, **found, "world_size": model.mapping.ranks}
 
 
-def _features(build: Mapping[str, Any], plugins: Mapping[str, Any]) -> Iterator[str]:
-    lora = build.get("lora_config") or {}
-    if int(build.get("max_beam_width") or 1) > 1:
-        yield f"{build['max_beam_width']} beams"
-    if build.get("max_draft_len"):
-        mode = build.get("speculative_decoding_mode")
-        yield f"{build['max_draft_len']} draft tokens ({speculative_mode(mode) or f'mode {mode}'})"
-    if build.get("max_prompt_embedding_table_size"):
-        yield f"prompt tables of {build['max_prompt_embedding_table_size']} rows"
-    if build.get("gather_context_logits"):
+def _features(build: BuildConfig) -> Iterator[str]:
+    if build.max_beam_width > 1:
+        yield f"{build.max_beam_width} beams"
+    if build.max_draft_len:
+        mode = build.speculative_decoding_mode
+        yield f"{build.max_draft_len} draft tokens ({speculative_mode(mode) or f'mode {mode}'})"
+    if build.max_prompt_embedding_table_size:
+        yield f"prompt tables of {build.max_prompt_embedding_table_size} rows"
+    if build.gather_context_logits:
         yield "context logits"
-    if build.get("gather_generation_logits"):
+    if build.gather_generation_logits:
         yield "generation logits"
-    if plugins.get("lora_plugin"):
-        modules = " ".join(lora.get("lora_target_modules") or ())
-        yield f"adapters of rank {lora.get('max_lora_rank')} on {modules}".removesuffix(" on ")
-    if plugins.get("use_paged_context_fmha"):
+    if build.plugin_config.lora_plugin:
+        modules = " ".join(build.lora_config.lora_target_modules)
+        yield f"adapters of rank {build.lora_config.max_lora_rank} on {modules}".removesuffix(" on ")
+    if build.plugin_config.use_paged_context_fmha:
         yield "reuse of KV blocks"
         yield "chunked context"
 
 
-def _kv_cache(
-    pretrained: Mapping[str, Any], build: Mapping[str, Any], own: Mapping[str, Any], manifest: Manifest | None
-) -> dict[str, Any]:
-    plugins = build.get("plugin_config") or {}
-    kind = build.get("kv_cache_type")
-    if kind is None and plugins.get("paged_kv_cache") is not None:  # 0.12
-        kind = "PAGED" if plugins["paged_kv_cache"] else "CONTINUOUS"
-    found = {"type": kind, "tokens_per_block": plugins.get("tokens_per_block")}
-    with suppress(KeyError, TypeError, ValueError):
-        found["bytes_per_token"] = (
-            kv_bytes_per_token(pretrained, own["kv_precision"]) if own.get("kv_precision") else _kv_bytes(pretrained)
-        )
+def _kv_cache(config: EngineConfig, manifest: Manifest | None) -> dict[str, Any]:
+    plugins, kind, precision = config.build.plugin_config, config.build.kv_cache_type, config.trtserve.kv_precision
+    if kind is None and plugins.paged_kv_cache is not None:  # 0.12
+        kind = "PAGED" if plugins.paged_kv_cache else "CONTINUOUS"
+    found: dict[str, Any] = {"type": kind, "tokens_per_block": plugins.tokens_per_block}
+    if config.model.num_hidden_layers:
+        found["bytes_per_token"] = kv_bytes_per_token(config.model, precision) if precision else _kv_bytes(config.model)
     if manifest is not None and manifest.facts.get("kv_bytes_per_token"):
         found["bytes_per_token"] = manifest.facts["kv_bytes_per_token"]
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _kv_bytes(pretrained: Mapping[str, Any]) -> int:
+def _kv_bytes(model: CheckpointConfig) -> int | None:
     """Return the bytes of one token's keys and values in all layers and ranks; ranks may share copies of a KV head."""
-    quantization = pretrained.get("quantization") or {}
-    heads = max(int(pretrained["num_key_value_heads"]), _parallel(pretrained)["tp_size"])
-    bits = _ITEM_BITS[quantization.get("kv_cache_quant_algo") or pretrained["dtype"]]
-    return int(pretrained["num_hidden_layers"]) * heads * int(pretrained["head_size"]) * 2 * bits // 8
+    heads = max(model.num_key_value_heads, model.mapping.tp_size)
+    bits = _ITEM_BITS.get(model.quantization.kv_cache_quant_algo or model.dtype)
+    return bits and model.num_hidden_layers * heads * model.head_size * 2 * bits // 8
 
 
-def _versions(
-    config: Mapping[str, Any], own: Mapping[str, Any], manifest: Manifest | None, first: Path
-) -> dict[str, str]:
+def _versions(config: EngineConfig, manifest: Manifest | None, first: Path) -> dict[str, str]:
     # The release in the config.json of a CPU engine names its format, not the tool that built it.
     if (runtime := embedded_runtime(config)) is not None:
-        return {runtime: str(own.get(runtime))}
+        return {runtime: str(config.content["trtserve"].get(runtime))}
     tools = {name: manifest.tools[name] for name in _TOOLS if manifest and name in manifest.tools}
-    found = {"tensorrt_llm": str(config["version"])} if config.get("version") else {}
+    found = {"tensorrt_llm": config.version} if config.version else {}
     written = tensorrt_version(first) if first.is_file() else None
     return {**found, **({"tensorrt": written} if written else {}), **tools}
 
 
-def _built_on(own: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
+def _built_on(machine: Mapping[str, Any] | None, manifest: Manifest | None) -> dict[str, Any]:
     facts = manifest.facts if manifest else {}
     gpu = facts.get("gpu") or {}
     if gpu:
         return {"gpu": gpu.get("name"), "sm": gpu.get("sm")}
-    machine = own.get("machine") or facts.get("machine")
+    machine = machine or facts.get("machine")
     return {"machine": machine} if machine else {}
 
 

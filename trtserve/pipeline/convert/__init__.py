@@ -134,7 +134,7 @@ def _report_cast(plan: ConversionPlan, progress: Progress) -> None:
         return
     wide = types[0] if len(types) == 1 else "float32"
     # Models that are quantised already have no float32 checkpoint.
-    quantised = plan.config["quantization"]["quant_algo"] in (GPTQ, AWQ, FP8)
+    quantised = plan.config.quantization.quant_algo in (GPTQ, AWQ, FP8)
     keeps = "" if quantised and wide == "float32" else f" (--dtype {wide} keeps them)"
     progress.step(f"The model is {' and '.join(types)}: its weights become {plan.spec.dtype}{keeps}")
 
@@ -162,7 +162,7 @@ def _write(plan: ConversionPlan, folder: Path, progress: Progress) -> None:
             for work in plan.packed:
                 work.write(plan.placement, files)
                 task.advance(work.source_bytes)
-    (folder / "config.json").write_text(json.dumps(plan.config, indent=4) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(plan.config.content, indent=4) + "\n", encoding="utf-8")
     # Read the headers back as a loader would, before the checkpoint counts as complete.
     for rank, size in enumerate(plan.sizes):
         path = folder / f"rank{rank}.safetensors"

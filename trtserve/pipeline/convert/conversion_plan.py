@@ -15,13 +15,8 @@ from trtserve.artifacts import (
     Model,
     fingerprint,
 )
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
-from trtserve.checkpoint.config import (
-    checkpoint_config,
-    expected_config,
-    resolve_dtype,
-    resolve_release,
-)
 from trtserve.checkpoint.placement import (
     Packed,
     Placement,
@@ -33,11 +28,17 @@ from trtserve.checkpoint.placement import (
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.source import read_hf_config, read_source, vision_bytes
 from trtserve.checkpoint.streaming import Move, buffered_bytes, needs_numpy, process_count
-from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.checkpoint.unified import HEAD
 from trtserve.errors import UnsupportedModelError, UsageError, listing
 from trtserve.nvidia.releases.loaders import loading_releases, name_in_release
+from trtserve.pipeline.checkpoint_config import (
+    checkpoint_config,
+    convertible_family,
+    expected_config,
+    resolve_dtype,
+    resolve_release,
+)
 from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store, require_name, reusable
 
@@ -73,7 +74,7 @@ class ConversionPlan:
     path: Path  # of the checkpoint
     reused: bool  # it exists
     fingerprint: str
-    config: Mapping[str, Any]  # of the checkpoint; what is expected of NVIDIA's tools
+    config: CheckpointConfig  # of the checkpoint; what is expected of NVIDIA's tools
     sizes: Sequence[int]  # bytes of each rank's file; what is expected of NVIDIA's tools
     verify: CheckSpec | None = None  # compare the checkpoint with the model before it is published, or reused
     toolkit: Toolkit | None = None
@@ -195,7 +196,7 @@ def plan_conversion(
 
 def _plan_own_conversion(job: _Job, hf: Mapping[str, Any], files: Path, *, headers_only: bool) -> ConversionPlan:
     hf = architectures.text_model(hf)
-    family = supported_family(hf)
+    family = convertible_family(hf)
     stored, spec = source_quantization(hf), job.spec
     spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
     if stored is None or stored.method == "fp8":
@@ -205,17 +206,17 @@ def _plan_own_conversion(job: _Job, hf: Mapping[str, Any], files: Path, *, heade
     sources = read_source(files, family.BASE_PREFIX)
     described = architectures.described(hf, config)
     wanted = [
-        replace(target, name=name_in_release(target.name, config["architecture"], spec.trtllm_version))
+        replace(target, name=name_in_release(target.name, config.architecture, spec.trtllm_version))
         for target in family.targets(described)
     ]
     targets, packed, moved, config = _split_targets(wanted, sources, config, spec, stored, headers_only=headers_only)
     placement = Placement(
         targets,
-        layers=config["num_hidden_layers"],
+        layers=config.num_hidden_layers,
         tp_size=spec.tp_size,
         pp_size=spec.pp_size,
         dtype=spec.dtype,
-        ep_size=config["mapping"]["moe_ep_size"],
+        ep_size=config.mapping.moe_ep_size,
         packed=packed,
     )
     unused = family.unused(described)
@@ -262,18 +263,18 @@ def _tied(targets: Sequence[Target], sources: Mapping[str, SourceTensor]) -> tup
 def _split_targets(
     targets: Sequence[Target],
     sources: Mapping[str, SourceTensor],
-    config: dict[str, Any],
+    config: CheckpointConfig,
     spec: ConvertSpec,
     stored: SourceQuantization | None,
     *,
     headers_only: bool,
-) -> tuple[list[Target], list[Packed], Mapping[str, SourceTensor], dict[str, Any]]:
+) -> tuple[list[Target], list[Packed], Mapping[str, SourceTensor], CheckpointConfig]:
     """Split the targets into moves and packed tensors; return the sources of the moves and the final config too.
 
     Raises UsageError where the groups of quantised weights do not divide among the ranks.
     """
     packed = list[Packed]()
-    if config.get("share_embedding_table"):
+    if config.share_embedding_table:
         targets = [target for target in targets if target.name != HEAD]
     # Few models need these modules, which take longer to load than the plan of another model.
     if stored is not None:
@@ -283,12 +284,12 @@ def _split_targets(
             targets, sources, stored, gpu_sm=spec.gpu_sm, headers_only=headers_only
         )
         packed += repacks
-        excluded = excluded_modules(targets, config["num_hidden_layers"], spec.pp_size)
+        excluded = excluded_modules(targets, config.num_hidden_layers, spec.pp_size)
         if stored.method != "fp8":
             quantised: list[Repack] = list(repacks)
-            sizes = spec.tp_size, config["mapping"]["moe_ep_size"]
+            sizes = spec.tp_size, config.mapping.moe_ep_size
             require_divisible((work.target for work in quantised), stored.group_size, *sizes)
-        config = {**config, "quantization": {**config["quantization"], "exclude_modules": excluded}}
+        config = config.changed(quantization={**config.content["quantization"], "exclude_modules": excluded})
     if any(target.factor is not None for target in targets):
         from trtserve.checkpoint.products import split_products
 
@@ -352,7 +353,7 @@ def _plan_nvidia_conversion(job: _Job, hf: Mapping[str, Any]) -> ConversionPlan:
     tool_command(toolkit, spec, architectures.architecture_of(hf), model.path, model.path)
     config = expected_config(hf, spec)
     try:
-        size = architectures.parameter_count(config) * numpy_dtype(CODES[config["dtype"]]).itemsize
+        size = architectures.parameter_count(config) * numpy_dtype(CODES[config.dtype]).itemsize
     except UnsupportedModelError:
         size = 0
     ranks = spec.tp_size * spec.pp_size

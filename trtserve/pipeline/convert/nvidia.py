@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Checkpoint, Manifest
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import FAMILIES
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import ConversionError, UsageError
@@ -43,7 +43,7 @@ def converter_command(plan: ConversionPlan, folder: Path) -> Command:
 def _command(plan: ConversionPlan, toolkit: Toolkit, folder: Path) -> tuple[Command, ContainerRun | None]:
     """Return the tool's own command, and the container that it runs in, if any."""
     source = plan.model.path.absolute()
-    command = tool_command(toolkit, plan.spec, plan.config["architecture"], source, folder)
+    command = tool_command(toolkit, plan.spec, plan.config.architecture, source, folder)
     if toolkit.container is None:
         return command, None
     given = (Path(text) for text in (plan.spec.calib_dataset or "",) if Path(text).is_absolute())
@@ -79,7 +79,7 @@ def run_nvidia_conversion(plan: ConversionPlan, toolkit: Toolkit, progress: Prog
 
 def _run(
     plan: ConversionPlan, toolkit: Toolkit, folder: Path, log: Path, progress: Progress
-) -> tuple[Mapping[str, Any], dict[str, Any]]:
+) -> tuple[CheckpointConfig, dict[str, Any]]:
     """Fill `folder`; return the checkpoint's config, and facts for its manifest."""
     smaller = smaller_checkpoint(plan.spec.dtype)
     if plan.spec.quantize == "none":
@@ -89,7 +89,7 @@ def _run(
     command, box = _command(plan, toolkit, folder)
     ranks = len(plan.sizes)
     config = run_converter(command, folder, world_size=ranks, memory=_memory(plan), log=log, progress=progress, box=box)
-    if plan.spec.quantize != "none" and (config.get("quantization") or {}).get("quant_algo") in (None, "NO_QUANT"):
+    if plan.spec.quantize != "none" and config.quantization.algorithm is None:
         raise ConversionError(
             f"--quantize {plan.spec.quantize} was asked for, but the checkpoint is not quantised.",
             hint="The log has the reason.",
@@ -114,7 +114,7 @@ def _require_memory(plan: ConversionPlan) -> None:
     def advice(free: int) -> str:
         fitting = min(parallel, (free - plan.total_bytes) // rank) if rank else 0
         fewer = f"--workers {fitting} fits. Else: " if 0 < fitting < parallel else ""
-        own = "--converter own takes one tensor at a time; " if plan.config["architecture"] in FAMILIES else ""
+        own = "--converter own takes one tensor at a time; " if plan.config.architecture in FAMILIES else ""
         return f"{fewer}{own}--converter-flag=--load_by_shard, where the script has it, loads one file after another."
 
     require_memory(

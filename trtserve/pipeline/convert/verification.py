@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Checkpoint
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import TrtserveError
 from trtserve.pipeline.convert.conversion_plan import ConversionPlan
 from trtserve.pipeline.parity import plan_check, require_passed, run_check
@@ -22,7 +22,7 @@ class Verification:
     def __init__(
         self,
         plan: ConversionPlan,
-        config: Mapping[str, Any],
+        config: CheckpointConfig,
         spec: CheckSpec,
         progress: Progress,
         *,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.checkpoint.architectures import described, text_model
-from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.placement import source_shapes
-from trtserve.checkpoint.supported import supported_family
+from trtserve.pipeline.checkpoint_config import checkpoint_config, convertible_family
 from trtserve.pipeline.import_.model_plan import (
     SINGLE,
     ModelFiles,
@@ -95,4 +94,4 @@ def tensor_table(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hf = text_model(config)
-    return source_shapes(supported_family(hf).targets(described(hf, checkpoint_config(hf, ConvertSpec()))))
+    return source_shapes(convertible_family(hf).targets(described(hf, checkpoint_config(hf, ConvertSpec()))))

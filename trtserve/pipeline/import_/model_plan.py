@@ -146,7 +146,7 @@ def planned_files(
     converted here, or without a tokenizer unless `own_tokenizer` is False. With `any_architecture` NVIDIA's tools will
     convert or load the model: one that our converter does not know is taken with all its small files.
     """
-    from trtserve.checkpoint.supported import supported_family
+    from trtserve.pipeline.checkpoint_config import convertible_family
 
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
@@ -154,7 +154,7 @@ def planned_files(
     config = _config(read(by_name[CONFIG]))
     known = is_convertible(config)
     if not (known or any_architecture):
-        supported_family(config)  # raises the reason
+        convertible_family(config)  # raises the reason
     weights = _weight_names(label, by_name, read, unpickled=not any_architecture)
     if own_tokenizer and not any(name in by_name for name in _TOKENIZERS):
         raise UnsupportedModelError(
@@ -172,11 +172,11 @@ def is_convertible(config: Mapping[str, Any]) -> bool:
     Raises UnsupportedModelError for a config without architecture.
     """
     from trtserve.checkpoint.architectures import architecture_of
-    from trtserve.checkpoint.supported import supported_family
+    from trtserve.pipeline.checkpoint_config import convertible_family
 
     architecture_of(config)
     try:
-        supported_family(config)
+        convertible_family(config)
     except UnsupportedModelError:
         return False
     return True

@@ -7,7 +7,7 @@ repositories are checked by `trtserve.repository.check`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ from trtserve.artifacts import (
     load_artifact,
     looks_like,
 )
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader, require_files
 from trtserve.errors import (
@@ -187,12 +188,12 @@ class CheckPlan:
     prompts: Sequence[Tokens]
     max_tokens: int
     changes: Changes
-    config: Mapping[str, Any]
+    config: CheckpointConfig
     windows: bool = True
 
 
 def plan_check(
-    config: Mapping[str, Any], model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
+    config: CheckpointConfig, model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
 ) -> CheckPlan:
     """Plan a check from a checkpoint's `config.json` and its original's folder.
 
@@ -279,23 +280,23 @@ def _beside_logits(plan: CheckPlan, said: Original, checkpoint: Path) -> list[Ve
     """Compare values that a few prompts' logits do not reveal."""
     # Use the folder's config, which is part of what is checked, not the plan's.
     reader = CheckpointReader(checkpoint)
-    decoder = family(reader.config["architecture"]).decoder(reader.config)
+    decoder = family(reader.config.architecture).decoder(reader.config)
     return [
         *constants.judged(reader.config, decoder, said.constants, windows=plan.windows),
         *rows.judged(reader, said.products, plan.changes.rows),
     ]
 
 
-def _vocabulary(config: Mapping[str, Any], spec: CheckSpec) -> Vocabulary:
+def _vocabulary(config: CheckpointConfig, spec: CheckSpec) -> Vocabulary:
     """Return the prompts' limits, leaving room for answers within the model's positions."""
-    positions = config.get("max_position_embeddings")
+    positions = config.max_position_embeddings
     longest = int(positions) - spec.max_tokens if positions else 2**31
     if longest < 1:
         raise UsageError(f"--max-tokens is {spec.max_tokens}; the model has {positions} positions.")
-    return Vocabulary(size=int(config["vocab_size"]), longest=longest)
+    return Vocabulary(size=int(config.vocab_size), longest=longest)
 
 
-def require_check_memory(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec, *, beside: int) -> None:
+def require_check_memory(config: CheckpointConfig, prompts: Sequence[Tokens], spec: CheckSpec, *, beside: int) -> None:
     """Raise MemoryLimitError when a check does not fit the free memory; see `check_memory`."""
     need = check_memory(config, [len(prompt) + spec.max_tokens for prompt in prompts], beside=beside)
     require_memory(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.pipeline.parity.comparison import Verdict
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _angles(sine: Any, cosine: Any) -> tuple[float, ...]:
     return tuple(torch.atan2(sine.double(), cosine.double()).tolist())
 
 
-def judged(config: Mapping[str, Any], decoder: Decoder, original: Constants, *, windows: bool = True) -> list[Verdict]:
+def judged(config: CheckpointConfig, decoder: Decoder, original: Constants, *, windows: bool = True) -> list[Verdict]:
     """Compare the constants of a checkpoint `config` and its `decoder` with the original's.
 
     Without `windows`, a checkpoint with no windows at all passes.
@@ -143,9 +144,9 @@ def judged(config: Mapping[str, Any], decoder: Decoder, original: Constants, *, 
     ]
 
 
-def _judged_epsilon(config: Mapping[str, Any], original: Constants) -> Iterator[Verdict]:
+def _judged_epsilon(config: CheckpointConfig, original: Constants) -> Iterator[Verdict]:
     """Compare the norms' epsilon with the closest of the original's."""
-    value = float(config.get("norm_epsilon", 1e-5))
+    value = float(config.norm_epsilon)
     nearest = min(original.epsilons, key=lambda epsilon: abs(epsilon - value), default=None)
     if nearest is not None:
         yield Verdict(name="norm epsilon", value=value, relation="exactly", bound=nearest)
@@ -200,15 +201,15 @@ def _apart(own: Sequence[float], original: Sequence[float]) -> float:
     return max((abs(one - other) / abs(other) if other else math.inf for one, other in zip(own, original, strict=True)))
 
 
-def _judged_windows(config: Mapping[str, Any], decoder: Decoder, original: Constants) -> Iterator[Verdict]:
+def _judged_windows(config: CheckpointConfig, decoder: Decoder, original: Constants) -> Iterator[Verdict]:
     """Count layers with a different window; a window longer than any sequence counts as none."""
-    longest = config.get("max_position_embeddings") or math.inf
+    longest = config.max_position_embeddings or math.inf
 
     def effective(window: int | None) -> int | None:
         return window if window is not None and window < longest else None
 
     theirs = [effective(window) for window in original.windows]
-    ours = [effective(decoder.window(layer)) for layer in range(config["num_hidden_layers"])]
+    ours = [effective(decoder.window(layer)) for layer in range(config.num_hidden_layers)]
     if any(ours) or any(theirs):
         others = sum(one != other for one, other in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
         yield Verdict(name="layers with another window", value=float(others), relation="exactly", bound=0.0)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import described, family
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.dequantized import float_types, quantised_names
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 # quant_algo → packed format, and the precision whose bounds apply.
 _QUANTISED: Mapping[str, Literal["int8", "int4"]] = {"W8A16": "int8", "W4A16": "int4"}
 # The same for checkpoints that store codes: bounds on the codes' difference from floats.
+_FLOATS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
 _CODES: Mapping[str, Precision] = {GPTQ: "int4", AWQ: "int4", FP8: "int8"}
 
 
@@ -70,13 +72,13 @@ class Changes:
     experts: bool = False
 
 
-def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
+def changes_of(config: CheckpointConfig, model: Path) -> Changes:
     """Return how a conversion to this config changes the weights of `model`.
 
     Weights that keep their type keep their values, so only the order of float32 sums can differ. Raises
     UnsupportedModelError for a quantisation that cannot run here.
     """
-    algorithm, dtype = _algorithm(config), config["dtype"]
+    algorithm, dtype = _algorithm(config), _dtype(config)
     known = (*_QUANTISED, *_CODES)
     if algorithm and algorithm not in known:
         raise UnsupportedModelError(
@@ -84,10 +86,10 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
             f"{', '.join(known)}.",
             hint="Compare its engine with the original on the target GPU.",
         )
-    experts = bool((config.get("moe") or {}).get("num_experts"))
+    experts = config.moe.num_experts > 0
     if algorithm in _CODES:
         return _changes_of_codes(config, model, algorithm, experts=experts)
-    targets = family(config["architecture"]).targets(described(read_hf_config(model), config))
+    targets = family(config.architecture).targets(described(read_hf_config(model), config))
     kinds = float_types(_sources(config, model, targets)) or {"unknown"}
     products = any(target.factor for target in targets)
     rounding = _rounding(dtype, targets, kinds) if dtype != "float32" else None
@@ -105,9 +107,9 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
     )
 
 
-def _changes_of_codes(config: Mapping[str, Any], model: Path, algorithm: str, *, experts: bool) -> Changes:
+def _changes_of_codes(config: CheckpointConfig, model: Path, algorithm: str, *, experts: bool) -> Changes:
     """Return the changes for a checkpoint with codes, either the original's or made by another tool from floats."""
-    hf, dtype = read_hf_config(model), config["dtype"]
+    hf, dtype = read_hf_config(model), _dtype(config)
     if source_quantization(hf) is None:
         return Changes(
             precision=_CODES[algorithm],
@@ -118,7 +120,7 @@ def _changes_of_codes(config: Mapping[str, Any], model: Path, algorithm: str, *,
             rows=dtype,
             experts=experts,
         )
-    dtype, targets = config["dtype"], family(config["architecture"]).targets(described(hf, config))
+    targets = family(config.architecture).targets(described(hf, config))
     sources = _sources(config, model, targets)
     kinds = float_types(sources)
     rounding = _rounding(dtype, targets, kinds, quantised_names(sources))
@@ -152,17 +154,17 @@ def _rounding(
     )
 
 
-def _conversion_bounds(config: Mapping[str, Any], *, products: bool) -> Precision:
+def _conversion_bounds(config: CheckpointConfig, *, products: bool) -> Precision:
     """Return the bounds for equal weights: transformers, unlike TensorRT-LLM, computes Falcon's ALiBi in bfloat16.
 
     Products of tensors (OPT-350m) are rounded, where transformers keeps float32.
     """
-    if config["position_embedding_type"] == "alibi_with_scale":
+    if config.position_embedding_type == "alibi_with_scale":
         return "bfloat16"
-    return config["dtype"] if products else "float32"
+    return _dtype(config) if products else "float32"
 
 
-def _sources(config: Mapping[str, Any], model: Path, targets: Sequence[Target]) -> Mapping[str, SourceTensor]:
+def _sources(config: CheckpointConfig, model: Path, targets: Sequence[Target]) -> Mapping[str, SourceTensor]:
     """Return the original's weights, without masks and position tables."""
     sources = _stored(config, model)
     used = {name for target in targets for name in target.sources}
@@ -171,15 +173,15 @@ def _sources(config: Mapping[str, Any], model: Path, targets: Sequence[Target]) 
     return {name: tensor for name, tensor in sources.items() if name.rpartition(".")[0] in modules}
 
 
-def _stored(config: Mapping[str, Any], model: Path) -> Mapping[str, SourceTensor]:
+def _stored(config: CheckpointConfig, model: Path) -> Mapping[str, SourceTensor]:
     """Return the original's tensors; none when its file format cannot be read."""
     try:
-        return read_source(model, family(config["architecture"]).BASE_PREFIX)
+        return read_source(model, family(config.architecture).BASE_PREFIX)
     except TrtserveError:
         return {}
 
 
-def numbers_beside(config: Mapping[str, Any], model: Path) -> int:
+def numbers_beside(config: CheckpointConfig, model: Path) -> int:
     """Return the number of vision weights of the original."""
     return sum(math.prod(tensor.entry.shape) for tensor in vision_tensors(_stored(config, model)))
 
@@ -188,9 +190,17 @@ def _listed(kinds: set[str]) -> str:
     return ", ".join(sorted(kinds))
 
 
-def _algorithm(config: Mapping[str, Any]) -> str:
+def _dtype(config: CheckpointConfig) -> Precision:
+    """Return the type of the weights that are floats."""
+    for known in _FLOATS:
+        if config.dtype == known:
+            return known
+    raise UnsupportedModelError(f"The checkpoint's weights are {config.dtype}; supported: {', '.join(_FLOATS)}.")
+
+
+def _algorithm(config: CheckpointConfig) -> str:
     """Return the checkpoint's quantisation, "" without one."""
-    return str((config.get("quantization") or {}).get("quant_algo") or "").replace("NO_QUANT", "")
+    return config.quantization.algorithm or ""
 
 
 def logits_of(
@@ -225,7 +235,7 @@ def _load(folder: Path, quantised: bool, progress: Progress) -> Any:
     reader = CheckpointReader(folder)
     config = reader.config
     progress.step(f"Loading the checkpoint of {folder} (OpenVINO{f', {_algorithm(config)}' if quantised else ''})")
-    decoder = family(config["architecture"]).decoder(config)
+    decoder = family(config.architecture).decoder(config)
     return ReferenceModel(
         decoder, Sizes.of(config), reader, packing=_QUANTISED[_algorithm(config)] if quantised else None
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.kernel_layout import require_gpu_sm
-from trtserve.checkpoint.quantized import GPTQ, is_excluded, quant_algo
+from trtserve.checkpoint.quantized import GPTQ, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
 from trtserve.checkpoint.rank_weights import rank_weights
 from trtserve.checkpoint.sharding import check_parallel_sizes, stage_layers
@@ -22,7 +23,6 @@ from trtserve.pipeline.planner.gpus import Gpu
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import (
     TRTLLM_LIMITS,
-    CheckpointConfig,
     Limits,
     resolve_limits,
 )
@@ -71,7 +71,7 @@ class GpuFit:
 
 def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     """Return what a checkpoint `config`, with its mapping, needs on each of its GPUs."""
-    tp_size, pp_size = int(config["mapping"]["tp_size"]), int(config["mapping"]["pp_size"])
+    tp_size, pp_size = config.mapping.tp_size, config.mapping.pp_size
     limits = _limits(config, spec)
     weights = rank_weights(config).kept
     activations = _activations(config, limits, tp_size)
@@ -96,17 +96,17 @@ def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit 
             _check_parallel_sizes(config, tp_size, pp_size)
         except UsageError:
             continue
-        asked = int(config["mapping"].get("moe_ep_size") or 1)
+        asked = config.mapping.moe_ep_size
         shares = asked if tp_size % asked == 0 else 1
         mapping = {
-            **config["mapping"],
+            **(config.content.get("mapping") or {}),
             "moe_tp_size": tp_size // shares,
             "moe_ep_size": shares,
             "tp_size": tp_size,
             "pp_size": pp_size,
+            "world_size": tp_size * pp_size,
         }
-        mapping["world_size"] = tp_size * pp_size
-        fit = fit_gpu({**config, "mapping": mapping}, spec, gpu)
+        fit = fit_gpu(config.changed(mapping=mapping), spec, gpu)
         if fit.fits:
             return fit
     return None
@@ -137,12 +137,12 @@ def _parallel_sizes() -> Iterator[tuple[int, int]]:
 
 def unable(config: CheckpointConfig, gpu: Gpu) -> str | None:
     """Return why this kind of GPU cannot run the checkpoint regardless of memory, or None."""
-    sm, algorithm = gpu.sm, str(quant_algo(config))
+    sm, algorithm = gpu.sm, str(config.quantization.algorithm)
     if sm is None:
         return None
     for wanted, least, present in (
         ("FP8 weights need", FIRST_FP8, algorithm.startswith("FP8")),
-        ("bfloat16 needs", FIRST_BFLOAT16, config["dtype"] == "bfloat16"),
+        ("bfloat16 needs", FIRST_BFLOAT16, config.dtype == "bfloat16"),
     ):
         if present and sm < least:
             return f"{wanted} a GPU of compute capability {least / 10:.1f} or later; {gpu.name} has {sm / 10:.1f}."
@@ -157,10 +157,10 @@ def unable(config: CheckpointConfig, gpu: Gpu) -> str | None:
 def _check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) -> None:
     """Raise UsageError for sizes that the model is not divisible by; 4-bit matrices are split by groups."""
     check_parallel_sizes(config, tp_size, pp_size)
-    if quant_algo(config) == GPTQ:
-        targets = family(config["architecture"]).targets(config)
+    if config.quantization.algorithm == GPTQ:
+        targets = family(config.architecture).targets(config)
         packed = (target for target in targets if is_packed(target) and not is_excluded(config, target))
-        require_divisible(packed, int(config["quantization"]["group_size"]), tp_size)
+        require_divisible(packed, config.quantization.group_size, tp_size)
 
 
 def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:
@@ -170,16 +170,16 @@ def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:
 
 def _kv_per_token(config: CheckpointConfig, tp_size: int, pp_size: int) -> int:
     """Return the KV cache's bytes per token: in the arithmetic's type, or one byte with cache scales."""
-    layers = max(len(stage) for stage in stage_layers(config["num_hidden_layers"], pp_size))
-    heads = max(1, int(config["num_key_value_heads"]) // tp_size)
-    item = 1 if config["quantization"].get("kv_cache_quant_algo") else _ITEM_SIZE[config["dtype"]]
-    return layers * heads * int(config["head_size"]) * 2 * item
+    layers = max(len(stage) for stage in stage_layers(config.num_hidden_layers, pp_size))
+    heads = max(1, config.num_key_value_heads // tp_size)
+    item = 1 if config.quantization.kv_cache_quant_algo else _ITEM_SIZE[config.dtype]
+    return layers * heads * config.head_size * 2 * item
 
 
 def _activations(config: CheckpointConfig, limits: Limits, tp_size: int) -> int:
     """Return the widest layer's values for a step of max_num_tokens, and float32 logits for every sequence."""
-    inner = 2 * int(config["intermediate_size"]) // tp_size
-    heads = int(config["num_attention_heads"]) + 2 * int(config["num_key_value_heads"])
-    width = 2 * int(config["hidden_size"]) + max(inner, heads * int(config["head_size"]) // tp_size)
-    logits = limits.max_batch_size * int(config["vocab_size"]) * 4
-    return limits.max_num_tokens * width * _ITEM_SIZE[config["dtype"]] + logits
+    inner = 2 * config.intermediate_size // tp_size
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    width = 2 * config.hidden_size + max(inner, heads * config.head_size // tp_size)
+    logits = limits.max_batch_size * config.vocab_size * 4
+    return limits.max_num_tokens * width * _ITEM_SIZE[config.dtype] + logits

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from trtserve.checkpoint.quantized import quant_algo
-from trtserve.checkpoint.unified import with_defaults
 from trtserve.errors import MemoryLimitError, UnsupportedModelError
 from trtserve.executor.runtimes import RUNTIMES, EnginePlan
 from trtserve.host.gpus import list_gpus
@@ -12,7 +10,6 @@ from trtserve.pipeline.planner.gpu_fit import fit_gpu, fitting_step, smallest_fi
 from trtserve.pipeline.planner.gpus import Gpu
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec
-from trtserve.specs.runtime import CheckpointConfig
 
 
 def require_gpu_memory(engine: EnginePlan, spec: BuildSpec, progress: Progress = SILENT) -> None:
@@ -28,9 +25,7 @@ def require_gpu_memory(engine: EnginePlan, spec: BuildSpec, progress: Progress =
         return
     gpu = Gpu(name="this machine's GPU", memory=memory)
     try:
-        # NVIDIA's converters omit values that follow from other sizes.
-        config = with_defaults(dict(engine.config))
-        fit = fit_gpu(config, spec, gpu)
+        fit = fit_gpu(engine.config, spec, gpu)
     except UnsupportedModelError:
         return
     if fit.weights > memory:
@@ -38,21 +33,21 @@ def require_gpu_memory(engine: EnginePlan, spec: BuildSpec, progress: Progress =
         raise MemoryLimitError(
             f"{'The engine' if ranks == 1 else f'Each of {ranks} ranks'} has {format_bytes(fit.weights)} of weights; "
             f"the largest GPU of this machine has {format_bytes(memory)} of memory.",
-            hint=f"{_narrower(engine, config, spec, gpu)} `trtserve plan` shows the details.",
+            hint=f"{_narrower(engine, spec, gpu)} `trtserve plan` shows the details.",
         )
     if not fit.fits:
-        step = fitting_step(config, spec, gpu)
+        step = fitting_step(engine.config, spec, gpu)
         progress.step(
             f"An estimate: no sequence of {fit.limits.max_seq_len} tokens fits this machine's GPU next to "
             f"{format_bytes(fit.weights)} of weights and {format_bytes(fit.activations)} of activations. "
-            + (f"{step} would fit." if step else _narrower(engine, config, spec, gpu))
+            + (f"{step} would fit." if step else _narrower(engine, spec, gpu))
         )
 
 
-def _narrower(engine: EnginePlan, config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> str:
+def _narrower(engine: EnginePlan, spec: BuildSpec, gpu: Gpu) -> str:
     """Name conversion options whose ranks are small enough."""
-    smallest = smallest_fit(config, spec, gpu)
+    smallest = smallest_fit(engine.config, spec, gpu)
     ways = [f"--tp-size {smallest.tp_size} --pp-size {smallest.pp_size} would fit by estimate"] if smallest else []
-    if quant_algo(config) is None and (narrower := RUNTIMES[engine.runtime].narrower):
+    if engine.config.quantization.algorithm is None and (narrower := RUNTIMES[engine.runtime].narrower):
         ways.append(f"{narrower} makes the weights smaller")
     return f"Convert with one of: {', '.join(ways)}." if ways else "Use a GPU with more memory, or a smaller model."

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.gemma3 import engine_problem
 from trtserve.checkpoint.kernel_layout import HOPPER
-from trtserve.checkpoint.quantized import GPTQ, quant_algo
+from trtserve.checkpoint.quantized import GPTQ
 from trtserve.errors import counted
 from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.gpus import kernels_for
@@ -15,13 +15,13 @@ from trtserve.pipeline.planner.gpu_fit import GpuFit
 from trtserve.pipeline.planner.gpus import Gpu
 
 
-def gpu_notes(config: Mapping[str, Any], asked: GpuFit, gpu: Gpu) -> Iterator[str]:
+def gpu_notes(config: CheckpointConfig, asked: GpuFit, gpu: Gpu) -> Iterator[str]:
     """Return notes on a checkpoint config and its target GPUs."""
     ranks = asked.tp_size * asked.pp_size
     if gpu.here is not None and gpu.here < ranks:
         yield f"{ranks} ranks; {counted(gpu.here, 'GPU')} can be seen"
     # The layout of 4-bit weights depends on the GPU generation; the default is Ampere's.
-    if quant_algo(config) == GPTQ and gpu.sm is not None and gpu.sm >= HOPPER:
+    if config.quantization.algorithm == GPTQ and gpu.sm is not None and gpu.sm >= HOPPER:
         yield f"convert with --gpu-sm {gpu.sm}, which the order of 4-bit weights depends on"
     if problem := engine_problem(config):
         yield f"{problem}: take --runtime llmapi"

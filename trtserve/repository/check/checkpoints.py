@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.sharding import (
@@ -19,7 +20,7 @@ from trtserve.checkpoint.sharding import (
     stage_of,
 )
 from trtserve.checkpoint.tensor_files import DTYPES, Entry, TensorFile
-from trtserve.checkpoint.unified import HEAD, read_config, with_defaults
+from trtserve.checkpoint.unified import HEAD, read_config
 from trtserve.errors import CheckError, TrtserveError, listing
 from trtserve.nvidia.releases.installed import require_engine_path
 from trtserve.nvidia.releases.loaders import (
@@ -72,10 +73,10 @@ def check_loading(folder: Path, version: str) -> LoadReport:
     release = require_engine_path(version)
     found, warnings = list[Problem](), list[str]()
     try:
-        config = with_defaults(read_config(folder))
+        config = read_config(folder)
     except TrtserveError as error:
         return LoadReport(path=folder, version=version, release=release, problems=(_problem(error),), warnings=())
-    model = family(config["architecture"])
+    model = family(config.architecture)
     found += [*problems(config, release), *_config_problems(config)]
     try:
         targets = model.targets(config)
@@ -91,7 +92,7 @@ def check_loading(folder: Path, version: str) -> LoadReport:
         release=release,
         problems=tuple(found),
         warnings=tuple(warnings),
-        evidence=evidence(config["architecture"], release),
+        evidence=evidence(config.architecture, release),
     )
 
 
@@ -107,23 +108,19 @@ def _problem(error: Exception) -> Problem:
     return Problem(what=f"config.json lacks {error}", fix=f"{_CONVERT_AGAIN}.")
 
 
-def _config_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
+def _config_problems(config: CheckpointConfig) -> Iterator[Problem]:
     """Yield what the config classes of all releases refuse."""
-    mapping = config.get("mapping") or {}
-    sizes = {name: mapping.get(name) or 1 for name in ("world_size", "tp_size", "pp_size", "cp_size")}
-    wrong = {name: size for name, size in sizes.items() if not isinstance(size, int) or size < 1}
-    if "dtype" not in config:
+    mapping = config.mapping
+    if not config.dtype:
         yield Problem(what="config.json lacks dtype", fix=f"{_CONVERT_AGAIN}.")
-    if wrong:
-        yield Problem(what=f"config.json's mapping has {wrong}; expected positive integers", fix=f"{_CONVERT_AGAIN}.")
-    elif sizes["tp_size"] * sizes["pp_size"] * sizes["cp_size"] != sizes["world_size"]:
-        product = " · ".join(f"{name} {sizes[name]}" for name in ("tp_size", "pp_size", "cp_size"))
+    if mapping.tp_size * mapping.pp_size * mapping.cp_size != mapping.world_size:
+        product = f"tp_size {mapping.tp_size} · pp_size {mapping.pp_size} · cp_size {mapping.cp_size}"
         yield Problem(
-            what=f"config.json's mapping has world_size {sizes['world_size']}, but {product}", fix=f"{_CONVERT_AGAIN}."
+            what=f"config.json's mapping has world_size {mapping.world_size}, but {product}", fix=f"{_CONVERT_AGAIN}."
         )
     else:
         try:
-            check_parallel_sizes(config, sizes["tp_size"], sizes["pp_size"], int(mapping.get("moe_ep_size") or 1))
+            check_parallel_sizes(config, mapping.tp_size, mapping.pp_size, mapping.moe_ep_size)
         except TrtserveError as error:
             yield _problem(error)
 
@@ -131,16 +128,14 @@ def _config_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
 class _Expected:
     """The tensors that the model class of a release has on each rank."""
 
-    def __init__(self, config: Mapping[str, Any], targets: Sequence[Target], release: str) -> None:
-        mapping = config.get("mapping") or {}
+    def __init__(self, config: CheckpointConfig, targets: Sequence[Target], release: str) -> None:
         self.release = release
         self.config = config
-        self.tp_size = _size(mapping, "tp_size")
-        self.ep_size = _size(mapping, "moe_ep_size")
-        self.stages = stage_layers(config["num_hidden_layers"], _size(mapping, "pp_size"))
+        self.tp_size, self.ep_size = config.mapping.tp_size, config.mapping.moe_ep_size
+        self.stages = stage_layers(config.num_hidden_layers, config.mapping.pp_size)
         self.ranks = self.tp_size * len(self.stages)
         self._targets = [
-            replace(target, name=name_in_release(target.name, config["architecture"], release)) for target in targets
+            replace(target, name=name_in_release(target.name, config.architecture, release)) for target in targets
         ]
 
     def on(self, rank: int) -> dict[str, tuple[tuple[int, ...], str | None]]:
@@ -154,11 +149,6 @@ class _Expected:
             for target in self._targets
             if stage_of(target, self.stages) == stage
         }
-
-
-def _size(mapping: Mapping[str, Any], name: str) -> int:
-    size = mapping.get(name) or 1
-    return size if isinstance(size, int) and size > 0 else 1
 
 
 def _check_rank(folder: Path, rank: int, expected: _Expected, found: list[Problem], warnings: list[str]) -> None:
@@ -200,7 +190,7 @@ def _check_rank(folder: Path, rank: int, expected: _Expected, found: list[Proble
         for name, (_, dtype) in wanted.items()
         if name in entries
         and not _is_quantised(name, entries)
-        and DTYPES.get(entries[name].code) != (dtype or expected.config.get("dtype"))
+        and DTYPES.get(entries[name].code) != (dtype or expected.config.dtype)
     ]
     if types:
         warnings.append(f"{path.name} has other types than config.json says: {listing(types)}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig, MixtureOfExperts
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Experts,
     HfConfig,
     Target,
@@ -42,7 +41,7 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
 
     The router is float32 in every checkpoint: small differences decide which experts run.
     """
-    hidden, inner, count = config["hidden_size"], expert_size(config), _moe(config)["num_experts"]
+    hidden, inner, count = config.hidden_size, expert_size(config), _moe(config).num_experts
     ours, theirs = f"transformer.layers.{layer}.mlp.", f"model.layers.{layer}."
     yield Target(
         name=f"{ours}router.weight",
@@ -72,7 +71,7 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
 
 
 def _shared_targets(config: CheckpointConfig, theirs: str, layer: int) -> Iterator[Target]:
-    hidden, inner = config["hidden_size"], config["moe_shared_expert_intermediate_size"]
+    hidden, inner = config.hidden_size, config.moe_shared_expert_intermediate_size
     ours = f"transformer.layers.{layer}.mlp.shared_expert"
     yield Target(
         name=f"{ours}.fc.weight",
@@ -111,12 +110,12 @@ def expert_counts(hf: HfConfig, count: str) -> tuple[int, int]:
     return experts, chosen
 
 
-def _moe(config: CheckpointConfig) -> dict[str, Any]:
-    """Return the `moe` object of a checkpoint's config."""
-    moe: dict[str, Any] = config.get("moe") or {}
-    if not moe.get("num_experts") or not moe.get("top_k"):
+def _moe(config: CheckpointConfig) -> MixtureOfExperts:
+    """Return the `moe` object of a checkpoint's config. Raises UnsupportedModelError for a model without experts."""
+    moe = config.moe
+    if not moe.num_experts or not moe.top_k:
         raise UnsupportedModelError(
-            f"The config of this {config['architecture']} checkpoint has no `moe` object with num_experts and top_k.",
+            f"The config of this {config.architecture} checkpoint has no `moe` object with num_experts and top_k.",
             hint="Convert the original model again.",
         )
     return moe
@@ -128,14 +127,14 @@ def experts_of(config: CheckpointConfig) -> Experts:
     Raises UnsupportedModelError for a normalisation that no supported family uses.
     """
     moe = _moe(config)
-    mode = moe.get("normalization_mode")
+    mode = moe.normalization_mode
     if mode not in (NOT_NORMALIZED, RENORMALIZED):
         raise UnsupportedModelError(
             f"The checkpoint has normalization_mode {mode}; expected {NOT_NORMALIZED} or {RENORMALIZED}."
         )
     return Experts(
-        count=moe["num_experts"],
-        chosen=moe["top_k"],
+        count=moe.num_experts,
+        chosen=moe.top_k,
         renormalized=mode == RENORMALIZED,
-        shared=bool(config.get("moe_shared_expert_intermediate_size")),
+        shared=bool(config.moe_shared_expert_intermediate_size),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Target,
     embedding_split,
     fused_qkv,
@@ -34,14 +34,14 @@ class Parts:
 
 def llama_targets(config: CheckpointConfig, parts: Parts) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order."""
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    vocab, hidden = config.vocab_size, config.hidden_size
     embedding = Target(
         name="transformer.vocab_embedding.weight",
         sources=(_EMBEDDING,),
         shape=(vocab, hidden),
         split=embedding_split(config),
     )
-    layers = [target for layer in range(config["num_hidden_layers"]) for target in _layer(config, parts, layer)]
+    layers = [target for layer in range(config.num_hidden_layers) for target in _layer(config, parts, layer)]
     norm = Target(
         name="transformer.ln_f.weight",
         sources=("model.norm.weight",),
@@ -49,7 +49,7 @@ def llama_targets(config: CheckpointConfig, parts: Parts) -> list[Target]:
         offset=parts.norm_offset,
         last_stage=True,
     )
-    head = _EMBEDDING if config.get("tie_word_embeddings") else "lm_head.weight"
+    head = _EMBEDDING if config.own("tie_word_embeddings", False) else "lm_head.weight"
     lm_head = Target(name="lm_head.weight", sources=(head,), shape=(vocab, hidden), split="vocab", last_stage=True)
     return [embedding, *layers, norm, lm_head]
 
@@ -57,11 +57,11 @@ def llama_targets(config: CheckpointConfig, parts: Parts) -> list[Target]:
 def llama_unused(config: CheckpointConfig) -> Sequence[str]:
     """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rope.freqs"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
+    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", False) else patterns
 
 
 def _layer(config: CheckpointConfig, parts: Parts, layer: int) -> Iterator[Target]:
-    hidden = config["hidden_size"]
+    hidden = config.hidden_size
     yield _norm("input_layernorm", "input_layernorm", hidden, parts, layer)
     yield from attention_targets(config, parts, layer)
     yield _norm("post_layernorm", "post_attention_layernorm", hidden, parts, layer)
@@ -87,7 +87,7 @@ def _norm(ours: str, theirs: str, size: int, parts: Parts, layer: int) -> Target
 
 def attention_targets(config: CheckpointConfig, parts: Parts, layer: int) -> Iterator[Target]:
     """Return the tensors of one layer's attention."""
-    hidden, head_size, rows = config["hidden_size"], config["head_size"], fused_qkv(config)
+    hidden, head_size, rows = config.hidden_size, config.head_size, fused_qkv(config)
     ours, theirs = f"transformer.layers.{layer}.attention.", f"model.layers.{layer}.self_attn."
     for kind in ("weight", "bias") if parts.qkv_bias else ("weight",):
         yield Target(
@@ -107,7 +107,7 @@ def attention_targets(config: CheckpointConfig, parts: Parts, layer: int) -> Ite
 
 def _mlp(config: CheckpointConfig, parts: Parts, layer: int) -> Iterator[Target]:
     """Return the MLP's tensors: `fc` is the activated branch (gate_proj), `gate` is up_proj."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner = config.hidden_size, config.intermediate_size
     ours, theirs = f"transformer.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
     for name, source in (("fc", "gate_proj"), ("gate", "up_proj")):
         for kind in ("weight", "bias") if parts.mlp_bias else ("weight",):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    CheckpointConfig,
     Split,
     Target,
     embedding_split,
@@ -50,16 +50,16 @@ class SourceNames:
 
 def named_targets(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order; `tied` uses the embedding as head."""
-    layers = [target for layer in range(config["num_hidden_layers"]) for target in _layer(config, names, layer)]
+    layers = [target for layer in range(config.num_hidden_layers) for target in _layer(config, names, layer)]
     return [*_first(config, names), *layers, *_last(config, names, tied=tied)]
 
 
 def _first(config: CheckpointConfig, names: SourceNames) -> Iterator[Target]:
-    vocab, hidden, split = config["vocab_size"], config["hidden_size"], embedding_split(config)
+    vocab, hidden, split = config.vocab_size, config.hidden_size, embedding_split(config)
     name = "transformer.vocab_embedding.weight"
     yield Target(name=name, sources=(f"{names.embedding}.weight",), shape=(vocab, hidden), split=split)
     if names.positions is not None:
-        rows = config["max_position_embeddings"]
+        rows = config.max_position_embeddings
         yield Target(
             name="transformer.position_embedding.weight",
             sources=(f"{names.positions}.weight",),
@@ -75,8 +75,8 @@ def _last(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> Iterat
     """Return the tensors after the layers; a tied head may still have its own bias."""
     if names.final_norm is not None:
         yield from _norm(config, names, "transformer.ln_f", names.final_norm, last_stage=True)
-    vocab = config["vocab_size"]
-    shapes = {"weight": (vocab, config["hidden_size"])} | ({"bias": (vocab,)} if "head" in names.biases else {})
+    vocab = config.vocab_size
+    shapes = {"weight": (vocab, config.hidden_size)} | ({"bias": (vocab,)} if "head" in names.biases else {})
     for kind, shape in shapes.items():
         source = names.embedding if tied and kind == "weight" else names.head
         yield Target(name=f"lm_head.{kind}", sources=(f"{source}.{kind}",), shape=shape, split="vocab", last_stage=True)
@@ -95,7 +95,7 @@ def _norm(
         yield Target(
             name=f"{name}.{kind}",
             sources=(f"{source}.{kind}",),
-            shape=(config["hidden_size"],),
+            shape=(config.hidden_size,),
             layer=layer,
             last_stage=last_stage,
         )
@@ -106,7 +106,7 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
     for name, source in names.norms.items():
         yield from _norm(config, names, ours + name, theirs + source, layer=layer)
     yield from _qkv(config, names, layer)
-    hidden, inner, queries = config["hidden_size"], config["intermediate_size"], fused_qkv(config)[0]
+    hidden, inner, queries = config.hidden_size, config.intermediate_size, fused_qkv(config)[0]
     yield from _linear(names, "dense", layer, (hidden, queries), split="row", bias_split="replicated")
     yield from _fc(config, names, layer)
     bias_split: Split = "first_rank" if names.first_rank_bias else "replicated"
@@ -114,13 +114,13 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
 
 
 def _qkv(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
-    parts, head_size = fused_qkv(config), config["head_size"]
-    order = _grouped_order(config["num_attention_heads"], config["num_key_value_heads"], head_size)
+    parts, head_size = fused_qkv(config), config.head_size
+    order = _grouped_order(config.num_attention_heads, config.num_key_value_heads, head_size)
     for kind in ("weight", "bias") if "qkv" in names.biases else ("weight",):
         yield Target(
             name=f"transformer.layers.{layer}.attention.qkv.{kind}",
             sources=[f"{names.layer.format(layer)}{source}.{kind}" for source in names.qkv],
-            shape=(sum(parts), config["hidden_size"]) if kind == "weight" else (sum(parts),),
+            shape=(sum(parts), config.hidden_size) if kind == "weight" else (sum(parts),),
             split="qkv",
             parts=parts,
             head_size=head_size,
@@ -138,7 +138,7 @@ def _grouped_order(heads: int, kv_heads: int, size: int) -> tuple[tuple[int, int
 
 
 def _fc(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner = config.hidden_size, config.intermediate_size
     if not names.gate_up:
         yield from _linear(names, "fc", layer, (inner, hidden), split="column", bias_split="column")
         return

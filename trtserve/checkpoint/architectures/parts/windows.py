@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.checkpoint.architectures.base import CheckpointConfig, HfConfig, require_sizes
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures.base import HfConfig, require_sizes
 from trtserve.errors import UnsupportedModelError
 
 _KEY = "max_attention_window"
@@ -31,10 +32,10 @@ def window_keys(windows: Sequence[int | None]) -> dict[str, Any]:
 
 def attention_windows(config: CheckpointConfig) -> tuple[int | None, ...]:
     """Return the windows (see Decoder.windows) in a checkpoint's config or in its `runtime_defaults`."""
-    if config.get(_KEY):
-        return tuple(config[_KEY])
-    longest = config.get("max_position_embeddings") or math.inf
-    windows = (config.get("runtime_defaults") or {}).get(_KEY) or ()
+    if config.max_attention_window:
+        return config.max_attention_window
+    longest = config.max_position_embeddings or math.inf
+    windows = config.runtime_defaults.max_attention_window
     return tuple(window if window < longest else None for window in windows)
 
 

@@ -1,4 +1,4 @@
-"""`config.json` of a checkpoint, derived from the Hugging Face config and the ConvertSpec; needs no weights."""
+"""`config.json` of a checkpoint as a release writes it, from the Hugging Face config and the ConvertSpec."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
+from trtserve.checkpoint.architectures import Architecture, UnknownArchitectureError
+from trtserve.checkpoint.architectures.base import HfConfig
 from trtserve.checkpoint.kernel_layout import require_gpu_sm
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
 from trtserve.checkpoint.supported import supported_family
-from trtserve.checkpoint.unified import complete_config
 from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.nvidia.releases.checkpoint_config import (
+    STRICT,
+    keys_of_release,
+    shares_head,
+    shares_table,
+    smoothquant_val,
+)
+from trtserve.nvidia.releases.converters import converters
+from trtserve.nvidia.releases.installed import require_engine_path
+from trtserve.nvidia.releases.loaders import problems
 from trtserve.specs import ConvertSpec
 
 # Weight-only quantisation is recorded while the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
@@ -34,14 +46,14 @@ _NO_TOOL: dict[str, Any] = {
 }
 
 
-def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32", "float16", "bfloat16"]:
+def resolve_dtype(spec: ConvertSpec, hf: HfConfig) -> Literal["float32", "float16", "bfloat16"]:
     """Return the checkpoint's dtype; `auto` is the model's, or float16 for float32 and none, as in TensorRT-LLM."""
     if spec.dtype != "auto":
         return spec.dtype
     return "bfloat16" if own_dtype(hf) == "bfloat16" else "float16"
 
 
-def own_dtype(hf: Mapping[str, Any]) -> str:
+def own_dtype(hf: HfConfig) -> str:
     return str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
 
 
@@ -49,15 +61,28 @@ def resolve_release(spec: ConvertSpec) -> str | None:
     """Return the release that the checkpoint targets. Raises UsageError for an unknown one or one without engines."""
     if spec.trtllm_version is None:
         return None
-    from trtserve.nvidia.releases.installed import require_engine_path
-
     return require_engine_path(spec.trtllm_version)
 
 
-def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
+def convertible_family(hf: HfConfig) -> Architecture:
+    """Return the family of a model; errors as in `supported_family`, with NVIDIA's converter for others in the hint."""
+    try:
+        return supported_family(hf)
+    except UnknownArchitectureError as unknown:
+        architecture, converter = unknown.architecture, converters().get(unknown.architecture)
+        other = (
+            f"If TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter upstream "
+            "--trtllm-script FOLDER. Its PyTorch backend may run it without an engine: --runtime llmapi."
+        )
+        if converter is not None:
+            other = f"NVIDIA's converter supports it from TensorRT-LLM {converter.since}: --converter upstream."
+        raise UnsupportedModelError(unknown.message, hint=f"{unknown.hint} {other}") from None
+
+
+def checkpoint_config(hf: HfConfig, spec: ConvertSpec) -> CheckpointConfig:
     """Return `config.json` of the checkpoint that `spec` makes from a model with this Hugging Face config."""
     hf = architectures.text_model(hf)
-    own = supported_family(hf).checkpoint_config(hf)
+    own = convertible_family(hf).checkpoint_config(hf)
     stored = source_quantization(hf)
     has_experts = bool((own.get("moe") or {}).get("num_experts"))
     if not has_experts and (spec.moe_tp_size, spec.moe_ep_size) != (None, None):
@@ -67,7 +92,7 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
         raise UsageError("--embedding-sharding-dim needs a split embedding; add --use-parallel-embedding.")
     quantization = _quantization(stored, spec, hf)
     architecture = architectures.architecture_of(hf)
-    config = complete_config(
+    content = _complete_config(
         own,
         architecture=architecture,
         dtype=resolve_dtype(spec, hf),
@@ -81,25 +106,24 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
     )
     if stored is not None and stored.method != "fp8":
         # TensorRT-LLM ignores unknown keys; this is the only place to record the byte order of 4-bit weights.
-        config["trtserve"] = {"gpu_sm": spec.gpu_sm}
+        content["trtserve"] = {"gpu_sm": spec.gpu_sm}
+    config = CheckpointConfig.of(content)
     check_parallel_sizes(config, spec.tp_size, spec.pp_size, ep_size)
     _require_loadable(config, release)
     return config
 
 
-def _require_loadable(config: Mapping[str, Any], release: str | None) -> None:
+def _require_loadable(config: CheckpointConfig, release: str | None) -> None:
     """Raise UnsupportedModelError or UsageError when `release` does not load the checkpoint.
 
     Without a release nothing is refused: the embedded runtimes serve checkpoints that no release loads.
     """
-    from trtserve.nvidia.releases.loaders import problems
-
     if release is not None and (found := problems(config, release)):
         error = UsageError if found[0].option else UnsupportedModelError
         raise error(f"The checkpoint would not load in TensorRT-LLM {release}: {found[0].what}.", hint=found[0].fix)
 
 
-def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapping[str, Any]) -> dict[str, Any]:
+def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: HfConfig) -> dict[str, Any]:
     """Return the non-default keys of `quantization`: the source model's quantisation, or the requested one."""
     if stored is None:
         return {"quant_algo": _QUANT_ALGO[spec.quantize]}
@@ -115,7 +139,7 @@ def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapp
     return stored.checkpoint_keys()
 
 
-def _quantised_already(hf: Mapping[str, Any], spec: ConvertSpec) -> UsageError:
+def _quantised_already(hf: HfConfig, spec: ConvertSpec) -> UsageError:
     described = hf["quantization_config"]
     method = described.get("quant_method") if isinstance(described, Mapping) else described
     return UsageError(
@@ -124,7 +148,7 @@ def _quantised_already(hf: Mapping[str, Any], spec: ConvertSpec) -> UsageError:
     )
 
 
-def expected_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
+def expected_config(hf: HfConfig, spec: ConvertSpec) -> CheckpointConfig:
     """Return our converter's config for a known model, otherwise the keys that every checkpoint has.
 
     A known model with unknown quantisation gets the config of float weights.
@@ -138,10 +162,88 @@ def expected_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
     except UnsupportedModelError:
         if hf.get("quantization_config"):
             return expected_config({**hf, "quantization_config": None}, spec)
-        return {
+        content = {
             "architecture": architectures.architecture_of(hf),
             "dtype": spec.dtype,
             "mapping": {"world_size": spec.tp_size * spec.pp_size, "tp_size": spec.tp_size, "pp_size": spec.pp_size},
             "quantization": quantization,
         }
-    return config if config["quantization"]["quant_algo"] else {**config, "quantization": quantization}
+        return CheckpointConfig.of(content)
+    return config if config.quantization.quant_algo else config.changed(quantization=quantization)
+
+
+_NOT_QUANTISED: Mapping[str, Any] = {
+    "quant_algo": None,
+    "kv_cache_quant_algo": None,
+    "group_size": 128,
+    "clamp_val": None,
+    "use_meta_recipe": False,
+    "has_zero_point": False,
+    "pre_quant_scale": False,
+    "exclude_modules": None,
+    "mamba_ssm_cache_dtype": None,
+}
+
+
+def _complete_config(
+    sizes: Mapping[str, Any],
+    *,
+    architecture: str,
+    dtype: str,
+    tp_size: int,
+    pp_size: int,
+    quantization: Mapping[str, Any],
+    ep_size: int = 1,
+    parallel_embedding: bool = False,
+    embedding_dim: int = 0,
+    release: str | None = None,
+) -> dict[str, Any]:
+    """Complete a family's part of `config.json` as `release` writes it.
+
+    Without a release it has the keys of 1.2, minus those that some release from 0.12 on refuses. A family that sets
+    `use_parallel_embedding` always splits its embedding over tensor-parallel ranks; for others `parallel_embedding`
+    decides. `quantization` holds the non-default keys of that object. Raises UnsupportedModelError when the model needs
+    a key that the release lacks.
+    """
+    config = {
+        "architecture": architecture,
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        "runtime_defaults": None,
+        "embedding_sharding_dim": embedding_dim,
+        "qk_layernorm": False,
+        **sizes,
+        "use_parallel_embedding": tp_size > 1 if sizes.get("use_parallel_embedding") else parallel_embedding,
+        "mapping": _mapping(tp_size, pp_size, ep_size),
+        "quantization": {
+            **_NOT_QUANTISED,
+            "smoothquant_val": smoothquant_val(architecture),
+            **quantization,
+        },
+    }
+    if shares_table(release):
+        config["share_embedding_table"] = shares_head(architecture)
+    for section in STRICT:
+        if section in config:
+            config[section] = keys_of_release(section, config[section], architecture=architecture, release=release)
+    return keys_of_release("model", config, architecture=architecture, release=release)
+
+
+def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
+    """Return the keys common to all releases; later keys default to values derived from these."""
+    return {
+        "world_size": tp_size * pp_size,
+        "gpus_per_node": 8,
+        "cp_size": 1,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "moe_tp_size": tp_size // ep_size,
+        "moe_cluster_size": 1,
+        "moe_ep_size": ep_size,
+        "attn_tp_size": tp_size,
+        "attn_cp_size": 1,
+        "cp_config": {},
+        "auto_parallel": False,
+        "enable_attention_dp": False,
+        "enable_lm_head_tp_in_adp": False,
+    }
