@@ -19,7 +19,7 @@ from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, ro
 from trtserve.checkpoint.architectures.parts.windows import attention_windows
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
-from trtserve.pipeline.checkpoint_config import convertible_family
+from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import ConvertSpec
 

@@ -45,10 +45,9 @@ def test_packed_matrices_use_one_byte_or_half_a_byte_per_weight(tmp_path: Path, 
 
 
 def test_missing_sizes_of_old_configs_are_derived() -> None:
-    config = {"vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    assert Sizes.of(CheckpointConfig.of(config)) == Sizes(
-        vocab=10, hidden=64, layers=3, heads=4, kv_heads=4, head=16, epsilon=1e-5
-    )
+    keys = {"vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = Sizes.of(CheckpointConfig.of(keys))
+    assert sizes == Sizes(vocab=10, hidden=64, layers=3, heads=4, kv_heads=4, head=16, epsilon=1e-5)
 
 
 def test_rotation_larger_than_the_head_is_refused() -> None:

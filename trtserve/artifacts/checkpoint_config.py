@@ -63,7 +63,7 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeDefaults:
+class ExecutorDefaults:
     """`runtime_defaults`: values for the executor where its user gives none."""
 
     max_attention_window: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ class CheckpointConfig(Mapping[str, Any]):
     mapping: ParallelMapping = field(default_factory=ParallelMapping)
     quantization: Quantization = field(default_factory=Quantization)
     moe: MixtureOfExperts = field(default_factory=MixtureOfExperts)
-    runtime_defaults: RuntimeDefaults = field(default_factory=RuntimeDefaults)
+    runtime_defaults: ExecutorDefaults = field(default_factory=ExecutorDefaults)
     trtserve: OwnCheckpointKeys = field(default_factory=OwnCheckpointKeys)
     content: Mapping[str, Any] = field(default_factory=dict, repr=False)
 

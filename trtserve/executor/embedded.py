@@ -18,7 +18,7 @@ from trtserve.errors import BuildError
 from trtserve.executor.features import Features
 from trtserve.host import machine
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
-from trtserve.pipeline.checkpoint_config import convertible_family
+from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.specs import BUILDER_FIELDS, ConvertSpec
 from trtserve.specs.build import Device
 from trtserve.specs.runtime import EngineNeeds, EnginePlan, Limits, Requirement, Runtime

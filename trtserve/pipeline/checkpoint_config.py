@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
-from trtserve.checkpoint.architectures import Architecture, UnknownArchitectureError
 from trtserve.checkpoint.architectures.base import HfConfig
 from trtserve.checkpoint.kernel_layout import require_gpu_sm
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
-from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases.checkpoint_config import (
     STRICT,
@@ -22,7 +20,7 @@ from trtserve.nvidia.releases.checkpoint_config import (
     shares_table,
     smoothquant_val,
 )
-from trtserve.nvidia.releases.converters import converters
+from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.nvidia.releases.installed import require_engine_path
 from trtserve.nvidia.releases.loaders import problems
 from trtserve.specs import ConvertSpec
@@ -62,21 +60,6 @@ def resolve_release(spec: ConvertSpec) -> str | None:
     if spec.trtllm_version is None:
         return None
     return require_engine_path(spec.trtllm_version)
-
-
-def convertible_family(hf: HfConfig) -> Architecture:
-    """Return the family of a model; errors as in `supported_family`, with NVIDIA's converter for others in the hint."""
-    try:
-        return supported_family(hf)
-    except UnknownArchitectureError as unknown:
-        architecture, converter = unknown.architecture, converters().get(unknown.architecture)
-        other = (
-            f"If TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter upstream "
-            "--trtllm-script FOLDER. Its PyTorch backend may run it without an engine: --runtime llmapi."
-        )
-        if converter is not None:
-            other = f"NVIDIA's converter supports it from TensorRT-LLM {converter.since}: --converter upstream."
-        raise UnsupportedModelError(unknown.message, hint=f"{unknown.hint} {other}") from None
 
 
 def checkpoint_config(hf: HfConfig, spec: ConvertSpec) -> CheckpointConfig:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from trtserve.checkpoint.architectures import Architecture, UnknownArchitectureError
+from trtserve.checkpoint.architectures.base import HfConfig
+from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases import Row, normalize_release, order
 from trtserve.nvidia.releases.tables import load_table
@@ -75,3 +78,18 @@ def converter_script(architecture: str, release: str) -> str:
             hint=f"Use TensorRT-LLM {converter.since} or newer.",
         )
     return converter.script(wanted)
+
+
+def convertible_family(hf: HfConfig) -> Architecture:
+    """Return the family of a model; errors as in `supported_family`, with NVIDIA's converter for others in the hint."""
+    try:
+        return supported_family(hf)
+    except UnknownArchitectureError as unknown:
+        architecture, converter = unknown.architecture, converters().get(unknown.architecture)
+        other = (
+            f"If TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter upstream "
+            "--trtllm-script FOLDER. Its PyTorch backend may run it without an engine: --runtime llmapi."
+        )
+        if converter is not None:
+            other = f"NVIDIA's converter supports it from TensorRT-LLM {converter.since}: --converter upstream."
+        raise UnsupportedModelError(unknown.message, hint=f"{unknown.hint} {other}") from None

@@ -31,10 +31,10 @@ from trtserve.checkpoint.streaming import Move, buffered_bytes, needs_numpy, pro
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.checkpoint.unified import HEAD
 from trtserve.errors import UnsupportedModelError, UsageError, listing
+from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.nvidia.releases.loaders import loading_releases, name_in_release
 from trtserve.pipeline.checkpoint_config import (
     checkpoint_config,
-    convertible_family,
     expected_config,
     resolve_dtype,
     resolve_release,

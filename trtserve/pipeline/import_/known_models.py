@@ -11,7 +11,8 @@ from typing import Any
 
 from trtserve.checkpoint.architectures import described, text_model
 from trtserve.checkpoint.placement import source_shapes
-from trtserve.pipeline.checkpoint_config import checkpoint_config, convertible_family
+from trtserve.nvidia.releases.converters import convertible_family
+from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.import_.model_plan import (
     SINGLE,
     ModelFiles,

@@ -146,7 +146,7 @@ def planned_files(
     converted here, or without a tokenizer unless `own_tokenizer` is False. With `any_architecture` NVIDIA's tools will
     convert or load the model: one that our converter does not know is taken with all its small files.
     """
-    from trtserve.pipeline.checkpoint_config import convertible_family
+    from trtserve.nvidia.releases.converters import convertible_family
 
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
@@ -172,7 +172,7 @@ def is_convertible(config: Mapping[str, Any]) -> bool:
     Raises UnsupportedModelError for a config without architecture.
     """
     from trtserve.checkpoint.architectures import architecture_of
-    from trtserve.pipeline.checkpoint_config import convertible_family
+    from trtserve.nvidia.releases.converters import convertible_family
 
     architecture_of(config)
     try:
