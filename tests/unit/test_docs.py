@@ -34,6 +34,21 @@ def test_files_that_documents_name_exist() -> None:
             assert (ROOT / path).exists(), f"{document.relative_to(ROOT)} names {path}"
 
 
+def test_short_paths_that_texts_name_exist() -> None:
+    """`server/start.py` in a page, a docstring or a comment leaves out the first folders of a path."""
+    ours = [path.relative_to(ROOT) for folder in ("trtserve", "tests") for path in ROOT.glob(f"{folder}/**/*")]
+    ends = {"/".join(path.parts[at:]) for path in ours for at in range(len(path.parts))}
+    known = {path.name for path in ours}
+    texts = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *(ROOT / path for path in ours if path.suffix == ".py")]
+    missing = [
+        f"{text.relative_to(ROOT)}: {path}"
+        for text in texts
+        for path in re.findall(r"`([\w-]+/(?:[\w.-]+/)*[\w-]+\.(?:py|yaml|j2))`", text.read_text(encoding="utf-8"))
+        if {path.partition("/")[0], path.rpartition("/")[2]} & known and path not in ends
+    ]
+    assert missing == []
+
+
 def test_architecture_names_every_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     packages = {path.parent.name for path in ROOT.glob("trtserve/*/__init__.py")}

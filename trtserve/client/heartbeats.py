@@ -1,4 +1,4 @@
-"""What the executors of a server show of themselves: `models/shared/run_folder.py` writes it, this reads it."""
+"""What the executors of a server show of themselves: `programs/shared/run_folder.py` writes it, this reads it."""
 
 from __future__ import annotations
 
