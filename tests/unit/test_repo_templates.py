@@ -9,8 +9,7 @@ import pytest
 from tests.support.recorded_progress import Lines
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, RepositoryError, UsageError
-from trtserve.repository.config import parse_config
-from trtserve.repository.served import read_config
+from trtserve.repository.config import parse_config, read_config
 from trtserve.repository.templates import fill_templates, parse_substitutions, write_filled
 
 # The shape of NVIDIA's files: a comment, fields with bare placeholders, one block for each parameter.

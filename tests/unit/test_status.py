@@ -16,11 +16,11 @@ import pytest
 from tests.support.server_records import server_record
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import RepositoryError, ServerDiedError, ServerNotReadyError
+from trtserve.errors import ServerDiedError, ServerNotReadyError
 from trtserve.host.machine import describe
 from trtserve.process import ProcessId
 from trtserve.repository.profiles import CLASSES_FILE, classes_json
-from trtserve.repository.served import inspect_repository, require_loadable
+from trtserve.repository.served import inspect_repository
 from trtserve.server.state import (
     ProxyState,
     Server,
@@ -153,19 +153,6 @@ def test_ignored_parameters_are_listed(repository: Path, capsys: pytest.CaptureF
     assert status.ignored_parameters == ("gpu_device_ids", "executor_worker_path")
     said = "demo: parameters ignored on this runtime: gpu_device_ids, executor_worker_path"
     assert capsys.readouterr().err.count(said) == 1
-
-
-def test_start_refuses_what_the_model_refuses(repository: Path) -> None:
-    engine = repository / "tensorrt_llm" / "1"
-    give_parameters(repository, {"gpu_device_ids": "0", "sink_token_length": "0"})
-    with pytest.raises(RepositoryError, match=r"rank0\.xml"):
-        require_loadable(ModelRepository(path=repository))
-    for name in ("rank0.xml", "rank0.bin"):
-        (engine / name).touch()
-    require_loadable(ModelRepository(path=repository))
-    give_parameters(repository, {"sink_token_length": "4"})
-    with pytest.raises(RepositoryError, match=r"config\.pbtxt: Parameter sink_token_length is '4'"):
-        require_loadable(ModelRepository(path=repository))
 
 
 @pytest.mark.parametrize(

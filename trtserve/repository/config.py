@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from trtserve.errors import RepositoryError
+from trtserve.files import read_text
 from trtserve.repository.profiles import (
     BLS,
     CORE,
@@ -113,6 +115,17 @@ def parse_config(text: str, name: object = "The text") -> Any:
         return ModelConfig.FromString(_serialized(text))
     except (text_format.ParseError, ValueError) as error:
         raise RepositoryError(f"{name} is not a Triton model configuration: {str(error).rstrip('.'):.300}.") from error
+
+
+def read_config(path: Path) -> Any:
+    """Parse a config.pbtxt. Raises RepositoryError with file and line when it is not valid."""
+    text = read_text(path, RepositoryError)
+    for number, left in wrong_placeholders(text):
+        raise RepositoryError(
+            f"{path}, line {number}: the placeholder {left} was never filled in.",
+            hint="Give the parameter its value, or remove it; `trtserve repo` writes complete files.",
+        )
+    return parse_config(text, path)
 
 
 @lru_cache(maxsize=64)

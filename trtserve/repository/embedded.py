@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.repository.profiles import CORE, find_parameter, parameter_classes
+from trtserve.repository.profiles import CORE, find_parameter, parameter_classes, refused_parameter
 
 _ENGINE_FOLDER = f"{CORE}/1"
 _NEEDED = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": _ENGINE_FOLDER}
@@ -63,18 +63,6 @@ def require_accepted(given: Mapping[str, Mapping[str, str]], release: str) -> No
             raise UsageError(
                 f"--set cannot start in the embedded executor: {model}: {reason}", hint="Leave the parameter out."
             )
-
-
-def refused_parameter(parameters: Mapping[str, str], classes: Mapping[str, Any]) -> str | None:
-    """Return why a model refuses one of `parameters` at load, or None when it accepts all.
-
-    `classes` is the content of its CLASSES_FILE.
-    """
-    from trtserve.programs.shared.parameters import refusal
-
-    entries = classes.get("refused", {}).items()
-    reasons = (refusal(name, parameters.get(name, "").strip() or None, entry) for name, entry in entries)
-    return next((str(reason) for reason in reasons if reason is not None), None)
 
 
 def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: str, max_queue_size: int) -> str | None:

@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from trtserve.errors import UsageError
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.files import read_json_object
 from trtserve.nvidia.releases import (
     NEWEST,
     Row,
@@ -143,6 +145,26 @@ def parameter_classes(model: str, release: str) -> dict[str, Any]:
             if row.support.kind == "refused"
         },
     }
+
+
+def read_classes(folder: Path) -> Mapping[str, Any]:
+    """Return the content of CLASSES_FILE in the version folder of a model, or empty without the file."""
+    try:
+        return read_json_object(folder / CLASSES_FILE, RepositoryError)
+    except FileNotFoundError:
+        return {}
+
+
+def refused_parameter(parameters: Mapping[str, str], classes: Mapping[str, Any]) -> str | None:
+    """Return why a model refuses one of `parameters` at load, or None when it accepts all.
+
+    `classes` is the content of its CLASSES_FILE.
+    """
+    from trtserve.programs.shared.parameters import refusal
+
+    entries = classes.get("refused", {}).items()
+    reasons = (refusal(name, parameters.get(name, "").strip() or None, entry) for name, entry in entries)
+    return next((str(reason) for reason in reasons if reason is not None), None)
 
 
 def classes_json(model: str, release: str) -> str | None:

@@ -7,7 +7,9 @@ import hashlib
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from trtserve.errors import RepositoryError
 from trtserve.repository.config import ConfigOptions, config_text
 from trtserve.repository.layout import PACKAGE, VERSION
 from trtserve.repository.profiles import (
@@ -95,6 +97,20 @@ def write_program(folder: Path, model: str) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+
+
+def require_program(folder: Path, config: Any) -> None:
+    """Raise RepositoryError for a Python model without its program: Triton 2.51 would wait forever for its stub."""
+    if config.backend != "python":
+        return
+    file = config.default_model_filename or "model.py"
+    versions = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
+    lacking = next((path for path in versions if not (path / file).exists()), None)
+    if lacking is not None or not versions:
+        raise RepositoryError(
+            f"The model {folder.name} has no {(lacking or folder / '1') / file}.",
+            hint="Make the repository again, or put the file there.",
+        )
 
 
 def write_model(folder: Path, template: str, table: Profile, options: ConfigOptions, *, embedded: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a model repository on disk serves, read from its files, and faults that keep it from starting."""
+"""What a model repository on disk serves, read from its files."""
 
 from __future__ import annotations
 
@@ -9,29 +9,23 @@ from typing import Any
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError
-from trtserve.executor.loaders import (
-    device_of,
-    embedded_runtime,
-    engine_files,
-    is_embedded,
-    merges_ranks,
-)
-from trtserve.files import read_json_object, read_text
-from trtserve.repository.config import parameter_texts, parse_config, wrong_placeholders
+from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
+from trtserve.files import read_json_object
+from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.core_models import (
     Backend,
     CoreModel,
     core_models,
     world_size,
 )
-from trtserve.repository.embedded import refused_parameter
 from trtserve.repository.profiles import (
     BLS,
-    CLASSES_FILE,
     CORE,
     DRAFT,
     ENSEMBLE,
+    read_classes,
 )
+from trtserve.repository.programs import require_program
 
 _KV_TOKENS = "max_tokens_in_paged_kv_cache"
 _WEIGHTS = ("*.bin", "rank*.engine", "rank*.safetensors")
@@ -195,67 +189,11 @@ def inspect_repository(repository: ModelRepository) -> ServedRepository:
 def _ignored(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:
     """Yield the ignored parameters that the models log at load, read from the same files."""
     for model, config in configs.items():
-        classes = _json(folder / model / "1" / CLASSES_FILE).get("ignored", {})
+        classes = read_classes(folder / model / "1").get("ignored", {})
         given = parameter_texts(config)
         for name, entry in classes.items():
             if given.get(name, "") not in ("", entry["unset"]):
                 yield name if model == CORE else f"{model}.{name}"
-
-
-def read_config(path: Path) -> Any:
-    """Parse a config.pbtxt. Raises RepositoryError with file and line when it is not valid."""
-    text = read_text(path, RepositoryError)
-    for number, left in wrong_placeholders(text):
-        raise RepositoryError(
-            f"{path}, line {number}: the placeholder {left} was never filled in.",
-            hint="Give the parameter its value, or remove it; `trtserve repo` writes complete files.",
-        )
-    return parse_config(text, path)
-
-
-def require_program(folder: Path, config: Any) -> None:
-    """Raise RepositoryError for a Python model without its program: Triton 2.51 would wait forever for its stub."""
-    if config.backend != "python":
-        return
-    file = config.default_model_filename or "model.py"
-    versions = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
-    lacking = next((path for path in versions if not (path / file).exists()), None)
-    if lacking is not None or not versions:
-        raise RepositoryError(
-            f"The model {folder.name} has no {(lacking or folder / '1') / file}.",
-            hint="Make the repository again, or put the file there.",
-        )
-
-
-def require_loadable(repository: ModelRepository) -> None:
-    """Raise RepositoryError for faults that Triton would find only while it loads the models.
-
-    These are engines of the embedded executor with missing files, and parameters that a model refuses.
-    """
-    _require_engines(repository)
-    for path in sorted(repository.path.glob(f"*/1/{CLASSES_FILE}")):
-        config = path.parents[1] / "config.pbtxt"
-        if (reason := refusal(config)) is not None:
-            raise RepositoryError(f"{config}: {reason}", hint="Remove the parameter, or leave its value empty.")
-
-
-def refusal(config: Path) -> str | None:
-    """Return why the model of a config.pbtxt will refuse one of its parameters, or None when it accepts all."""
-    classes = _json(config.parent / "1" / CLASSES_FILE)
-    return refused_parameter(parameter_texts(read_config(config)), classes)
-
-
-def _require_engines(repository: ModelRepository) -> None:
-    for model in (CORE, DRAFT):
-        engine = repository.path / model / "1"
-        config = _json(engine / "config.json")
-        runtime = embedded_runtime(config)
-        files = [] if runtime is None else engine_files(config, runtime)
-        if lacking := [name for name in files if not (engine / name).is_file()]:
-            raise RepositoryError(
-                f"The engine of the model {model} is incomplete: {engine} lacks {' and '.join(lacking)}.",
-                hint="Make the repository again with `trtserve repo` or `trtserve import`.",
-            )
 
 
 def _json(path: Path) -> Mapping[str, Any]:

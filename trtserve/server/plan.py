@@ -15,7 +15,7 @@ from trtserve.host.mpi import mpirun_program, needs_oversubscription
 from trtserve.host.ports import ipv4_address, is_free, next_free
 from trtserve.nvidia.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
 from trtserve.repository.check import require_sound
-from trtserve.repository.served import ServedRepository, inspect_repository, require_loadable
+from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.doors import DoorPlan, behind_doors, plan_door, require_protected
 from trtserve.server.engine_fit import gpu_triton, require_world_size
 from trtserve.server.launch.base import Launch, LaunchSetup, first_address, in_this_python, server_setup
@@ -108,7 +108,6 @@ def plan_server(
     name = server_name(repository, spec)
     if served is None:
         served = inspect_repository(repository)
-        require_loadable(repository)
     mode = launch_mode(served, spec)
     alone = isinstance(mode, Single)
     try:

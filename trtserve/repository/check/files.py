@@ -35,8 +35,7 @@ from trtserve.repository.profiles import (
     POSTPROCESSING,
     classes_json,
 )
-from trtserve.repository.programs import SOURCES, imported_modules
-from trtserve.repository.served import require_program
+from trtserve.repository.programs import SOURCES, imported_modules, require_program
 from trtserve.specs.command_line import import_command
 from trtserve.store import Store, remembered_checksums
 from trtserve.store.integrity import Checksums, damages

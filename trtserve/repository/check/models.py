@@ -23,8 +23,9 @@ from trtserve.repository.profiles import (
     Parameter,
     added_parameters,
     parameters_of,
+    read_classes,
+    refused_parameter,
 )
-from trtserve.repository.served import refusal
 from trtserve.repository.tables import releases_text
 
 _ENVIRONMENT, _MODEL_FOLDER = "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY"
@@ -332,10 +333,9 @@ def missing_parameters(repository: Repository) -> Iterator[Finding]:
 @rule("parameter-refused", "the embedded executor supports what is set", stops=True)
 def refused_parameters(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
-        if not is_embedded_runtime(repository.part(model.name).get("runtime")):
-            continue
-        reason = refusal(model.file)
-        if reason is None and model.role == CORE and model.build and model.pretrained.get("vocab_size"):
+        reason = refused_parameter(model.parameters, read_classes(model.version))
+        embedded = is_embedded_runtime(repository.part(model.name).get("runtime"))
+        if reason is None and embedded and model.role == CORE and model.build and model.pretrained.get("vocab_size"):
             reason = startup_refusal(
                 model.parameters,
                 model.engine,

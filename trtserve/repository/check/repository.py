@@ -18,7 +18,7 @@ from trtserve.nvidia.releases import (
     release_of,
 )
 from trtserve.repository.check.rules import Finding
-from trtserve.repository.config import parameter_texts
+from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.core_models import LLMAPI_FILE, CoreModel, core_models
 from trtserve.repository.engines import Installation
 from trtserve.repository.layout import PACKAGE
@@ -34,7 +34,6 @@ from trtserve.repository.profiles import (
     llmapi_model,
     profile,
 )
-from trtserve.repository.served import read_config
 
 LLMAPI = "llmapi"
 """Role of a model of the LLM API, in addition to those of `profiles.MODELS`."""

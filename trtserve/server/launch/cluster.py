@@ -13,7 +13,7 @@ from trtserve.errors import ArtifactError, UsageError, listing
 from trtserve.files import writing
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
-from trtserve.repository.served import ServedRepository, inspect_repository, require_loadable
+from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import require_release, require_world_size
 from trtserve.server.launch.devices import EngineNodes, fit_engines, require_node_devices
 from trtserve.server.launch.modes import Single, launch_mode
@@ -95,7 +95,6 @@ def inspect_for_cluster(
     """Return the server's name and content. Raises UsageError for a repository that this `kind` cannot serve."""
     require_options(spec, kind)
     name, served = server_name(repository, spec), inspect_repository(repository)
-    require_loadable(repository)
     mode = launch_mode(served, spec)
     alone = isinstance(mode, Single)
     if alone:
