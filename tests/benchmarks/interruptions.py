@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from tests.support.commands import command_line, environment, trtserve
-from trtserve.server.triton.tritonserver import SHARED_MEMORY
+from trtserve.host.machine import SHARED_MEMORY
 
 SETUP = """\
 models:

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.doubles import Doubles
 from trtserve.errors import MachineError
-from trtserve.host.nvidia import find_gpus
-from trtserve.nvidia.releases.drivers import Driver
+from trtserve.host.nvidia import Driver, find_gpus
 from trtserve.server.doctor import gpus
 
 

@@ -16,9 +16,9 @@ from tests.support.hub import Hub, running_hub
 from tests.support.planning_calls import ONCE, count_planning_calls
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
+from trtserve.checkpoint.memory import kv_bytes_per_token
 from trtserve.cli.app import run
 from trtserve.errors import MemoryLimitError, UsageError
-from trtserve.executor.openvino.memory import kv_bytes_per_token
 from trtserve.store import Store
 
 ID = "acme/tiny-llama"

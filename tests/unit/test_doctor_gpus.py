@@ -13,16 +13,17 @@ from tests.support.nvml import GIB, FakeGpu, FakeNvml
 from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import nvidia
-from trtserve.host.nvidia import Gpus, find_gpus
+from trtserve.host.nvidia import Driver, Gpus, find_gpus
 from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.containers import all_containers, container
 from trtserve.nvidia.releases.drivers import (
-    Driver,
     cuda_of,
     driver_of,
+    driver_support,
     driver_versions,
     minor_version_drivers,
     newest_container,
+    newest_cuda,
     numbers,
 )
 from trtserve.nvidia.releases.gpus import kernels, runs_on
@@ -63,7 +64,7 @@ def test_every_container_has_a_driver() -> None:
     assert needed == sorted(needed)
     assert {cuda_of(each)[0] for each in all_containers()} == set(minor_version_drivers())
     for cuda, driver in driver_versions().items():
-        assert Driver(version=driver).newest_cuda == tuple(numbers(cuda)[:2])
+        assert newest_cuda(Driver(version=driver)) == tuple(numbers(cuda)[:2])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_every_container_has_a_driver() -> None:
     ],
 )
 def test_containers_that_a_driver_runs(driver: str, cuda: tuple[int, int] | None, tag: str, support: str) -> None:
-    assert Driver(version=driver, cuda=cuda).runs(container(tag)) == support
+    assert driver_support(Driver(version=driver, cuda=cuda), container(tag)) == support
 
 
 def test_newest_container_of_a_driver() -> None:

@@ -63,7 +63,7 @@ def servers(incomplete: str) -> list[str]:
 
 def gpus(incomplete: str) -> list[str]:
     """Return the names of GPUs that `plan --gpu` knows."""
-    from trtserve.pipeline.planner.gpus import GPUS
+    from trtserve.pipeline.gpus import GPUS
 
     return sorted(GPUS)
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         ModelNeed,
         StageNeed,
     )
-    from trtserve.pipeline.planner.gpu_fit import GpuFit
-    from trtserve.pipeline.planner.gpus import Gpu
+    from trtserve.pipeline.gpu_fit import GpuFit
+    from trtserve.pipeline.gpus import Gpu
 
 _CONVERT = Fields(
     "tp_size",
@@ -104,7 +104,7 @@ def plan(
 
 
 def _gpu(name: str | None, memory: str | None) -> Gpu | None:
-    from trtserve.pipeline.planner.gpus import Gpu, find_gpu, parse_size
+    from trtserve.pipeline.gpus import Gpu, find_gpu, parse_size
 
     if name is not None and memory is not None:
         raise UsageError("--gpu and --gpu-memory were both given; give one.")
@@ -168,7 +168,7 @@ def _machine_lines(machine: MachineFit) -> list[str]:
 
 
 def _gpu_lines(answer: GpuAnswer) -> list[str]:
-    from trtserve.pipeline.planner.gpu_fit import RESERVE
+    from trtserve.pipeline.gpu_fit import RESERVE
 
     asked = answer.asked
     free = "usable" if asked.gpu.here is None else "free"

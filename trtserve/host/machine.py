@@ -5,12 +5,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import os
 import platform
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+MINIMUM_SHARED_MEMORY = 32 * 2**20
+"""Bytes that a server needs there; each Python model needs 1 MiB or more on top, depending on its tensors."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -102,6 +107,14 @@ def _is_refused_memory(error: BaseException) -> bool:
     # A file system that is mounted without execution also refuses to map a library.
     text = str(error).lower()
     return "operation not permitted" not in text and any(words in text for words in _NO_MEMORY)
+
+
+def free_shared_memory(folder: Path = SHARED_MEMORY) -> int | None:
+    """Return the free bytes of shared memory, or None where this process cannot write there."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return None
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
 
 
 def free_disk(path: Path) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import MachineError, MissingDependencyError
-from trtserve.nvidia.releases.drivers import Driver
 from trtserve.process import Command, run
 
 NVML = "NVML"
@@ -35,6 +34,15 @@ _FIELDS = (
     "uuid",
     "name",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """An NVIDIA driver."""
+
+    version: str
+    cuda: tuple[int, int] | None = None
+    """The newest CUDA that it reports to run; None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

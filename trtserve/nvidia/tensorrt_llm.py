@@ -12,7 +12,7 @@ from trtserve import process
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma3
-from trtserve.checkpoint.rank_weights import RankWeights, rank_weights
+from trtserve.checkpoint.memory import RankWeights, rank_weights
 from trtserve.errors import (
     BuildError,
     MachineError,

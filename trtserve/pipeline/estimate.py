@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from trtserve.artifacts import Model, looks_like
-from trtserve.checkpoint.rank_weights import rank_weights
+from trtserve.checkpoint.memory import rank_weights
 from trtserve.checkpoint.source import read_hf_config
 from trtserve.errors import (
     DiskSpaceError,
@@ -26,23 +26,23 @@ from trtserve.host.machine import free_disk
 from trtserve.host.resources import available_memory, require_disk
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
-from trtserve.pipeline.import_ import ModelPlan, plan_model
-from trtserve.pipeline.import_.known_models import plan_known_model
-from trtserve.pipeline.import_.outlines import outline_model
-from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, import_memory, memory_needs
-from trtserve.pipeline.planner.gpu_fit import (
+from trtserve.pipeline.gpu_fit import (
     FIRST_BFLOAT16,
     FIRST_FP8,
     GpuFit,
     fit_gpu,
     fitting_step,
+    gpu_notes,
+    release_note,
     shorter_fit,
     smallest_fit,
     unable,
 )
-from trtserve.pipeline.planner.gpu_notes import gpu_notes, release_note
-from trtserve.pipeline.planner.gpus import Gpu
-from trtserve.pipeline.planner.local_gpus import own_gpu
+from trtserve.pipeline.gpus import Gpu, own_gpu
+from trtserve.pipeline.import_ import ModelPlan, plan_model
+from trtserve.pipeline.import_.known_models import plan_known_model
+from trtserve.pipeline.import_.outlines import outline_model
+from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, import_memory, memory_needs
 from trtserve.progress import SILENT, Progress
 from trtserve.server.memory import fitting_tokens
 from trtserve.specs import (

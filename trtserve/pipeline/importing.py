@@ -19,6 +19,7 @@ from trtserve.host.resources import require_disk
 from trtserve.pipeline import inventory
 from trtserve.pipeline.build import plan_build, run_build
 from trtserve.pipeline.convert import ConversionPlan, run_conversion
+from trtserve.pipeline.gpu_fit import require_gpu_memory
 from trtserve.pipeline.import_ import pull_model
 from trtserve.pipeline.import_plan import (
     ImportPlan,
@@ -31,7 +32,6 @@ from trtserve.pipeline.import_plan import (
 from trtserve.pipeline.import_spec import ImportSpec
 from trtserve.pipeline.imported_names import record_of, take_name
 from trtserve.pipeline.memory import require_enough_memory
-from trtserve.pipeline.planner.gpu_guard import require_gpu_memory
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.assembling import assemble_repository, check_tokenizer
 from trtserve.store import Store

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from trtserve.errors import PortInUseError, ServerStartError, TrtserveError, counted
 from trtserve.host.gpus import list_gpus
-from trtserve.host.machine import differences
+from trtserve.host.machine import MINIMUM_SHARED_MEMORY, differences
 from trtserve.host.ports import is_free, owner
 from trtserve.nvidia.containers import known_container, require_docker
 from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
 from trtserve.repository.check.files import require_intact
-from trtserve.server.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
+from trtserve.server.doctor import check_shared_memory, raise_failed, require_machine
 from trtserve.server.doors import is_loopback
 from trtserve.server.engine_fit import require_fitting_engine, require_release
 from trtserve.server.gpu_checks import require_devices, require_gpu_memory, require_mpirun, require_workers
@@ -27,7 +27,6 @@ from trtserve.server.repositories import chosen_by, require_sound_files
 from trtserve.server.shutdown import end_server
 from trtserve.server.state import list_servers, recorded_server, transaction_policy
 from trtserve.server.triton.installation import require_stub_path
-from trtserve.server.triton.tritonserver import SHARED_MEMORY
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -110,7 +109,7 @@ def require_environment(plan: ServerPlan, progress: Progress) -> None:
     elif plan.triton.package is not None:
         require_machine(plan.store, progress=progress)
     else:
-        raise_failed([check_shared_memory(SHARED_MEMORY, least=plan.processes * MINIMUM_SHARED_MEMORY)])
+        raise_failed([check_shared_memory(least=plan.processes * MINIMUM_SHARED_MEMORY)])
 
 
 def rehearse(plan: ServerPlan, progress: Progress) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.architectures.base import Target, expert_size
+from trtserve.checkpoint.architectures.base import Target
+from trtserve.checkpoint.memory import ITEM_SIZE, kv_bytes_per_token, openvino_step_bytes
 from trtserve.checkpoint.quantized import (
     AWQ,
     FP8,
@@ -42,7 +43,6 @@ _COMPILED_LAYER = int(1.05 * 2**20)
 # Text per layer in rank0.xml.
 _XML_LAYER = 75_000
 
-_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_SIZE = 4
 # Bytes per weight, besides the matrix as read and as kept, while its codes are packed.
 _CODES = {WEIGHT_ONLY_INT8: 1, WEIGHT_ONLY_INT4: 3, GPTQ: 3, AWQ: 3, FP8: 4}
@@ -52,12 +52,6 @@ _PIECE = 2**21
 _PIECE_WIDTH = {WEIGHT_ONLY_INT8: 12, WEIGHT_ONLY_INT4: 16}
 _EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
 _HEAD = "lm_head.weight"
-
-# uint8 caches keep a scale and a zero point (8 bytes): keys per channel of a 32-token block, [heads, 32 + 8, size];
-# values per token, [heads, 32, size + 8].
-_U8_EXTRA = 8
-_U8_BLOCK = 32
-_KV_ITEM_SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +82,10 @@ def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: 
     return EngineNeeds(
         disk=_file_bytes(weights, config) + layers * _XML_LAYER,
         build=BUILD_PROCESS + max(_graph_peak(weights, layers), held - SERVING_PROCESS),
-        serving=held + _step_bytes(config, limits.max_num_tokens, rows, compute),
+        serving=held + openvino_step_bytes(config, limits.max_num_tokens, rows, compute),
         kv_per_token=kv_bytes_per_token(config, kv),
         libraries=LIBRARIES,
     )
-
-
-def kv_bytes_per_token(config: CheckpointConfig, precision: str) -> int:
-    """Return the bytes of keys and values of all layers per token."""
-    size = config.head_size
-    keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
-    if precision == "u8":
-        keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
-    return config.num_hidden_layers * config.num_key_value_heads * (keys + values)
 
 
 def weight_bytes(config: CheckpointConfig) -> int:
@@ -116,7 +101,7 @@ def whole_model_bytes(config: CheckpointConfig, tokens: int) -> int:
     weights, layers = list(_weights(config)), config.num_hidden_layers
     graph = sum(weight.kept for weight in weights) + layers * _GRAPH_LAYER
     compiled = _COMPILED + layers * _COMPILED_LAYER + _packed(weights, "f32")
-    calculated = graph + compiled + _step_bytes(config, tokens, tokens, "f32")
+    calculated = graph + compiled + openvino_step_bytes(config, tokens, tokens, "f32")
     return max(_graph_peak(weights, layers), calculated)
 
 
@@ -125,7 +110,7 @@ def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
     algorithm = config.quantization.algorithm
     group = config.quantization.group_size
     for target in family(config.architecture).targets(config):
-        item = _ITEM_SIZE[target.dtype or config.dtype]
+        item = ITEM_SIZE[target.dtype or config.dtype]
         if target.name == _HEAD and algorithm in _PACKS_HEAD:
             yield _weight(target, item, WEIGHT_ONLY_INT8, group)
         else:
@@ -199,19 +184,3 @@ def _packed(weights: list[_Weight], compute: str) -> int:
     narrow = (weight for weight in multiplied if weight.in_layer and weight.kept < 4 * weight.count)
     wide = (weight for weight in multiplied if weight.kept == 4 * weight.count and ".mlp.proj." in weight.name)
     return total + sum(weight.kept for weight in (*narrow, *wide))
-
-
-def _step_bytes(config: CheckpointConfig, tokens: int, rows: int, compute: str) -> int:
-    """Return the plugin's bytes for intermediate values, in its arithmetic type, and for float32 logits.
-
-    Per token: four values of the MLP's inner width, four of the model's width, and two (three in bfloat16) of the width
-    of q, k and v together. Buffers are shared between operations but never freed.
-    """
-    head = config.head_size
-    fused = head * (config.num_attention_heads + 2 * config.num_key_value_heads)
-    inner = config.intermediate_size
-    if experts := config.moe.num_experts:  # a step computes all of them
-        inner = experts * expert_size(config) + config.moe_shared_expert_intermediate_size
-    wide = 4 * inner + 4 * config.hidden_size
-    numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
-    return tokens * numbers * item + rows * config.vocab_size * 4

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family, parameter_count
+from trtserve.checkpoint.memory import ITEM_SIZE
 from trtserve.checkpoint.quantized import (
     AWQ,
     FP8,
@@ -61,8 +62,6 @@ _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_
 
 _PACKINGS: Mapping[str, Packing] = {WEIGHT_ONLY_INT8: "int8", WEIGHT_ONLY_INT4: "int4"}
 _SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8)
-
-_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +265,13 @@ def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progr
     from trtserve.executor.openvino.graph import build_graph, save_graph
 
     config = plan.config
-    total = parameter_count(config) * _ITEM_SIZE[config.dtype]
+    total = parameter_count(config) * ITEM_SIZE[config.dtype]
     reader = CheckpointReader(checkpoint.path)
     with progress.task("Building the graph", total=total, unit="bytes") as task:
         graph = build_graph(
             family(config.architecture).decoder(config),
             Sizes.of(config),
-            _Reported(reader, task, _ITEM_SIZE[config.dtype]),
+            _Reported(reader, task, ITEM_SIZE[config.dtype]),
             packing=packing_of(config),
         )
     progress.step(f"Writing {machine.format_bytes(plan.disk_bytes)}")

@@ -18,6 +18,7 @@ from typing import Any
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family, parameter_count
+from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, torch_step_bytes
 from trtserve.checkpoint.quantized import FP8
 from trtserve.errors import (
     DiskSpaceError,
@@ -33,7 +34,6 @@ from trtserve.executor.embedded import (
     write_config,
 )
 from trtserve.executor.features import resolve_features
-from trtserve.executor.openvino.memory import kv_bytes_per_token
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
 from trtserve.host.install_command import install_command
@@ -53,8 +53,6 @@ TOKENS_PER_BLOCK = 16
 
 # The CPU is for tests, where small steps are enough.
 _ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
-_PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Python, NumPy and PyTorch on the CPU before the first weight, measured with PyTorch 2.13.
 _PROCESS = 260 * 2**20
 _CONFIG_BYTES = 2**20
@@ -123,7 +121,7 @@ class TorchRuntime(EmbeddedRuntime):
         features, remarks = resolve_features(config, spec)
         limits = resolve_limits(config, spec, _ON_CPU if device == "cpu" else self.gpu_limits)
         needs = _needs(config, limits) if device == "cpu" else EngineNeeds()
-        precision = _PRECISIONS[config.dtype]
+        precision = PRECISIONS[config.dtype]
         return TorchPlan(
             runtime=self.name,
             config=config.completed(),
@@ -190,7 +188,7 @@ def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device
             "The checkpoint carries scales for a quantised KV cache, which the torch runtime does not use.",
             hint="Convert the original model without KV cache quantisation.",
         )
-    own = _PRECISIONS[config.dtype]
+    own = PRECISIONS[config.dtype]
     if spec.kv_precision not in ("auto", own):
         raise UsageError(
             f"--kv-precision {spec.kv_precision}: the torch runtime keeps keys and values in the type of the weights, "
@@ -202,20 +200,17 @@ def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device
 def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
     """Return the memory of an engine on the CPU. The weights stay in the mapped file, which does not count.
 
-    A gated MLP joins two of its matrices, which is a copy. A step has the scores of all heads, and values of the widths
-    of model and MLP, in float32.
+    A gated MLP joins two of its matrices, which is a copy.
     """
-    item, tokens = _ITEM_SIZE[config.dtype], limits.max_num_tokens
+    item = ITEM_SIZE[config.dtype]
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     gated = family(config.architecture).decoder(config).mlp == "gated"
-    joined = 2 * layers * hidden * inner * item if gated else 0
-    scores = 3 * config.num_attention_heads * tokens * limits.max_seq_len
-    step = 4 * (scores + tokens * (4 * hidden + 4 * inner) + limits.max_batch_size * config.vocab_size)
+    held = _PROCESS + (2 * layers * hidden * inner * item if gated else 0)
     return EngineNeeds(
         disk=parameter_count(config) * item,
-        build=_PROCESS + joined,
-        serving=_PROCESS + joined + step,
-        kv_per_token=kv_bytes_per_token(config, _PRECISIONS[config.dtype]),
+        build=held,
+        serving=held + torch_step_bytes(config, limits),
+        kv_per_token=kv_bytes_per_token(config, PRECISIONS[config.dtype]),
         libraries=_LIBRARIES,
     )
 

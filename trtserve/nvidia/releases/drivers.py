@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
+from trtserve.host.nvidia import Driver
 from trtserve.nvidia.releases.containers import Container, all_containers
 from trtserve.nvidia.releases.tables import load_table
 
@@ -26,28 +26,21 @@ def minor_version_drivers() -> dict[int, str]:
     return dict(load_table("drivers")["minor_version"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Driver:
-    """An NVIDIA driver."""
+def newest_cuda(driver: Driver) -> tuple[int, int]:
+    """Return the newest CUDA that a driver runs: reported, else from the table; (0, 0) if older than the table."""
+    if driver.cuda is not None:
+        return driver.cuda
+    known = [cuda for cuda, needed in driver_versions().items() if numbers(driver.version) >= numbers(needed)]
+    return _minor(known[-1]) if known else (0, 0)
 
-    version: str
-    cuda: tuple[int, int] | None = None  # the newest CUDA that it reports to run; None: unknown
 
-    @property
-    def newest_cuda(self) -> tuple[int, int]:
-        """The newest CUDA that it runs: reported, else from the table; (0, 0) if it is older than the table."""
-        if self.cuda is not None:
-            return self.cuda
-        known = [cuda for cuda, needed in driver_versions().items() if numbers(self.version) >= numbers(needed)]
-        return _minor(known[-1]) if known else (0, 0)
-
-    def runs(self, container: Container) -> Support:
-        """How well it runs the programs of a container: fully, through minor version compatibility, or not."""
-        wanted = cuda_of(container)
-        if self.newest_cuda >= wanted:
-            return "full"
-        least = minor_version_drivers().get(wanted[0])
-        return "minor" if least is not None and numbers(self.version) >= numbers(least) else "none"
+def driver_support(driver: Driver, container: Container) -> Support:
+    """Return how well a driver runs the programs of a container: fully, through minor version compatibility, or not."""
+    wanted = cuda_of(container)
+    if newest_cuda(driver) >= wanted:
+        return "full"
+    least = minor_version_drivers().get(wanted[0])
+    return "minor" if least is not None and numbers(driver.version) >= numbers(least) else "none"
 
 
 def cuda_of(container: Container) -> tuple[int, int]:
@@ -62,7 +55,7 @@ def driver_of(container: Container) -> str:
 
 def newest_container(driver: Driver, support: Support, *, fits: Callable[[str], bool] = lambda _release: True) -> str:
     """Tag of the newest container with this support by a driver, among releases that `fits`, or ""."""
-    found = [each.tag for each in all_containers() if driver.runs(each) == support and fits(each.release)]
+    found = [each.tag for each in all_containers() if driver_support(driver, each) == support and fits(each.release)]
     return found[-1] if found else ""
 
 

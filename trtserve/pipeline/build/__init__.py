@@ -20,8 +20,8 @@ from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_disk, require_memory
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.loaders import naming_problem
+from trtserve.pipeline.gpu_fit import require_gpu_memory
 from trtserve.pipeline.memory import build_addresses
-from trtserve.pipeline.planner.gpu_guard import require_gpu_memory
 from trtserve.progress import SILENT, Progress
 from trtserve.server.memory import serving_note
 from trtserve.specs import BuildSpec

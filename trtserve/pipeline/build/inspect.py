@@ -18,6 +18,7 @@ from trtserve.artifacts import (
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import BuildConfig, EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
+from trtserve.checkpoint.memory import kv_bytes_per_token
 from trtserve.errors import (
     ArtifactError,
     CorruptFileError,
@@ -25,7 +26,6 @@ from trtserve.errors import (
     UnsupportedModelError,
 )
 from trtserve.executor.loaders import embedded_runtime, engine_files
-from trtserve.executor.openvino.memory import kv_bytes_per_token
 from trtserve.files import read_json_object
 from trtserve.nvidia.engine_files import tensorrt_version
 from trtserve.nvidia.releases.engine_config import speculative_mode

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from trtserve.errors import counted
 from trtserve.host.gpus import count_gpus, list_gpus, visible_gpu
-from trtserve.host.machine import format_bytes
+from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_bytes, free_shared_memory
 from trtserve.nvidia.engine_files import tensorrt_version
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.installed import has_engine_path, installed
 from trtserve.repository.check.repository import LLMAPI, MachineFacts, Repository
-from trtserve.repository.check.rules import Finding, refusal, rule
+from trtserve.repository.check.rules import Finding, rule
 from trtserve.repository.engines import Installation, mismatches, rank_sizes, rebuild_command, remake_command
 from trtserve.repository.profiles import CORE
-from trtserve.server.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed
-from trtserve.server.triton.tritonserver import SHARED_MEMORY
 
 
 def this_machine(trtllm_version: str | None = None) -> MachineFacts:
@@ -106,6 +103,11 @@ def little_shared_memory(repository: Repository) -> Iterator[Finding]:
     if repository.here is None:
         return
     processes = sum(model.instances for model in repository.models.values() if model.config.backend == "python")
-    found = check_shared_memory(SHARED_MEMORY, least=MINIMUM_SHARED_MEMORY + 2**20 * processes)
-    if (error := refusal(partial(raise_failed, [found]))) is not None:
-        yield Finding(file=repository.path, what=error.message, fix=error.hint or "")
+    needed, free = MINIMUM_SHARED_MEMORY + 2**20 * processes, free_shared_memory(SHARED_MEMORY)
+    if free is None or free < needed:
+        found = "which is not writable" if free is None else f"which has {format_bytes(free)} free"
+        yield Finding(
+            file=repository.path,
+            what=f"The Python models need {format_bytes(needed)} of shared memory in {SHARED_MEMORY}, {found}.",
+            fix="In Docker: --shm-size=1g.",
+        )

@@ -7,12 +7,10 @@ import platform
 from trtserve.progress import SILENT, Progress
 from trtserve.server.doctor import host, stub
 from trtserve.server.doctor.findings import Finding, failed, raise_failed
-from trtserve.server.doctor.host import MINIMUM_SHARED_MEMORY, check_shared_memory
-from trtserve.server.triton.tritonserver import SHARED_MEMORY
+from trtserve.server.doctor.host import check_shared_memory
 from trtserve.store import Store
 
 __all__ = [
-    "MINIMUM_SHARED_MEMORY",
     "Finding",
     "check_shared_memory",
     "failed",
@@ -42,5 +40,5 @@ def quick_checks() -> list[Finding]:
     return [
         host.check_glibc(platform.libc_ver()),
         *stub.quick_checks(),
-        host.check_shared_memory(SHARED_MEMORY),
+        host.check_shared_memory(),
     ]

@@ -34,7 +34,7 @@ from trtserve.server.doctor.findings import (
     failed,
     look,
 )
-from trtserve.server.triton.tritonserver import SHARED_MEMORY, Address
+from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import RuntimeName
 from trtserve.store import Store
 
@@ -118,7 +118,7 @@ def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iter
     yield from look("machine", "glibc", lambda: host.check_glibc(platform.libc_ver()))
     yield from look("machine", "CPU", lambda: host.check_cpu(machine.cpu_flags(), len(os.sched_getaffinity(0))))
     yield from look("machine", "memory", lambda: host.check_memory(host.MINIMUM_MEMORY))
-    yield from look("machine", "shared memory", lambda: host.check_shared_memory(SHARED_MEMORY, wanted=several))
+    yield from look("machine", "shared memory", lambda: host.check_shared_memory(wanted=several))
     yield from look("machine", "disk", lambda: host.check_disk(store))
     yield from look("machine", "ports", lambda: host.check_ports(address))
 

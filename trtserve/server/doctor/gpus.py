@@ -21,7 +21,7 @@ from trtserve.nvidia.releases.containers import (
     containers_of,
     latest_container,
 )
-from trtserve.nvidia.releases.drivers import cuda_of, driver_of, newest_container
+from trtserve.nvidia.releases.drivers import cuda_of, driver_of, driver_support, newest_container, newest_cuda
 from trtserve.nvidia.releases.gpus import kernels_for, runs_on
 from trtserve.nvidia.releases.installed import Installed
 from trtserve.server.doctor.findings import (
@@ -54,7 +54,7 @@ def check_driver(gpus: Gpus) -> Finding:
     derived = "" if gpus.driver.cuda else " (derived from its version)"
     how = gpus.source if gpus.source == NVML else f"{gpus.source}; nvidia-ml-py is not installed"
     return _finding(
-        "driver", "ok", f"{gpus.driver.version}, supports CUDA {_dotted(gpus.driver.newest_cuda)}{derived} ({how})"
+        "driver", "ok", f"{gpus.driver.version}, supports CUDA {_dotted(newest_cuda(gpus.driver))}{derived} ({how})"
     )
 
 
@@ -130,9 +130,9 @@ def check_cuda(gpus: Gpus, found: Installed | None) -> Finding:
             f"unknown for TensorRT-LLM {found.version}, which is not in any known container",
             "See its release notes.",
         )
-    support = gpus.driver.runs(made_in)
+    support = driver_support(gpus.driver, made_in)
     needs = f"TensorRT-LLM {found.version} is built with CUDA {_dotted(cuda_of(made_in))}"
-    speaks = f"driver {gpus.driver.version} supports CUDA {_dotted(gpus.driver.newest_cuda)}"
+    speaks = f"driver {gpus.driver.version} supports CUDA {_dotted(newest_cuda(gpus.driver))}"
     if support == "full":
         return _of_tensorrt_llm("CUDA", "ok", f"{speaks}; {needs}")
     if support == "minor":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trtserve.errors import counted
 from trtserve.host import machine
-from trtserve.host.machine import format_bytes
+from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_bytes, free_shared_memory
 from trtserve.host.ports import is_free, owner
 from trtserve.server.doctor.findings import (
     EMBEDDED,
@@ -22,7 +22,6 @@ from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store
 
 MINIMUM_GLIBC = (2, 35)
-MINIMUM_SHARED_MEMORY = 32 * 2**20
 MINIMUM_MEMORY = 2**30
 MINIMUM_DISK = 2**30
 PLENTY_OF_DISK = 20 * 2**30
@@ -102,16 +101,14 @@ def check_memory(wanted: int, *, least: int = 0) -> Finding:
     )
 
 
-def check_shared_memory(folder: Path, *, least: int = MINIMUM_SHARED_MEMORY, wanted: int = 0) -> Finding:
-    """Check that `least` bytes are free there: each Python model needs 1 MiB or more, depending on its tensors.
-
-    Less than `wanted`, which NCCL needs between ranks, is a warning.
-    """
+def check_shared_memory(
+    folder: Path = SHARED_MEMORY, *, least: int = MINIMUM_SHARED_MEMORY, wanted: int = 0
+) -> Finding:
+    """Check that `least` bytes are free there; less than `wanted`, which NCCL needs between ranks, is a warning."""
     fix = "In Docker: --shm-size=1g."
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    free = free_shared_memory(folder)
+    if free is None:
         return _shared_memory("failed", f"{folder} is not writable", fix)
-    stat = os.statvfs(folder)
-    free = stat.f_bavail * stat.f_frsize
     if free < max(least, wanted):
         evidence = f"{format_bytes(free)} free in {folder}; {format_bytes(max(least, wanted))} needed"
         return _shared_memory("failed" if free < least else "warning", evidence, fix)

@@ -16,6 +16,7 @@ from pathlib import Path
 from trtserve.client import metrics
 from trtserve.client.endpoint import TOKEN_NAME
 from trtserve.errors import PortInUseError, ServerStartError, ServerStopError
+from trtserve.host.machine import SHARED_MEMORY
 from trtserve.host.ports import taken_meanwhile
 from trtserve.process import Command, ProcessId, exit_code, how_it_ended, listeners, stop_all, tree, was_killed
 from trtserve.repository.profiles import CORE
@@ -23,7 +24,6 @@ from trtserve.server.triton import server_log
 from trtserve.server.triton.installation import Triton
 
 EXIT_TIMEOUT = 3
-SHARED_MEMORY = Path("/dev/shm")
 LOOPBACK = "127.0.0.1"
 STACK = 256 << 20
 """Stack of tritonserver's threads in bytes: 2.51 copies parts of HTTP requests there, and ends when they do not fit."""

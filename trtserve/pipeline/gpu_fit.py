@@ -1,4 +1,4 @@
-"""How a model fits NVIDIA GPUs: weights per rank, KV cache, and the smallest tp and pp.
+"""How a model fits NVIDIA GPUs: weights per rank, KV cache, the smallest tp and pp; a guard and notes about that.
 
 These are estimates from shapes, not measurements. Weights and KV cache follow from the checkpoint's format; activations
 are those of the widest layer, which later layers reuse.
@@ -11,15 +11,21 @@ from dataclasses import dataclass, replace
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.checkpoint.kernel_layout import require_gpu_sm
+from trtserve.checkpoint.architectures.gemma3 import engine_problem
+from trtserve.checkpoint.kernel_layout import HOPPER, require_gpu_sm
+from trtserve.checkpoint.memory import PRECISIONS, gpu_step_bytes, kv_bytes_per_token, rank_weights
 from trtserve.checkpoint.quantized import GPTQ, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
-from trtserve.checkpoint.rank_weights import rank_weights
-from trtserve.checkpoint.sharding import check_parallel_sizes, stage_layers
-from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.executor.runtimes import RUNTIMES
+from trtserve.checkpoint.sharding import check_parallel_sizes
+from trtserve.errors import MemoryLimitError, UnsupportedModelError, UsageError, counted
+from trtserve.executor.runtimes import RUNTIMES, EnginePlan
 from trtserve.executor.steps import step_flags, usual_steps
-from trtserve.pipeline.planner.gpus import Gpu
+from trtserve.host.gpus import list_gpus
+from trtserve.host.machine import format_bytes
+from trtserve.nvidia.releases import RELEASES
+from trtserve.nvidia.releases.gpus import kernels_for
+from trtserve.pipeline.gpus import Gpu
+from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import (
     TRTLLM_LIMITS,
@@ -36,7 +42,6 @@ _GPUS_PER_NODE = 8
 # GPU counts of common machines, and sizes that divide the heads and layers of some models only.
 _WORLDS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
-_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Compute capabilities (× 10) from which GPUs have FP8 and bfloat16 arithmetic.
 FIRST_FP8 = 89
 FIRST_BFLOAT16 = 80
@@ -74,8 +79,9 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     tp_size, pp_size = config.mapping.tp_size, config.mapping.pp_size
     limits = _limits(config, spec)
     weights = rank_weights(config).kept
-    activations = _activations(config, limits, tp_size)
-    per_token = _kv_per_token(config, tp_size, pp_size)
+    activations = gpu_step_bytes(config, limits, tp_size)
+    precision = "fp8" if config.quantization.kv_cache_quant_algo else PRECISIONS[config.dtype]
+    per_token = kv_bytes_per_token(config, precision, tp_size=tp_size, pp_size=pp_size)
     free = gpu.memory - RESERVE - weights - activations
     return GpuFit(
         gpu=gpu,
@@ -168,18 +174,65 @@ def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:
     return resolve_limits(config, spec, TRTLLM_LIMITS if chosen is None else chosen.gpu_limits)
 
 
-def _kv_per_token(config: CheckpointConfig, tp_size: int, pp_size: int) -> int:
-    """Return the KV cache's bytes per token: in the arithmetic's type, or one byte with cache scales."""
-    layers = max(len(stage) for stage in stage_layers(config.num_hidden_layers, pp_size))
-    heads = max(1, config.num_key_value_heads // tp_size)
-    item = 1 if config.quantization.kv_cache_quant_algo else _ITEM_SIZE[config.dtype]
-    return layers * heads * config.head_size * 2 * item
+def require_gpu_memory(engine: EnginePlan, spec: BuildSpec, progress: Progress = SILENT) -> None:
+    """Raise MemoryLimitError when the weights of one rank exceed the largest GPU here.
+
+    That much is certain. Everything beyond the weights is an estimate, so a cache too small for one sequence is only
+    reported. Engines that stream weights from the host and unknown families are not checked.
+    """
+    if not engine.needs_gpu or "--weight_streaming" in spec.builder_flags:
+        return
+    memory = max((gpu.memory for gpu in list_gpus()), default=0)
+    if not memory:
+        return
+    gpu = Gpu(name="this machine's GPU", memory=memory)
+    try:
+        fit = fit_gpu(engine.config, spec, gpu)
+    except UnsupportedModelError:
+        return
+    if fit.weights > memory:
+        ranks = fit.tp_size * fit.pp_size
+        raise MemoryLimitError(
+            f"{'The engine' if ranks == 1 else f'Each of {ranks} ranks'} has {format_bytes(fit.weights)} of weights; "
+            f"the largest GPU of this machine has {format_bytes(memory)} of memory.",
+            hint=f"{_narrower(engine, spec, gpu)} `trtserve plan` shows the details.",
+        )
+    if not fit.fits:
+        step = fitting_step(engine.config, spec, gpu)
+        progress.step(
+            f"An estimate: no sequence of {fit.limits.max_seq_len} tokens fits this machine's GPU next to "
+            f"{format_bytes(fit.weights)} of weights and {format_bytes(fit.activations)} of activations. "
+            + (f"{step} would fit." if step else _narrower(engine, spec, gpu))
+        )
 
 
-def _activations(config: CheckpointConfig, limits: Limits, tp_size: int) -> int:
-    """Return the widest layer's values for a step of max_num_tokens, and float32 logits for every sequence."""
-    inner = 2 * config.intermediate_size // tp_size
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    width = 2 * config.hidden_size + max(inner, heads * config.head_size // tp_size)
-    logits = limits.max_batch_size * config.vocab_size * 4
-    return limits.max_num_tokens * width * _ITEM_SIZE[config.dtype] + logits
+def _narrower(engine: EnginePlan, spec: BuildSpec, gpu: Gpu) -> str:
+    """Name conversion options whose ranks are small enough."""
+    smallest = smallest_fit(engine.config, spec, gpu)
+    ways = [f"--tp-size {smallest.tp_size} --pp-size {smallest.pp_size} would fit by estimate"] if smallest else []
+    if engine.config.quantization.algorithm is None and (narrower := RUNTIMES[engine.runtime].narrower):
+        ways.append(f"{narrower} makes the weights smaller")
+    return f"Convert with one of: {', '.join(ways)}." if ways else "Use a GPU with more memory, or a smaller model."
+
+
+def gpu_notes(config: CheckpointConfig, asked: GpuFit, gpu: Gpu) -> Iterator[str]:
+    """Return notes on a checkpoint config and its target GPUs."""
+    ranks = asked.tp_size * asked.pp_size
+    if gpu.here is not None and gpu.here < ranks:
+        yield f"{ranks} ranks; {counted(gpu.here, 'GPU')} can be seen"
+    # The layout of 4-bit weights depends on the GPU generation; the default is Ampere's.
+    if config.quantization.algorithm == GPTQ and gpu.sm is not None and gpu.sm >= HOPPER:
+        yield f"convert with --gpu-sm {gpu.sm}, which the order of 4-bit weights depends on"
+    if problem := engine_problem(config):
+        yield f"{problem}: take --runtime llmapi"
+    if note := release_note(gpu):
+        yield note
+
+
+def release_note(gpu: Gpu) -> str | None:
+    """Return which releases have kernels for a GPU, or None when all do."""
+    row = kernels_for(f"{gpu.sm // 10}.{gpu.sm % 10}") if gpu.sm is not None else None
+    if row is None or all(row.within(release) for release in RELEASES):
+        return None
+    which = f"until {row.until}, and by none later" if row.until else f"from {row.since} on"
+    return f"{gpu.name} ({row.architecture}) is supported by TensorRT-LLM {which}"

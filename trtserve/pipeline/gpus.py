@@ -1,4 +1,4 @@
-"""Common NVIDIA GPUs and their memory as reported by `nvidia-smi`, and memory sizes on the command line."""
+"""GPUs to plan for: common ones and their memory as `nvidia-smi` reports it, this machine's, and sizes as text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from trtserve.errors import UsageError
+from trtserve.host.gpus import list_gpus, visible_devices, visible_gpu
 
 _MIB = 2**20
 
@@ -101,3 +102,18 @@ def parse_size(text: str, flag: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise UsageError(f"{flag} is {text!r}; expected a size such as 80GB or 79.6GiB.")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def own_gpu(ranks: int) -> Gpu | None:
+    """Return the GPU with the least free memory among the first `ranks` visible ones, or None without nvidia-smi.
+
+    The ranks take the first GPUs in $CUDA_VISIBLE_DEVICES.
+    """
+    gpu, devices = visible_gpu(), visible_devices()
+    if gpu is None or not devices:
+        return None
+    taken = [each.free for each in list_gpus() if each.memory and each.index in devices[:ranks]]
+    if not taken:
+        return None
+    sm = int(float(gpu.capability) * 10)
+    return Gpu(name=f"this machine's {gpu.name}", memory=min(taken), sm=sm, here=len(devices))

@@ -1,1 +1,0 @@
-"""Memory, disk and time that a stage needs, whether this machine or a GPU has it, and what would fit instead."""
