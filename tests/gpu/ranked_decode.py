@@ -10,6 +10,7 @@ from tests.gpu.bench_decode import SEQ_LEN, decode, figure, requests, run
 from trtserve.executor import api
 from trtserve.executor.engine.limits import resolve_limits
 from trtserve.executor.engine.model import Follower
+from trtserve.executor.interface.convert import engine_options
 from trtserve.executor.loaders import load_model, read_engine_config
 
 
@@ -22,12 +23,13 @@ def main() -> None:
     cache = api.KvCacheConfig(enable_block_reuse=False, max_tokens=max(options.streams) * SEQ_LEN)
     config = api.ExecutorConfig(enable_chunked_context=True, iter_stats_max_iterations=1_000_000, kv_cache_config=cache)
     content = read_engine_config(options.engine)
-    model = load_model(options.engine, config)
+    settings = engine_options(config)
+    model = load_model(options.engine, settings)
     if isinstance(model, Follower):
         model.follow()
         return
     name = f"tp{content['pretrained_config']['mapping']['tp_size']}"
-    with api.Executor.from_model(model, resolve_limits(content, config), config) as executor:
+    with api.Executor.from_model(model, resolve_limits(content, settings), config) as executor:
         for streams in options.streams:
             decode(name, model, executor, streams)
             begin = time.perf_counter()

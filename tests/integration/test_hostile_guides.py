@@ -18,7 +18,7 @@ import trtserve
 from tests.support.sampling_requests import VOCAB, build_tiny_engine
 from trtserve.executor import api
 from trtserve.executor.engine.guided import LONGEST_QUEUE
-from trtserve.executor.interface.enums import GuideType
+from trtserve.executor.engine.requests import GuideType
 
 END = 2
 OTHERS = 5.0

@@ -12,7 +12,7 @@ import pytest
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of, greedy_tokens
-from trtserve.executor.interface.configs import ExecutorConfig
+from trtserve.executor.engine.options import EngineOptions
 from trtserve.executor.loaders import load_model
 from trtserve.executor.openvino.paged_model import PagedModel
 from trtserve.specs import BuildSpec, ConvertSpec
@@ -33,7 +33,7 @@ def test_long_sequences_have_their_own_rotation(runtime: str, tmp_path: Path) ->
     folder = write_tiny_model(tmp_path / "model", "phi3_long", partial_rotary_factor=1.0)
     build = BuildSpec(max_seq_len=256, **ENGINES[runtime])
     engine = engine_of(folder, tmp_path, ConvertSpec(dtype="float32"), build)
-    model: Any = load_model(engine.path, ExecutorConfig())
+    model: Any = load_model(engine.path, EngineOptions())
     assert model.long_rope_beyond == 64
     steps = PagedSteps(model, SEQUENCES)
     parts: dict[str, list[npt.NDArray[np.float32]]] = {key: [] for key in SEQUENCES}

@@ -14,8 +14,8 @@ from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, engine_of
 from trtserve.executor.engine.lora import AdapterCache
-from trtserve.executor.interface.configs import PeftCacheConfig
-from trtserve.executor.interface.requests import LoraConfig
+from trtserve.executor.engine.options import AdapterOptions
+from trtserve.executor.engine.requests import AdapterSource
 from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")
@@ -63,8 +63,8 @@ def test_ranks_equal_one_rank(family: str, split: dict[str, Any], tmp_path: Path
 def _with_adapters(model: Any) -> list[Any]:
     """Return the logits of each sequence, two of them with adapters, and those of the first without."""
     shape = model.ranks[0].lora
-    cache = AdapterCache(shape, PeftCacheConfig(), free_memory=1 << 33)
-    sent = {task: LoraConfig(task, *random_adapter(shape, seed=task, rank=2 + task)) for task in (1, 2)}
+    cache = AdapterCache(shape, AdapterOptions(), free_memory=1 << 33)
+    sent = {task: AdapterSource(task, *random_adapter(shape, seed=task, rank=2 + task)) for task in (1, 2)}
     adapters = {"a": cache.resolve(sent[1]), "b": cache.resolve(sent[2])}
     found = []
     for active in (adapters, {}):

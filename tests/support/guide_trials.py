@@ -7,15 +7,15 @@ from typing import Any
 
 from trtserve.executor.engine.guide_grammar import read_tokenizer
 from trtserve.executor.engine.guide_process import try_guide
-from trtserve.executor.interface.configs import GuidedDecodingConfig
-from trtserve.executor.interface.enums import GuideType
+from trtserve.executor.engine.options import GuideTokenizer
+from trtserve.executor.engine.requests import GuideType
 
 
 class TrialInThisProcess:
     """Answers as `guide_process` does."""
 
-    def __init__(self, config: GuidedDecodingConfig) -> None:
-        self._tokenizer = read_tokenizer(config)
+    def __init__(self, settings: GuideTokenizer) -> None:
+        self._tokenizer = read_tokenizer(settings)
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Return the answer; this process has grown for many reasons, so the guide is said to take nothing."""

@@ -23,8 +23,8 @@ from trtserve.executor.api import (
 )
 from trtserve.executor.engine.drafts import DraftLogits, distribution, verify_draft
 from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.requests import FinishReason as Reason
 from trtserve.executor.engine.sampling import Choice, Row, SamplingParameters
-from trtserve.executor.interface.enums import FinishReason as Reason
 
 BUILT = {"max_draft_len": 8, "speculative_decoding_mode": 2, "gather_generation_logits": True}
 PROMPT = [3, 4, 5]

@@ -21,15 +21,16 @@ from trtserve.executor.engine.guide_grammar import PlainVocabulary
 from trtserve.executor.engine.guide_grammar import compiled as compile_grammar
 from trtserve.executor.engine.guided import Guide, GuideFactory
 from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.options import GuideTokenizer
+from trtserve.executor.engine.requests import GuideSource, GuideType
 from trtserve.executor.engine.sampling import (
     EXHAUSTED,
     Row,
     SamplingParameters,
     choose_tokens,
 )
-from trtserve.executor.interface.configs import GuidedDecodingConfig
-from trtserve.executor.interface.enums import GuidedDecodingBackend, GuideType
-from trtserve.executor.interface.requests import GuidedDecodingParams, SamplingConfig
+from trtserve.executor.interface.convert import sampling_parameters
+from trtserve.executor.interface.requests import SamplingConfig
 
 VOCAB = 320
 """Vocabulary size of the engine, larger than the tokenizers'."""
@@ -61,12 +62,12 @@ def sentencepiece_tokenizer(_folder: Path) -> Tokenizer:
 
 
 def factory_of(tokenizer: Any, vocab_size: int = VOCAB, **settings: Any) -> GuideFactory:
-    settings = {"tokenizer_str": tokenizer.to_str()} | settings
-    return factory_with(GuidedDecodingConfig(GuidedDecodingBackend.LLGUIDANCE, **settings), vocab_size)
+    settings = {"text": tokenizer.to_str()} | settings
+    return factory_with(GuideTokenizer(**settings), vocab_size)
 
 
-def factory_with(config: GuidedDecodingConfig | None, vocab_size: int) -> GuideFactory:
-    FACTORIES.append(GuideFactory(config, vocab_size))
+def factory_with(settings: GuideTokenizer | None, vocab_size: int) -> GuideFactory:
+    FACTORIES.append(GuideFactory(settings, vocab_size))
     return FACTORIES[-1]
 
 
@@ -112,7 +113,7 @@ def accepts(guide: Guide, tokenizer: Any, text: str) -> bool:
 def generate(guide: Guide, tokenizer: Any, *, seed: int, count: int = 200) -> str | None:
     """The text of a model without preferences under `guide`; None when it does not end."""
     random = np.random.default_rng(seed)
-    parameters = SamplingParameters.of(SamplingConfig(top_p=1.0, seed=seed))
+    parameters = sampling_parameters(SamplingConfig(top_p=1.0, seed=seed))
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
     generated: list[int] = []
     row = Row(parameters, processor, generated)
@@ -126,8 +127,8 @@ def generate(guide: Guide, tokenizer: Any, *, seed: int, count: int = 200) -> st
     return None
 
 
-def params(kind: GuideType, guide: str | None = None) -> GuidedDecodingParams:
-    return GuidedDecodingParams(kind, guide)
+def params(kind: GuideType, guide: str = "") -> GuideSource:
+    return GuideSource(kind, guide)
 
 
 SCHEMA: dict[str, Any] = {
@@ -239,10 +240,10 @@ def test_guides_need_a_guided_decoding_config() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tokenizer_str": "{"}, "cannot be read"),
-        ({"stop_token_ids": [1000]}, "EOS token ID 1000 is out of range"),
-        ({"tokenizer_str": None}, "needs tokenizer_str, or encoded_vocab and stop_token_ids"),
-        ({"tokenizer_str": None, "encoded_vocab": ["a"]}, "needs tokenizer_str, or encoded_vocab and stop_token_ids"),
+        ({"text": "{"}, "cannot be read"),
+        ({"ends": [1000]}, "EOS token ID 1000 is out of range"),
+        ({"text": None}, "needs tokenizer_str, or encoded_vocab and stop_token_ids"),
+        ({"text": None, "vocabulary": ["a"]}, "needs tokenizer_str, or encoded_vocab and stop_token_ids"),
     ],
 )
 def test_config_without_a_tokenizer_is_refused(bytes_alone: Any, settings: Any, reason: str) -> None:
@@ -290,7 +291,7 @@ def test_end_id_inside_the_guide_is_ignored(bytes_alone: Any) -> None:
 
 
 def test_stop_token_ids_end_the_guide(bytes_alone: Any) -> None:
-    factory = factory_of(bytes_alone, stop_token_ids=[1, 2])
+    factory = factory_of(bytes_alone, ends=[1, 2])
     assert allowed(factory.guide(params(GuideType.REGEX, ""))) == [1, 2]
 
 
@@ -309,7 +310,7 @@ def test_token_outside_the_guide_makes_it_fail(bytes_alone: Any) -> None:
 
 def test_end_of_a_guide_overrides_min_tokens(bytes_alone: Any) -> None:
     guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, ""), end_id=END)
-    parameters = SamplingParameters.of(SamplingConfig(min_tokens=5, top_p=1.0))
+    parameters = sampling_parameters(SamplingConfig(min_tokens=5, top_p=1.0))
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
     (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [Row(parameters, processor, [], log_prob=True)])
     assert (choice.token, choice.log_prob) == (END, 0.0)
@@ -328,9 +329,7 @@ def test_fork_is_independent(bytes_alone: Any) -> None:
 
 
 def test_guides_with_an_encoded_vocabulary() -> None:
-    config = GuidedDecodingConfig(
-        GuidedDecodingBackend.XGRAMMAR, encoded_vocab=["<eos>", "a", "b", "ab", "é", ""], stop_token_ids=[0]
-    )
+    config = GuideTokenizer(vocabulary=["<eos>", "a", "b", "ab", "é", ""], ends=[0])
     guide = factory_with(config, 8).guide(params(GuideType.REGEX, "[ab]+é"), end_id=0)
     for token, expected in ((3, [1, 2, 3]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4]), (0, [0])):
         assert allowed(guide, 8) == expected

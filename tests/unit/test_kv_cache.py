@@ -11,11 +11,11 @@ import pytest
 from trtserve.executor.engine.block_pool import BlockPool
 from trtserve.executor.engine.kv_cache import (
     Allocation,
-    BlockUse,
     CacheKey,
     KvCache,
 )
-from trtserve.executor.interface.requests import KvCacheRetentionConfig
+from trtserve.executor.engine.requests import BlockUse
+from trtserve.executor.engine.reuse import Retention, RetentionRules
 
 
 def _cache(blocks: int, *, size: int = 4, rows: int = 8, longest: int = 40, **options: Any) -> KvCache:
@@ -293,7 +293,7 @@ def test_reusing_a_free_block_counts_as_allocating_one() -> None:
 
 
 def test_priorities_decide_which_blocks_stay() -> None:
-    keep = KvCacheRetentionConfig([KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 4, 90)], 5)
+    keep = RetentionRules(((0, 4, Retention(90)),), Retention(5))
     cache = _cache(3, reuse=True)
     _run(cache, replace(_key(4), retention=keep))
     _run(cache, _key([50, 51, 52, 53]))

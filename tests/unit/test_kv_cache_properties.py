@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trtserve.executor.engine.kv_cache import BlockUse, CacheKey, KvCache
+from trtserve.executor.engine.kv_cache import CacheKey, KvCache
+from trtserve.executor.engine.requests import BlockUse
 
 SIZE, BLOCKS, ROWS, LONGEST = 3, 10, 6, 15
 MOSTLY = st.sampled_from([True, True, True, False])

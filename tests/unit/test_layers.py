@@ -160,6 +160,19 @@ def test_imports_go_down(part: str) -> None:
     assert not found, "on a floor above"
 
 
+def test_engine_does_not_know_the_interface() -> None:
+    """TensorRT-LLM's classes become the engine's own data in `executor/interface`, and models see only those."""
+    rooms = ("executor/engine/", "executor/openvino/", "executor/torch/")
+    found = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in MODULES
+        if str(path.relative_to(PACKAGE)).startswith(rooms)
+        for name in _imports(path)
+        if name.startswith(("trtserve.executor.interface", "trtserve.executor.api"))
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize("module", CONFINED)
 def test_confined_modules(module: str) -> None:
     found = {

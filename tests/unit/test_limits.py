@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 
-from trtserve.executor.api import (
-    CapacitySchedulerPolicy,
-    ExecutorConfig,
-    KvCacheConfig,
-    SchedulerConfig,
-)
 from trtserve.executor.engine.limits import (
     Limits,
     fit_to_cache,
     kv_cache_blocks,
     resolve_limits,
 )
+from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions, KvCacheOptions
 
 ENGINE: dict[str, Any] = {
     "build_config": {"max_batch_size": 8, "max_seq_len": 100, "max_num_tokens": 64, "max_beam_width": 1},
@@ -28,37 +23,37 @@ ENGINE: dict[str, Any] = {
 LIMITS = Limits(max_batch_size=8, max_seq_len=100, max_num_tokens=64, vocab_size=97)
 
 
-def _blocks(config: KvCacheConfig, free: int = 10**9) -> int:
+def _blocks(config: KvCacheOptions, free: int = 10**9) -> int:
     return kv_cache_blocks(config, LIMITS, tokens_per_block=16, bytes_per_block=1000, free_memory=free)
 
 
 def test_limits_come_from_the_engine() -> None:
-    assert resolve_limits(ENGINE, ExecutorConfig()) == LIMITS
-    assert resolve_limits(ENGINE, ExecutorConfig(max_batch_size=2, max_num_tokens=10)).max_num_tokens == 10
+    assert resolve_limits(ENGINE, EngineOptions()) == LIMITS
+    assert resolve_limits(ENGINE, EngineOptions(max_batch_size=2, max_num_tokens=10)).max_num_tokens == 10
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ExecutorConfig(max_batch_size=9), r"max_batch_size \(9\) is larger than the engine's max_batch_size \(8\)"),
-        (ExecutorConfig(max_beam_width=2), "max_beam_width"),
-        (ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=[50, 0])), "max_attention_window"),
+        (EngineOptions(max_batch_size=9), r"max_batch_size \(9\) is larger than the engine's max_batch_size \(8\)"),
+        (EngineOptions(max_beam_width=2), "max_beam_width"),
+        (EngineOptions(kv_cache=KvCacheOptions(windows=(50, 0))), "max_attention_window"),
     ],
 )
-def test_values_above_the_engine_are_refused(config: ExecutorConfig, message: str) -> None:
+def test_values_above_the_engine_are_refused(config: EngineOptions, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         resolve_limits(ENGINE, config)
 
 
 def test_max_num_tokens_above_the_engine_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert resolve_limits(ENGINE, ExecutorConfig(max_num_tokens=65)).max_num_tokens == 64
+        assert resolve_limits(ENGINE, EngineOptions(max_num_tokens=65)).max_num_tokens == 64
     assert "above the engine's" in caplog.text
 
 
 def test_longest_prompt_depends_on_chunking() -> None:
     assert LIMITS.max_input_len == 64
-    assert resolve_limits(ENGINE, ExecutorConfig(enable_chunked_context=True)).max_input_len == 99
+    assert resolve_limits(ENGINE, EngineOptions(chunked_context=True)).max_input_len == 99
 
 
 @pytest.mark.parametrize(
@@ -66,12 +61,12 @@ def test_longest_prompt_depends_on_chunking() -> None:
 )
 def test_max_input_len_limits_the_prompt(built: int, chunked: bool, longest: int) -> None:
     engine = {**ENGINE, "build_config": {**ENGINE["build_config"], "max_input_len": built}}
-    limits = resolve_limits(engine, ExecutorConfig(enable_chunked_context=chunked))
+    limits = resolve_limits(engine, EngineOptions(chunked_context=chunked))
     assert limits.max_input_len == longest
 
 
 def _built(**flags: Any) -> Limits:
-    return resolve_limits({**ENGINE, "build_config": {**ENGINE["build_config"], **flags}}, ExecutorConfig())
+    return resolve_limits({**ENGINE, "build_config": {**ENGINE["build_config"], **flags}}, EngineOptions())
 
 
 def test_features_come_from_the_build_config() -> None:
@@ -101,16 +96,16 @@ def test_features_come_from_the_build_config() -> None:
 def test_chunking_needs_paged_context(caplog: pytest.LogCaptureFixture) -> None:
     config = {**ENGINE["build_config"], "plugin_config": {"use_paged_context_fmha": False}}
     with caplog.at_level(logging.WARNING):
-        limits = resolve_limits({**ENGINE, "build_config": config}, ExecutorConfig(enable_chunked_context=True))
+        limits = resolve_limits({**ENGINE, "build_config": config}, EngineOptions(chunked_context=True))
     assert (limits.chunked, limits.paged_context) == (False, False)
     assert "chunked context is turned off" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("asked", "windows"), [([100], ()), ([200, 300], ()), ([50], (50,)), ([50, 200], (50, 100)), (None, ())]
+    ("asked", "windows"), [((100,), ()), ((200, 300), ()), ((50,), (50,)), ((50, 200), (50, 100)), ((), ())]
 )
-def test_attention_windows(asked: list[int] | None, windows: tuple[int, ...]) -> None:
-    config = ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=asked))
+def test_attention_windows(asked: tuple[int, ...], windows: tuple[int, ...]) -> None:
+    config = EngineOptions(kv_cache=KvCacheOptions(windows=asked))
     assert resolve_limits(ENGINE, config).windows == windows
 
 
@@ -119,7 +114,7 @@ def test_attention_windows(asked: list[int] | None, windows: tuple[int, ...]) ->
 )
 def test_streaming_that_may_be_paused_must_fit_a_step(policy: str, chunked: bool, refused: bool) -> None:
     (chosen,) = [each for each in CapacitySchedulerPolicy if each.name.startswith(policy)]
-    config = ExecutorConfig(scheduler_config=SchedulerConfig(chosen), enable_chunked_context=chunked)
+    config = EngineOptions(policy=chosen, chunked_context=chunked)
     limits = resolve_limits(ENGINE, config)
     limits.check_streaming(60, 5)
     if refused:
@@ -136,23 +131,23 @@ def test_streaming_that_may_be_paused_must_fit_a_step(policy: str, chunked: bool
         ({}, 100_000, 30),  # 0.3 of the free memory
         ({"max_tokens": 50}, 10**9, 4),
         ({"max_tokens": 10_000}, 100_000, 90),  # 0.9 of the free memory
-        ({"free_gpu_memory_fraction": 0.5}, 100_000, 50),
-        ({"free_gpu_memory_fraction": 0.5, "max_tokens": 160}, 100_000, 10),
-        ({"max_gpu_total_bytes": 5_000}, 100_000, 5),
+        ({"free_fraction": 0.5}, 100_000, 50),
+        ({"free_fraction": 0.5, "max_tokens": 160}, 100_000, 10),
+        ({"max_bytes": 5_000}, 100_000, 5),
     ],
 )
 def test_number_of_kv_cache_blocks(config: dict[str, Any], free: int, expected: int) -> None:
-    assert _blocks(KvCacheConfig(**config), free) == expected
+    assert _blocks(KvCacheOptions(**config), free) == expected
 
 
 def test_too_little_memory_for_a_block_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="room for 0 tokens"):
-        _blocks(KvCacheConfig(), free=1000)
+        _blocks(KvCacheOptions(), free=1000)
 
 
 def test_beams_need_their_own_blocks() -> None:
     limits = replace(LIMITS, max_beam_width=4)
-    config = KvCacheConfig()
+    config = KvCacheOptions()
     assert kv_cache_blocks(config, limits, tokens_per_block=16, bytes_per_block=1000, free_memory=10**9) == 4 * 56
 
 

@@ -16,9 +16,9 @@ from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.sampling import (
     UNDEFINED,
     Row,
-    SamplingParameters,
     choose_tokens,
 )
+from trtserve.executor.interface.convert import sampling_parameters
 from trtserve.executor.interface.requests import SamplingConfig
 
 VOCAB = 12
@@ -46,7 +46,7 @@ words = st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=4)
 
 def processor_of(config: SamplingConfig, prompt: list[int], **settings: Any) -> LogitsProcessor:
     settings = {"vocab_size": VOCAB, "end_id": END} | settings
-    return LogitsProcessor(SamplingParameters.of(config), np.array(prompt, dtype=np.int64), **settings)
+    return LogitsProcessor(sampling_parameters(config), np.array(prompt, dtype=np.int64), **settings)
 
 
 def reference(
@@ -120,7 +120,7 @@ def test_banned_tokens_are_never_chosen(config: SamplingConfig, prompt: list[int
     random = np.random.default_rng(seed)
     processor = processor_of(config, prompt, bad_words=bad_words)
     generated: list[int] = []
-    row = Row(SamplingParameters.of(config), processor, generated)
+    row = Row(sampling_parameters(config), processor, generated)
     for _ in range(12):
         (choice,) = choose_tokens(random.standard_normal((1, VOCAB)).astype(np.float32), [row])
         forbidden = banned(config, prompt + generated, bad_words)
@@ -213,7 +213,7 @@ def test_neutral_parameters_are_recognised(
 @pytest.mark.parametrize("config", [{"presence_penalty": float("nan")}, {"repetition_penalty": 1e-45}])
 def test_overflowing_penalties_affect_only_their_row(config: dict[str, float]) -> None:
     sampling = [SamplingConfig(**config), SamplingConfig()]
-    rows = [Row(SamplingParameters.of(each), processor_of(each, [3]), []) for each in sampling]
+    rows = [Row(sampling_parameters(each), processor_of(each, [3]), []) for each in sampling]
     logits = np.ones((2, VOCAB), dtype=np.float32)
     assert [choice.token for choice in choose_tokens(logits, rows)] == [UNDEFINED, 0]
 
@@ -235,7 +235,7 @@ def test_sampling_uses_the_decayed_top_p() -> None:
     config = SamplingConfig(top_p=1.0, top_p_decay=0.5)
     logits = np.full((1, VOCAB), -50, dtype=np.float32)
     logits[0, [3, 8]] = 0
-    parameters = SamplingParameters.of(config)
+    parameters = sampling_parameters(config)
     chosen: dict[int, set[int]] = {0: set(), 1: set()}
     for position in range(40):
         for steps in (0, 1):

@@ -17,8 +17,8 @@ from tests.support.tiny_decoders import tiny_decoder
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
 from trtserve.executor.engine.lora_modules import LoraShape, lora_modules
-from trtserve.executor.interface.configs import PeftCacheConfig
-from trtserve.executor.interface.requests import LoraConfig
+from trtserve.executor.engine.options import AdapterOptions
+from trtserve.executor.engine.requests import AdapterSource
 
 MEMORY = 1 << 30
 MODULES = lora_modules(CheckpointConfig.of(tiny_decoder().config), ["attn_q", "attn_k", "attn_v"])
@@ -27,11 +27,11 @@ FULL = "Cache is full. There are no done tasks to evict"
 
 
 def _cache(shape: LoraShape | None = SHAPE, **config: Any) -> AdapterCache:
-    return AdapterCache(shape, PeftCacheConfig(**config), free_memory=MEMORY)
+    return AdapterCache(shape, AdapterOptions(**config), free_memory=MEMORY)
 
 
-def _sent(task: int, *, rank: int = 4, **options: Any) -> LoraConfig:
-    return LoraConfig(task, *random_adapter(SHAPE, seed=task, rank=rank, **options))
+def _sent(task: int, *, rank: int = 4, **options: Any) -> AdapterSource:
+    return AdapterSource(task, *random_adapter(SHAPE, seed=task, rank=rank, **options))
 
 
 def _cached(cache: AdapterCache, *tasks: int) -> list[bool]:
@@ -41,7 +41,7 @@ def _cached(cache: AdapterCache, *tasks: int) -> list[bool]:
 
 def _is_cached(cache: AdapterCache, task: int) -> bool:
     try:
-        cache.release(cache.resolve(LoraConfig(task)))
+        cache.release(cache.resolve(AdapterSource(task)))
     except NotCachedError:
         return False
     return True
@@ -51,7 +51,7 @@ def _is_cached(cache: AdapterCache, task: int) -> bool:
 @pytest.mark.parametrize("batch_axis", [True, False])
 def test_rows_are_split_into_matrices(dtype: Any, batch_axis: bool) -> None:
     weights, config = random_adapter(SHAPE, seed=1, rank=3, dtype=dtype, batch_axis=batch_axis)
-    adapter = _cache().resolve(LoraConfig(1, weights, config))
+    adapter = _cache().resolve(AdapterSource(1, weights, config))
     rows = weights.reshape(-1, weights.shape[-1]).astype(np.float32)
     for row, (number, layer, rank) in zip(rows, config.reshape(-1, 3).tolist(), strict=True):
         module = next(module for module in MODULES if module.id == number)
@@ -72,9 +72,9 @@ def test_weights_need_to_be_sent_only_once() -> None:
     with pytest.raises(
         NotCachedError, match=r"^LoRA task 7 not found in cache\. Please send LoRA weights with request$"
     ):
-        cache.resolve(LoraConfig(7))
+        cache.resolve(AdapterSource(7))
     first = cache.resolve(_sent(7))
-    assert cache.resolve(LoraConfig(7)) is first
+    assert cache.resolve(AdapterSource(7)) is first
     assert first.holders == 2
 
 
@@ -82,7 +82,7 @@ def test_known_task_id_keeps_its_weights() -> None:
     """Upstream ignores tensors sent with a cached id; KV blocks of that id stay correct."""
     cache = _cache()
     first = cache.resolve(_sent(7, rank=4))
-    assert cache.resolve(LoraConfig(7, *random_adapter(SHAPE, seed=8, rank=2))) is first
+    assert cache.resolve(AdapterSource(7, *random_adapter(SHAPE, seed=8, rank=2))) is first
 
 
 def test_engine_without_adapters_refuses_them() -> None:
@@ -150,7 +150,7 @@ def _both(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Callable[[T
 def test_invalid_adapters_are_refused(change: Callable[[Tensors], Tensors], message: str) -> None:
     cache = _cache()
     with pytest.raises(RuntimeError, match=message):
-        cache.resolve(LoraConfig(1, *change(random_adapter(SHAPE, seed=1, rank=4))))
+        cache.resolve(AdapterSource(1, *change(random_adapter(SHAPE, seed=1, rank=4))))
     assert _cached(cache, 1) == [False]
 
 
@@ -159,7 +159,7 @@ def test_values_that_overflow_bfloat16_are_refused() -> None:
     weights, config = random_adapter(SHAPE, seed=1, rank=4)
     weights[0, 0, 0] = np.float32(3.4e38)
     with pytest.raises(RuntimeError, match="not finite"):
-        _cache(shape).resolve(LoraConfig(1, weights, config))
+        _cache(shape).resolve(AdapterSource(1, weights, config))
 
 
 def test_max_adapter_size_limits_the_rank() -> None:
@@ -169,14 +169,14 @@ def test_max_adapter_size_limits_the_rank() -> None:
 
 # Three adapters of rank 8 fill 24 ranks of 3 modules in 2 layers: rows of 128 numbers (q) and of 96 (k, v) in slots
 # of 96 numbers make 8 · (2 + 1 + 1) · 2 = 64 slots, the size of one page at the optimal rank of 8.
-ROOM_FOR_THREE: dict[str, Any] = {"host_cache_size": 3 * 64 * 96 * 4}
+ROOM_FOR_THREE: dict[str, Any] = {"host_bytes": 3 * 64 * 96 * 4}
 
 
 def test_least_recently_used_adapter_is_evicted_first() -> None:
     cache = _cache(**ROOM_FOR_THREE)
     for task in (1, 2, 3):
         cache.release(cache.resolve(_sent(task, rank=8)))
-    cache.release(cache.resolve(LoraConfig(1)))
+    cache.release(cache.resolve(AdapterSource(1)))
     cache.release(cache.resolve(_sent(4, rank=8)))
     assert _cached(cache, 1, 2, 3, 4) == [True, False, True, True]
 
@@ -201,15 +201,13 @@ def test_small_adapters_use_fewer_pages() -> None:
 
 def test_module_layer_sizes_take_precedence_over_bytes() -> None:
     # One module and layer is a row of the largest module: 2 slots of 96 numbers.
-    cache = _cache(num_host_module_layer=64, host_cache_size=1)
+    cache = _cache(num_host_module_layer=64, host_bytes=1)
     for task in (1, 2, 3):
         cache.release(cache.resolve(_sent(task, rank=8)))
     assert _cached(cache, 1, 2, 3) == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("place", "config"), [("host", {"host_cache_size": 1000}), ("device", {"device_cache_percent": 1e-6})]
-)
+@pytest.mark.parametrize(("place", "config"), [("host", {"host_bytes": 1000}), ("device", {"device_fraction": 1e-6})])
 def test_cache_too_small_for_one_adapter_is_refused(place: str, config: dict[str, Any]) -> None:
     with pytest.raises(
         RuntimeError, match=f"Not enough space allocated to {place} LoRA cache to hold 1 max sized LoRA"
@@ -218,12 +216,12 @@ def test_cache_too_small_for_one_adapter_is_refused(place: str, config: dict[str
 
 
 def test_default_cache_holds_at_least_one_adapter() -> None:
-    cache = AdapterCache(SHAPE, PeftCacheConfig(), free_memory=0)
+    cache = AdapterCache(SHAPE, AdapterOptions(), free_memory=0)
     assert cache.fits([cache.resolve(_sent(1, rank=8))])
 
 
 def test_device_cache_limits_adapters_per_step() -> None:
-    cache = _cache(device_cache_percent=2 * 64 * 96 * 4 / MEMORY)
+    cache = _cache(device_fraction=2 * 64 * 96 * 4 / MEMORY)
     adapters = [cache.resolve(_sent(task, rank=8)) for task in (1, 2, 3)]
     assert cache.fits([adapters[0], None, adapters[1], adapters[0]])
     assert not cache.fits(adapters)
@@ -269,8 +267,8 @@ def test_prefetched_adapters_are_cached_at_start(tmp_path: Path, caplog: pytest.
         np.save(tmp_path / name / "model.lora_weights.npy", weights)
         np.save(tmp_path / name / "model.lora_config.npy", config)
     with caplog.at_level(logging.WARNING):
-        cache = _cache(lora_prefetch_dir=str(tmp_path))
-        _cache(lora_prefetch_dir=str(tmp_path / "absent"))
+        cache = _cache(prefetch_dir=str(tmp_path))
+        _cache(prefetch_dir=str(tmp_path / "absent"))
     assert _cached(cache, 3, 11, 12) == [True, True, False]
     assert "notes is not named by a task id" in caplog.text
     assert "absent is not a folder" in caplog.text

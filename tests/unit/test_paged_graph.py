@@ -18,8 +18,8 @@ from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decod
 from trtserve.executor.engine.lora import AdapterCache
 from trtserve.executor.engine.lora_weights import Adapter
 from trtserve.executor.engine.model import Model, StepInputs
-from trtserve.executor.interface.configs import PeftCacheConfig
-from trtserve.executor.interface.requests import LoraConfig
+from trtserve.executor.engine.options import AdapterOptions
+from trtserve.executor.engine.requests import AdapterSource
 from trtserve.executor.openvino.paged_model import PagedModel
 
 SEQUENCES = {
@@ -43,12 +43,12 @@ class _Adapted:
     """Running sequences, each with an adapter or none."""
 
     def __init__(self, model: Model, adapters: dict[str, int]) -> None:
-        self.cache = AdapterCache(model.lora, PeftCacheConfig(), free_memory=1 << 33)
+        self.cache = AdapterCache(model.lora, AdapterOptions(), free_memory=1 << 33)
         self.numbers = adapters
         assert model.lora is not None
         self.sent = {n: random_adapter(model.lora, seed=n, rank=1 + n) for n in set(adapters.values())}
         self.adapters: dict[str, Adapter | None] = {
-            name: self.cache.resolve(LoraConfig(n, *self.sent[n])) for name, n in adapters.items()
+            name: self.cache.resolve(AdapterSource(n, *self.sent[n])) for name, n in adapters.items()
         }
         self.steps = PagedSteps(model, SEQUENCES)
 

@@ -15,15 +15,17 @@ from trtserve.executor.api import (
     IterationStats,
     RequestStage,
     RequestStats,
+    RequestStatsPerIteration,
 )
 from trtserve.executor.engine.recorder import Recorder
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan
 from trtserve.executor.engine.sequence import Sequence
+from trtserve.executor.interface.convert import engine_options, iteration_stats, request_stats
 
 
 def _recorder(scheduler: Scheduler, **config: Any) -> Recorder:
     settings = ExecutorConfig(request_stats_max_iterations=100, **config)
-    recorder = Recorder(scheduler, settings, drafts=bool(scheduler.limits.max_draft_len))
+    recorder = Recorder(scheduler, engine_options(settings), drafts=bool(scheduler.limits.max_draft_len))
     recorder.drain_iterations()
     return recorder
 
@@ -34,12 +36,16 @@ def _step(
     plan = run_step(scheduler)
     recorder.record(plan, seconds=0.25, queue=queue or deque())
     (record,) = recorder.drain_iterations()
-    return plan, record
+    return plan, iteration_stats(record, scheduler.limits)
+
+
+def _drained(recorder: Recorder) -> list[RequestStatsPerIteration]:
+    return [request_stats(record) for record in recorder.drain_requests()]
 
 
 def _requests(recorder: Recorder) -> dict[int, RequestStats]:
     """Return the latest record of each request."""
-    return {stats.id: stats for record in recorder.drain_requests() for stats in record.request_stats}
+    return {stats.id: stats for record in _drained(recorder) for stats in record.request_stats}
 
 
 def test_reused_blocks_and_hit_rate() -> None:
@@ -147,7 +153,7 @@ def test_sequences_of_one_request_have_their_own_records() -> None:
     recorder = _recorder(scheduler)
     add(scheduler, 7, 4)
     _step(scheduler, recorder, deque([make_sequence(7, 4)]))
-    (record,) = recorder.drain_requests()
+    (record,) = _drained(recorder)
     assert [(stats.id, stats.scheduled, stats.stage) for stats in record.request_stats] == [
         (7, True, RequestStage.GENERATION_IN_PROGRESS),
         (7, False, RequestStage.QUEUED),
@@ -164,6 +170,6 @@ def test_completed_requests_appear_once_more() -> None:
     recorder.completed([sequence])
     recorder.record(StepPlan(), seconds=0.0, queue=deque())
     recorder.record(StepPlan(), seconds=0.0, queue=deque())
-    stages = [[stats.stage for stats in record.request_stats] for record in recorder.drain_requests()]
+    stages = [[stats.stage for stats in record.request_stats] for record in _drained(recorder)]
     assert stages == [[RequestStage.GENERATION_IN_PROGRESS], [RequestStage.GENERATION_COMPLETE], []]
-    assert [record.num_completed_requests for record in recorder.drain_iterations()] == [1, 0]
+    assert [record.completed for record in recorder.drain_iterations()] == [1, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import pytest
 
@@ -12,12 +11,10 @@ from trtserve.executor.engine.reuse import (
     BlockTree,
     Node,
     Retention,
+    RetentionRules,
     encode,
     retention_of,
 )
-from trtserve.executor.interface.requests import KvCacheRetentionConfig
-
-Range = KvCacheRetentionConfig.TokenRangeRetentionConfig
 
 
 class _Clock:
@@ -167,7 +164,6 @@ def test_dropped_root_returns_with_its_next_block() -> None:
     ],
 )
 def test_retention_of_a_block(first: int, generated: bool, expected: Retention) -> None:
-    ranges = [Range(0, 8, 80, timedelta(seconds=2)), Range(16, None, 5)]
-    config = KvCacheRetentionConfig(ranges, 60, timedelta(seconds=3))
-    assert retention_of(config, first, generated=generated) == expected
+    rules = RetentionRules(((0, 8, Retention(80, 2.0)), (16, None, Retention(5))), Retention(60, 3.0))
+    assert retention_of(rules, first, generated=generated) == expected
     assert retention_of(None, first, generated=generated) == DEFAULT_RETENTION

@@ -17,12 +17,12 @@ from trtserve.executor.engine.sampling import (
     UNDEFINED,
     Choice,
     Row,
-    SamplingParameters,
     _best,
     choose_tokens,
     log_softmax,
     uniform,
 )
+from trtserve.executor.interface.convert import sampling_parameters
 from trtserve.executor.interface.requests import SamplingConfig
 
 VOCAB = 3000
@@ -38,7 +38,7 @@ def _row(
     config: SamplingConfig, position: int = 0, *, vocab: int = VOCAB, log_prob: bool = False, **processing: Any
 ) -> Row:
     """A row after `position` arbitrary tokens."""
-    parameters = SamplingParameters.of(config)
+    parameters = sampling_parameters(config)
     processor = LogitsProcessor(parameters, NO_PROMPT, vocab_size=vocab, **({"end_id": -1} | processing))
     return Row(parameters, processor, range(position), log_prob)
 

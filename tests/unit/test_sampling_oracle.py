@@ -11,10 +11,10 @@ import pytest
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.sampling import (
     Row,
-    SamplingParameters,
     choose_tokens,
     log_softmax,
 )
+from trtserve.executor.interface.convert import sampling_parameters
 from trtserve.executor.interface.requests import SamplingConfig
 
 pytestmark = pytest.mark.needs("torch")
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
 
 
 def _processor(config: SamplingConfig, prompt: list[int], **settings: Any) -> LogitsProcessor:
-    parameters = SamplingParameters.of(config)
+    parameters = sampling_parameters(config)
     return LogitsProcessor(parameters, np.array(prompt, dtype=np.int64), vocab_size=VOCAB, end_id=END, **settings)
 
 
@@ -134,7 +134,7 @@ def test_samples_come_from_the_same_tokens_as_in_transformers(config: dict[str, 
     kept = torch.from_numpy(row)
     for oracle in oracles:
         kept = oracle(transformers)(torch.tensor([[1]]), kept)
-    parameters = SamplingParameters.of(SamplingConfig(seed=1, **config))
+    parameters = sampling_parameters(SamplingConfig(seed=1, **config))
     processor = _processor(SamplingConfig(**config), [1])
     count = 3000
     rows = [Row(parameters, processor, range(position)) for position in range(count)]

@@ -68,6 +68,7 @@ def require_accepted(given: Mapping[str, Mapping[str, str]], release: str) -> No
 def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: str, max_queue_size: int) -> str | None:
     """Return why the core model or its executor refuses `parameters`, or None when they start."""
     from trtserve.executor.engine.limits import resolve_limits
+    from trtserve.executor.interface.convert import engine_options
     from trtserve.executor.interface.unsupported import refuse_unsupported_config
     from trtserve.programs.core.executor_module import load_embedded_executor
     from trtserve.programs.core.settings import executor_config
@@ -89,7 +90,7 @@ def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: 
         _refuse_beam_search(config)
         _refuse_missing_engine(parameters.get("gpt_model_path", ""))
         refuse_unsupported_config(config)
-        resolve_limits(engine, config)
+        resolve_limits(engine, engine_options(config))
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return ignored[0] if ignored else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.limits import Limits
 from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.requests import EngineRequest, PromptTable
 from trtserve.executor.engine.sequence import NO_END
-from trtserve.executor.interface.requests import PromptTuningConfig, Request
 
 logger = logging.getLogger(__name__)
 
@@ -29,55 +30,34 @@ _FINITE = (
 )
 
 
-def sequence_count(request: Request) -> int:
-    """Return the number of sequences that a request needs; all beams of a sequence count as one."""
-    if request.sampling_config.beam_width > 1:
-        return 1
-    return max(request.num_return_sequences, request.sampling_config.num_return_sequences or 1)
-
-
-def check_sampling(request: Request, limits: Limits) -> None:
-    """Check values that some releases do not check earlier, and the number of sequences and beams."""
-    config = request.sampling_config
-    problems = config.problems()
-    if problems:
-        raise RuntimeError("; ".join(problems))
+def check_sampling(request: EngineRequest, limits: Limits) -> None:
+    """Check the numbers of sequences and beams, and that all figures are finite."""
     # NaN or infinity would leave no valid logits, and no valid order of the queue.
-    for name, value in [("priority", request.priority), *((name, getattr(config, name)) for name in _FINITE)]:
-        if value is not None and not math.isfinite(value):
+    figures = {"priority": request.priority} | {name: getattr(request.sampling, name) for name in _FINITE}
+    for name, value in figures.items():
+        if not math.isfinite(value):
             raise RuntimeError(f"{name} is {value}; expected a finite number")
-    count = sequence_count(request)
-    if count > MOST_SEQUENCES:
-        raise RuntimeError(f"num_return_sequences ({count}) exceeds {MOST_SEQUENCES}, the most sequences of a request")
-    width = config.beam_width
-    if width > limits.max_beam_width:
+    if request.num_sequences > MOST_SEQUENCES:
         raise RuntimeError(
-            f"Requested beam width {width} is larger than configured max beam width {limits.max_beam_width}"
+            f"num_return_sequences ({request.num_sequences}) exceeds {MOST_SEQUENCES}, the most sequences of a request"
         )
-    if width > 1:
-        _check_beams_alone(request, width)
-
-
-def _check_beams_alone(request: Request, width: int) -> None:
-    """Beams already are several sequences; since 0.16 the sampling config's number limits how many are returned."""
-    counts = [request.num_return_sequences]
-    if request.release in ("0.14", "0.15"):
-        counts.append(request.sampling_config.num_return_sequences or 1)
-    if max(counts) > 1:
+    if request.sampling.beam_width > limits.max_beam_width:
         raise RuntimeError(
-            f"num_return_sequences ({max(counts)}) of a request cannot be used with beam width {width}, which returns "
-            "that many sequences itself"
+            f"Requested beam width {request.sampling.beam_width} is larger than configured max beam width "
+            f"{limits.max_beam_width}"
         )
 
 
-def check_prompt(request: Request, prompt: npt.NDArray[np.int64], model: Model, limits: Limits, *, reuse: bool) -> None:
+def check_prompt(
+    request: EngineRequest, prompt: npt.NDArray[np.int64], model: Model, limits: Limits, *, reuse: bool
+) -> None:
     """Check the length, the token ids, the positions, and the prompt table that ids above the vocabulary refer to."""
     length = len(prompt)
     if length > limits.max_input_len:
         raise RuntimeError(f"Prompt length ({length}) exceeds maximum input length ({limits.max_input_len}).")
     rows = 0
-    if request.prompt_tuning_config is not None:
-        rows = _check_prompt_table(request.prompt_tuning_config, length, model, limits, reuse=reuse)
+    if request.prompt_table is not None:
+        rows = _check_prompt_table(request.prompt_table, length, model, limits, reuse=reuse)
     lowest, highest = int(prompt.min()), int(prompt.max())
     if lowest < 0 or highest >= limits.vocab_size + rows:
         wrong = lowest if lowest < 0 else highest
@@ -90,9 +70,9 @@ def check_prompt(request: Request, prompt: npt.NDArray[np.int64], model: Model, 
             raise RuntimeError(f"Position ids must be in 0 … {model.max_position - 1}")
 
 
-def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, limits: Limits, *, reuse: bool) -> int:
+def _check_prompt_table(table: PromptTable, length: int, model: Model, limits: Limits, *, reuse: bool) -> int:
     """Check the prompt table and return its number of rows."""
-    rows, hidden = tuning.embedding_table.shape
+    rows, hidden = table.rows.shape
     most = limits.max_prompt_embedding_table_size
     if rows > most:
         built = "without a prompt table" if most == 0 else f"for {most} rows"
@@ -102,9 +82,9 @@ def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, l
         )
     if hidden != model.hidden_size:
         raise RuntimeError(f"The prompt embedding table has hidden size {hidden}; the model has {model.hidden_size}")
-    if not np.isfinite(tuning.embedding_table.astype(np.float32, copy=False)).all():
+    if not np.isfinite(table.rows.astype(np.float32, copy=False)).all():
         raise RuntimeError("The prompt embedding table has values that are not finite")
-    extra_ids = tuning.input_token_extra_ids
+    extra_ids = table.extra_ids
     if reuse and extra_ids is None:
         raise RuntimeError("Input token extra ids must be provided when enabling kv cache reuse with prompt table")
     if extra_ids is not None and len(extra_ids) != length:
@@ -114,30 +94,27 @@ def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, l
     return rows
 
 
-def check_outputs(request: Request, limits: Limits, *, generation_logits: bool) -> None:
+def check_outputs(request: EngineRequest, limits: Limits, *, generation_logits: bool) -> None:
     """Check that the engine was built to return the requested logits."""
-    wanted = request.output_config
-    if wanted.return_context_logits and not limits.gather_context_logits:
+    if request.return_context_logits and not limits.gather_context_logits:
         raise RuntimeError("return_context_logits needs an engine that was built with gather_context_logits")
-    if wanted.return_generation_logits and not generation_logits:
+    if request.return_generation_logits and not generation_logits:
         raise RuntimeError("return_generation_logits needs an engine that was built with gather_generation_logits")
 
 
-def allowed_draft(request: Request, limits: Limits) -> tuple[int, ...]:
+def allowed_draft(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
     """Return the draft tokens that fit after the prompt, or empty without a draft."""
-    config = request.external_draft_tokens_config
-    if config is None:
+    draft = request.draft
+    if draft is None:
         return ()
-    tokens, length = config.tokens, len(request.input_token_ids)
-    if request.sampling_config.beam_width > 1:
+    tokens, length = draft.tokens, len(request.tokens)
+    if request.sampling.beam_width > 1:
         raise RuntimeError("Draft tokens need beam width 1")
     if len(tokens) > limits.max_draft_len:
         raise RuntimeError(
             f"Draft tokens length ({len(tokens)}) exceeds maximum draft tokens length ({limits.max_draft_len})."
         )
-    _check_draft(config.logits, tokens, limits.vocab_size)
-    if config.fast_logits:
-        raise RuntimeError("fast_logits are not supported by the embedded executor; send the draft logits")
+    _check_draft(draft.logits, tokens, limits.vocab_size)
     room = max(limits.max_input_len - length, 0)
     if len(tokens) > room:
         logger.warning(
@@ -150,7 +127,7 @@ def allowed_draft(request: Request, limits: Limits) -> tuple[int, ...]:
     return tuple(tokens[:room])
 
 
-def _check_draft(logits: npt.NDArray[Any] | None, tokens: list[int], vocab_size: int) -> None:
+def _check_draft(logits: npt.NDArray[Any] | None, tokens: SequenceOf[int], vocab_size: int) -> None:
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise RuntimeError(f"A draft token is outside the vocabulary of {vocab_size}")
     if logits is None:
@@ -162,7 +139,7 @@ def _check_draft(logits: npt.NDArray[Any] | None, tokens: list[int], vocab_size:
         raise RuntimeError("The draft logits have NaN, +infinity, or a row without any finite value")
 
 
-def allowed_max_tokens(request: Request, prompt_length: int, draft_length: int, limits: Limits) -> int:
+def allowed_max_tokens(request: EngineRequest, prompt_length: int, draft_length: int, limits: Limits) -> int:
     """Return `max_tokens`, reduced with a warning if the sequence would exceed max_seq_len."""
     room = max(limits.max_seq_len - prompt_length - draft_length, 1)
     if request.max_tokens > room:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.options import ContextChunkingPolicy
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.interface.enums import ContextChunkingPolicy
 
 _WINDOW_UNIT = 256
 """Smallest chunk unit in tokens if contexts may be longer than the attention window."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.engine.sampling import (
     UNDEFINED,
     Choice,
@@ -24,7 +25,6 @@ from trtserve.executor.engine.sampling import (
     log_softmax,
     uniform,
 )
-from trtserve.executor.interface.enums import FinishReason
 
 Doubles = npt.NDArray[np.float64]
 

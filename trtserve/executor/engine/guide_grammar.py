@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trtserve.executor.interface.enums import GuideType
+from trtserve.executor.engine.requests import GuideType
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from trtserve.executor.interface.configs import GuidedDecodingConfig
+    from trtserve.executor.engine.options import GuideTokenizer
 
 LIMITS = {"max_items_in_row": 1000, "step_max_items": 20_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
 """llguidance's limits of the work for one token; its own are higher, and allow steps of more than a second."""
@@ -34,15 +34,9 @@ _LIMIT_ERRORS = (
 )
 
 
-def read_tokenizer(config: GuidedDecodingConfig) -> LLTokenizer:
-    """Read the tokenizer of a GuidedDecodingConfig. Raises RuntimeError if that cannot be done."""
-    return tokenizer_of(**tokenizer_settings(config))
-
-
-def tokenizer_settings(config: GuidedDecodingConfig) -> dict[str, Any]:
-    """Return the keywords of `tokenizer_of`."""
-    text = config.tokenizer_str
-    return {"text": text, "vocabulary": None if text else config.encoded_vocab, "ends": config.stop_token_ids or None}
+def read_tokenizer(settings: GuideTokenizer) -> LLTokenizer:
+    """Read the tokenizer of guided decoding. Raises RuntimeError if that cannot be done."""
+    return tokenizer_of(settings.text, settings.vocabulary, settings.ends)
 
 
 def tokenizer_of(text: str | None, vocabulary: list[str] | None, ends: list[int] | None) -> LLTokenizer:

@@ -21,7 +21,7 @@ from trtserve.executor.engine.guide_grammar import (
     tokenizer_of,
     try_first_token,
 )
-from trtserve.executor.interface.enums import GuideType
+from trtserve.executor.engine.requests import GuideType
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,9 @@ from trtserve.executor.engine.guide_grammar import (
     limit_reason,
     read_tokenizer,
     sentence,
-    tokenizer_settings,
 )
-from trtserve.executor.interface.configs import GuidedDecodingConfig
-from trtserve.executor.interface.enums import GuideType
-from trtserve.executor.interface.requests import GuidedDecodingParams
+from trtserve.executor.engine.options import GuideTokenizer
+from trtserve.executor.engine.requests import GuideSource, GuideType
 from trtserve.process import how_it_ended
 from trtserve.process.answering import AnsweringProcess
 
@@ -85,7 +83,7 @@ Wanted = Callable[[], bool]
 
 @dataclass(eq=False)
 class _Job:
-    params: GuidedDecodingParams
+    source: GuideSource
     waiting: list[tuple[Done, Wanted]] = field(default_factory=list)
     begun: bool = False
 
@@ -96,8 +94,8 @@ class GuideFactory:
     Compiled guides are kept up to CACHED_BYTES, and of refused ones the reason is remembered.
     """
 
-    def __init__(self, config: GuidedDecodingConfig | None, vocab_size: int) -> None:
-        self._config = config
+    def __init__(self, settings: GuideTokenizer | None, vocab_size: int) -> None:
+        self._settings = settings
         self._vocab_size = vocab_size
         self._lock = threading.Condition()
         self._tokenizer_lock = threading.Lock()
@@ -114,20 +112,20 @@ class GuideFactory:
 
         Requests with a guide get the reason if it cannot be read.
         """
-        if self._config is not None:
+        if self._settings is not None:
             with suppress(RuntimeError, ImportError):
                 self._read_tokenizer()
 
-    def ready(self, params: GuidedDecodingParams) -> CompiledGuide | None:
+    def ready(self, source: GuideSource) -> CompiledGuide | None:
         """Return the guide if it is known, or why there can be none. None: it has to be compiled."""
-        if self._config is None:
+        if self._settings is None:
             return CompiledGuide(error=_NOT_SET_UP)
-        if (length := _length(params)) > LONGEST_GUIDE:
+        if (length := _length(source)) > LONGEST_GUIDE:
             return CompiledGuide(
-                error=f"The guide of type {params.guide_type.name} has {length} bytes; expected {LONGEST_GUIDE} at "
+                error=f"The guide of type {source.kind.name} has {length} bytes; expected {LONGEST_GUIDE} at "
                 "most. Make it shorter"
             )
-        key = _key(params)
+        key = _key(source)
         with self._lock:
             for cache in (self._known, self._refused):
                 if key in cache:
@@ -135,13 +133,13 @@ class GuideFactory:
                     return cache[key]
         return None
 
-    def compile(self, params: GuidedDecodingParams, done: Done, wanted: Wanted = lambda: True) -> None:
+    def compile(self, source: GuideSource, done: Done, wanted: Wanted = lambda: True) -> None:
         """Compile a guide that is not `ready`, and call `done` from another thread.
 
         A guide is skipped when its turn comes and none of those who asked for it wants it any more. Raises RuntimeError
         when too many guides wait.
         """
-        key = _key(params)
+        key = _key(source)
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
@@ -149,19 +147,19 @@ class GuideFactory:
                     raise RuntimeError(
                         f"The queue of guides to compile is full: {LONGEST_QUEUE} are in it. Please try again later"
                     )
-                job = self._jobs[key] = _Job(params)
+                job = self._jobs[key] = _Job(source)
             job.waiting.append((done, wanted))
             if len(self._threads) < min(_AT_ONCE, len(self._jobs)):
                 self._threads.append(_thread(self._work, f"guides-{len(self._threads)}"))
             self._lock.notify()
 
-    def guide(self, params: GuidedDecodingParams, *, end_id: int = -1, guide: CompiledGuide | None = None) -> Guide:
-        """Return the guide of `params` for a sequence that ends with `end_id` (-1: the tokenizer's end token).
+    def guide(self, source: GuideSource, *, end_id: int = -1, guide: CompiledGuide | None = None) -> Guide:
+        """Return the guide of `source` for a sequence that ends with `end_id` (-1: the tokenizer's end token).
 
         `guide` is what `ready` or `compile` gave; without, it is compiled now. Raises RuntimeError if the executor has
-        no GuidedDecodingConfig, its tokenizer cannot be read, or the guide is invalid or takes too much.
+        no tokenizer for guides, its tokenizer cannot be read, or the guide is invalid or takes too much.
         """
-        found = guide or self.ready(params) or self._wait(params)
+        found = guide or self.ready(source) or self._wait(source)
         if found.matcher is None:
             raise RuntimeError(found.error)
         assert self._tokenizer is not None
@@ -173,7 +171,7 @@ class GuideFactory:
             self._closed = True
             self._lock.notify_all()
 
-    def _wait(self, params: GuidedDecodingParams) -> CompiledGuide:
+    def _wait(self, source: GuideSource) -> CompiledGuide:
         found: list[CompiledGuide] = []
         event = threading.Event()
 
@@ -181,7 +179,7 @@ class GuideFactory:
             found.append(guide)
             event.set()
 
-        self.compile(params, done)
+        self.compile(source, done)
         event.wait()
         return found[0]
 
@@ -190,11 +188,11 @@ class GuideFactory:
         trial: AnsweringProcess | None = None
         while (job := self._next()) is not None:
             try:
-                trial = trial or _trial(self._config)
-                guide, lasting = self._compile(job.params, trial)
+                trial = trial or _trial(self._settings)
+                guide, lasting = self._compile(job.source, trial)
             except BaseException as error:  # noqa: BLE001 - a panic of llguidance must not end the thread
                 guide, lasting = CompiledGuide(error=f"The guide could not be compiled: {error}"), False
-            for done, _ in self._finish(job.params, guide, lasting=lasting):
+            for done, _ in self._finish(job.source, guide, lasting=lasting):
                 done(guide)
         if trial is not None:
             trial.close()
@@ -213,11 +211,9 @@ class GuideFactory:
                     del self._jobs[key]
                 self._lock.wait()
 
-    def _finish(
-        self, params: GuidedDecodingParams, guide: CompiledGuide, *, lasting: bool
-    ) -> list[tuple[Done, Wanted]]:
+    def _finish(self, source: GuideSource, guide: CompiledGuide, *, lasting: bool) -> list[tuple[Done, Wanted]]:
         """Remember a guide if that will be the same next time, and return who waits for it."""
-        key = _key(params)
+        key = _key(source)
         with self._lock:
             if lasting and guide.matcher is not None:
                 self._known[key] = guide
@@ -230,9 +226,9 @@ class GuideFactory:
                     self._refused.popitem(last=False)
             return self._jobs.pop(key).waiting
 
-    def _compile(self, params: GuidedDecodingParams, trial: AnsweringProcess) -> tuple[CompiledGuide, bool]:
+    def _compile(self, source: GuideSource, trial: AnsweringProcess) -> tuple[CompiledGuide, bool]:
         """Return the guide, and whether another attempt would give the same."""
-        kind, text = params.guide_type.name, params.guide or ""
+        kind, text = source.kind.name, source.text
         try:
             tokenizer = self._read_tokenizer()
         except RuntimeError as error:
@@ -255,27 +251,27 @@ class GuideFactory:
     def _read_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                assert self._config is not None
-                self._tokenizer = read_tokenizer(self._config)
+                assert self._settings is not None
+                self._tokenizer = read_tokenizer(self._settings)
             return self._tokenizer
 
 
-def _length(params: GuidedDecodingParams) -> int:
+def _length(source: GuideSource) -> int:
     """Return the bytes of a guide; of a very long one only its characters."""
-    text = params.guide or ""
+    text = source.text
     return len(text) if len(text) > LONGEST_GUIDE else len(text.encode(errors="surrogatepass"))
 
 
-def _key(params: GuidedDecodingParams) -> _Key:
-    return params.guide_type, hashlib.sha256((params.guide or "").encode(errors="surrogatepass")).digest()
+def _key(source: GuideSource) -> _Key:
+    return source.kind, hashlib.sha256((source.text).encode(errors="surrogatepass")).digest()
 
 
-def _trial(config: GuidedDecodingConfig | None) -> AnsweringProcess:
+def _trial(settings: GuideTokenizer | None) -> AnsweringProcess:
     """Return a process that tries guides; it starts with the first."""
-    assert config is not None
+    assert settings is not None
     places = [place for place in sys.path if Path(place).is_absolute()]
     argv = (_python(), "-c", _RUN, json.dumps(places))
-    return AnsweringProcess(argv, lambda: {"tokenizer": tokenizer_settings(config)})
+    return AnsweringProcess(argv, lambda: {"tokenizer": asdict(settings)})
 
 
 def _python() -> str:

@@ -11,16 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.block_pool import BlockPool
+from trtserve.executor.engine.requests import BlockUse
 from trtserve.executor.engine.reuse import (
     DEFAULT_RETENTION,
     NO_MATCH,
     BlockTree,
     Match,
     Node,
+    RetentionRules,
     encode,
     retention_of,
 )
-from trtserve.executor.interface.requests import KvCacheRetentionConfig
 
 Int64s = npt.NDArray[np.int64]
 
@@ -35,24 +36,11 @@ class CacheKey:
     """One per prompt token; tells apart the rows of different prompt tables."""
     adapter: int | None = None
     salt: int | None = None
-    retention: KvCacheRetentionConfig | None = None
+    retention: RetentionRules | None = None
     reusable: bool = True
     """Whether blocks of other sequences may be reused."""
     stored: bool = True
     """Whether its own blocks are kept for others."""
-
-
-@dataclass(slots=True)
-class BlockUse:
-    """Blocks that one sequence has used."""
-
-    total: int = 0
-    """Allocated."""
-    new: int = 0
-    """Allocated without evicting reusable contents."""
-    reused: int = 0
-    missed: int = 0
-    """Blocks of its context that could not be reused."""
 
 
 class Allocation(NamedTuple):

@@ -1,4 +1,4 @@
-"""The limits of one executor: those of the engine, narrowed by the executor's configuration and its KV cache."""
+"""The limits of one executor: those of the engine, narrowed by its options and its KV cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtserve.executor.interface.configs import ExecutorConfig, KvCacheConfig
-from trtserve.executor.interface.enums import CapacitySchedulerPolicy
+from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions, KvCacheOptions
 
 logger = logging.getLogger(__name__)
 
@@ -77,23 +76,23 @@ class Limits:
             )
 
 
-def resolve_limits(engine: Mapping[str, Any], config: ExecutorConfig) -> Limits:
-    """Return the limits of `config` on an engine with config.json `engine`.
+def resolve_limits(engine: Mapping[str, Any], options: EngineOptions) -> Limits:
+    """Return the limits of `options` on an engine with config.json `engine`.
 
-    Raises RuntimeError if `config` exceeds them.
+    Raises RuntimeError if `options` exceed them.
     """
     build = engine["build_config"]
-    batch = _within_engine("max_batch_size", config.max_batch_size, int(build["max_batch_size"]))
-    beams = _within_engine("max_beam_width", config.max_beam_width, int(build.get("max_beam_width", 1)))
+    batch = _within_engine("max_batch_size", options.max_batch_size, int(build["max_batch_size"]))
+    beams = _within_engine("max_beam_width", options.max_beam_width, int(build.get("max_beam_width", 1)))
     tokens = int(build["max_num_tokens"])
-    if config.max_num_tokens is not None and config.max_num_tokens > tokens:
-        logger.warning("max_num_tokens (%d) is above the engine's; using %d", config.max_num_tokens, tokens)
-    elif config.max_num_tokens is not None:
-        tokens = config.max_num_tokens
+    if options.max_num_tokens is not None and options.max_num_tokens > tokens:
+        logger.warning("max_num_tokens (%d) is above the engine's; using %d", options.max_num_tokens, tokens)
+    elif options.max_num_tokens is not None:
+        tokens = options.max_num_tokens
     paged = bool((build.get("plugin_config") or {}).get("use_paged_context_fmha", True))
-    if config.enable_chunked_context and not paged:
+    if options.chunked_context and not paged:
         logger.warning("The engine was built without use_paged_context_fmha: chunked context is turned off")
-    max_seq_len, windows = int(build["max_seq_len"]), config.kv_cache_config.max_attention_window or ()
+    max_seq_len, windows = int(build["max_seq_len"]), options.kv_cache.windows
     if windows and min(windows) < 1:
         raise RuntimeError(f"max_attention_window ({min(windows)}) must be 1 or more")
     # Windows are cycled over the layers; without one that is shorter than the longest sequence there are none.
@@ -107,9 +106,9 @@ def resolve_limits(engine: Mapping[str, Any], config: ExecutorConfig) -> Limits:
         max_beam_width=beams,
         built_input_len=int(build["max_input_len"]) if "max_input_len" in build else None,
         windows=tuple(min(window, max_seq_len) for window in windows),
-        pauses=config.scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION,
+        pauses=options.policy is CapacitySchedulerPolicy.MAX_UTILIZATION,
         long_rope_beyond=_long_rope_beyond(engine["pretrained_config"], max_seq_len),
-        chunked=config.enable_chunked_context and paged,
+        chunked=options.chunked_context and paged,
         paged_context=paged,
         **_features(build),
     )
@@ -147,7 +146,7 @@ def _within_engine(name: str, wanted: int | None, built: int) -> int:
 
 
 def kv_cache_blocks(
-    config: KvCacheConfig,
+    options: KvCacheOptions,
     limits: Limits,
     *,
     tokens_per_block: int,
@@ -162,15 +161,15 @@ def kv_cache_blocks(
     counts. Raises RuntimeError when not even one block fits.
     """
     default = limits.max_rows * -(-limits.max_seq_len // tokens_per_block)
-    wanted = default if config.max_tokens is None else -(-config.max_tokens // tokens_per_block)
-    fraction = config.free_gpu_memory_fraction
+    wanted = default if options.max_tokens is None else -(-options.max_tokens // tokens_per_block)
+    fraction = options.free_fraction
     if fraction is None:
-        fraction = default_fraction if config.max_tokens is None else MOST_FREE_FRACTION
-    elif config.max_tokens is None:
+        fraction = default_fraction if options.max_tokens is None else MOST_FREE_FRACTION
+    elif options.max_tokens is None:
         wanted = free_memory // bytes_per_block
     fitting = int(fraction * free_memory) // bytes_per_block
-    if config.max_gpu_total_bytes:
-        fitting = min(fitting, config.max_gpu_total_bytes // bytes_per_block)
+    if options.max_bytes:
+        fitting = min(fitting, options.max_bytes // bytes_per_block)
     if min(wanted, fitting) < 1:
         raise RuntimeError(
             f"The KV cache has room for {fitting * tokens_per_block} tokens of {wanted * tokens_per_block} wanted, "

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.lora_modules import LoraShape
 from trtserve.executor.engine.lora_weights import Adapter, read_adapter
-from trtserve.executor.interface.configs import PeftCacheConfig
-from trtserve.executor.interface.requests import LoraConfig
+from trtserve.executor.engine.options import AdapterOptions
+from trtserve.executor.engine.requests import AdapterSource
 from trtserve.programs.shared.arrays import read_array
 
 Array = npt.NDArray[Any]
@@ -73,12 +73,12 @@ class _Pages:
     max_rank: int
 
     @classmethod
-    def of(cls, shape: LoraShape, config: PeftCacheConfig, free_memory: int) -> _Pages:
-        """Return the pages of `config` for adapters of `shape`.
+    def of(cls, shape: LoraShape, options: AdapterOptions, free_memory: int) -> _Pages:
+        """Return the pages of `options` for adapters of `shape`.
 
         Raises RuntimeError if a given size is too small for one.
         """
-        best, most = min(config.optimal_adapter_size, shape.max_rank), min(config.max_adapter_size, shape.max_rank)
+        best, most = min(options.optimal_rank, shape.max_rank), min(options.max_rank, shape.max_rank)
         numbers = [module.numbers(1) for module in shape.modules]
         slot, widest = min(numbers), -(-max(numbers) // min(numbers))
         per_page = max(shape.layers * best * sum(-(-count // slot) for count in numbers), most * widest)
@@ -93,13 +93,13 @@ class _Pages:
                 )
             return -(-max(given if given is not None else default // (slot * item), least) // per_page)
 
-        fraction = config.device_cache_percent
+        fraction = options.device_fraction
         share = None if fraction is None else int(fraction * free_memory)
         return cls(
             slot_numbers=slot,
             slots_per_page=per_page,
-            host=pages("host", config.num_host_module_layer, config.host_cache_size, DEFAULT_HOST_BYTES),
-            device=pages("device", config.num_device_module_layer, share, int(DEFAULT_DEVICE_FRACTION * free_memory)),
+            host=pages("host", options.host_module_layers, options.host_bytes, DEFAULT_HOST_BYTES),
+            device=pages("device", options.device_module_layers, share, int(DEFAULT_DEVICE_FRACTION * free_memory)),
             max_rank=most,
         )
 
@@ -118,19 +118,19 @@ class AdapterCache:
     """The adapters that an executor knows.
 
     shape: that of the engine, or None if it was built without adapters.
-    free_memory: the bytes to which a fraction in `config` applies.
+    free_memory: the bytes to which a fraction in `options` applies.
     """
 
-    def __init__(self, shape: LoraShape | None, config: PeftCacheConfig, *, free_memory: int) -> None:
+    def __init__(self, shape: LoraShape | None, options: AdapterOptions, *, free_memory: int) -> None:
         self._shape = shape
-        self._pages = None if shape is None else _Pages.of(shape, config, free_memory)
+        self._pages = None if shape is None else _Pages.of(shape, options, free_memory)
         # Least recently used first.
         self._adapters: OrderedDict[int, Adapter] = OrderedDict()
         self._stack: AdapterStack | None = None
-        if shape is not None and config.lora_prefetch_dir:
-            self._prefetch(Path(config.lora_prefetch_dir))
+        if shape is not None and options.prefetch_dir:
+            self._prefetch(Path(options.prefetch_dir))
 
-    def resolve(self, config: LoraConfig) -> Adapter:
+    def resolve(self, source: AdapterSource) -> Adapter:
         """Return the adapter of a request; it stays cached until `release`.
 
         Weights sent with a known task id are ignored, as upstream does. Raises RuntimeError if the engine has no
@@ -142,12 +142,12 @@ class AdapterCache:
                 "lora_task_id was given, but the engine was built without adapters; build it with --lora-plugin and "
                 "--lora-target-modules"
             )
-        task = int(config.task_id)
+        task = source.task_id
         adapter = self._adapters.get(task)
         if adapter is None:
-            if config.weights is None or config.config is None:
+            if source.weights is None or source.config is None:
                 raise NotCachedError(f"LoRA task {task} not found in cache. Please send LoRA weights with request")
-            adapter = self._put(task, config.weights, config.config)
+            adapter = self._put(task, source.weights, source.config)
         adapter.holders += 1
         self._adapters.move_to_end(task)
         return adapter

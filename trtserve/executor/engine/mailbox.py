@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from trtserve.executor.interface.results import Response
+from trtserve.executor.engine.requests import RequestOutput
 
 
 class Mailbox:
@@ -14,7 +14,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._ready: dict[int, list[Response]] = {}
+        self._ready: dict[int, list[RequestOutput]] = {}
         self._open: dict[int, int | None] = {}
         self._highest = 0
         self._closed = False
@@ -26,7 +26,7 @@ class Mailbox:
             self._open.update(clients)
             self._highest = max(self._highest, *clients, 0)
 
-    def deliver(self, responses: list[Response]) -> None:
+    def deliver(self, responses: list[RequestOutput]) -> None:
         """Make `responses` ready and wake all waiting threads."""
         with self._changed:
             for response in responses:
@@ -48,7 +48,7 @@ class Mailbox:
             for number, client in self._open.items():
                 responses = self._ready.setdefault(number, [])
                 if not (responses and _is_last(responses[-1])):
-                    responses.append(Response(number, message, client))
+                    responses.append(RequestOutput(request_id=number, client_id=client, error=message))
             self._failure = message
         self.close()
 
@@ -59,7 +59,7 @@ class Mailbox:
                 return sum(map(len, self._ready.values()))
             return len(self._ready.get(number, ()))
 
-    def fetch(self, number: int | None, timeout: float | None) -> list[Response]:
+    def fetch(self, number: int | None, timeout: float | None) -> list[RequestOutput]:
         """Return the ready responses of request `number` (None: all), waiting up to `timeout` seconds (None: no limit).
 
         Raises RuntimeError with the cause when no response can become ready any more.
@@ -69,11 +69,12 @@ class Mailbox:
                 self._wait(lambda: bool(self._ready), timeout)
                 return [response for each in list(self._ready) for response in self._take(each)]
             if number <= self._highest and number not in self._open:  # its last response was fetched before
-                return [Response(number, f"Request id {number} has already been processed and terminated")]
+                error = f"Request id {number} has already been processed and terminated"
+                return [RequestOutput(request_id=number, error=error)]
             self._wait(lambda: number in self._ready, timeout)
             return self._take(number)
 
-    def fetch_each(self, numbers: list[int], timeout: float | None) -> list[list[Response]]:
+    def fetch_each(self, numbers: list[int], timeout: float | None) -> list[list[RequestOutput]]:
         """Return the ready responses of each request; the timeout is for all of them together."""
         deadline = None if timeout is None else time.monotonic() + timeout
         return [
@@ -86,12 +87,12 @@ class Mailbox:
         if self._failure is not None and not ready():
             raise RuntimeError(self._failure)
 
-    def _take(self, number: int) -> list[Response]:
+    def _take(self, number: int) -> list[RequestOutput]:
         responses = self._ready.pop(number, [])
         if responses and _is_last(responses[-1]):
             del self._open[number]
         return responses
 
 
-def _is_last(response: Response) -> bool:
-    return bool(response.has_error() or response.result.is_final)
+def _is_last(response: RequestOutput) -> bool:
+    return response.is_last or response.error is not None

@@ -7,36 +7,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.sequence import PostProcessor, Sequence
-from trtserve.executor.interface.configs import ExecutorConfig
-from trtserve.executor.interface.requests import Request
+from trtserve.executor.engine.requests import PostProcessor
+from trtserve.executor.engine.sequence import Sequence
 
 Logits = npt.NDArray[np.float32]
 
 
 class PostProcessors:
-    """The logits post-processors of one executor.
+    """Calls the logits post-processors of a step.
 
     A post-processor is called with (request id, logits f32[n, beams, V] to change in place, tokens per beam, None as
-    the stream, client id), the batched one with lists of these. Since 0.13 the client id is passed; n is 1 except for
-    draft tokens.
+    the stream, client id), the batched one with lists of these; n is 1 except for draft tokens.
     """
 
-    def __init__(self, config: ExecutorConfig) -> None:
-        own = config.logits_post_processor_config
-        self._named = (own.processor_map if own else config.logits_post_processor_map) or {}
-        self._batched = own.processor_batched if own else config.logits_post_processor_batched
-        self._with_client = config.release != "0.12"
-
-    def of(self, request: Request) -> PostProcessor | None:
-        """Return the post-processor that `request` names or contains. Raises RuntimeError for an unknown name."""
-        name = request.logits_post_processor_name
-        if not name:
-            return request.logits_post_processor
-        found = self._batched if name == Request.BATCHED_POST_PROCESSOR_NAME else self._named.get(name)
-        if found is None:
-            raise RuntimeError(f"The logits post-processor {name!r} is unknown to this executor")
-        return found
+    def __init__(self, batched: PostProcessor | None = None) -> None:
+        self._batched = batched
 
     def apply(self, rows: list[tuple[Sequence, Logits]]) -> dict[Sequence, str]:
         """Let the post-processors of the sequences change their rows f32[r, V]; return error messages by sequence.
@@ -66,7 +51,7 @@ class PostProcessors:
         failures: dict[Sequence, str],
     ) -> None:
         try:
-            processor(*(arguments if self._with_client else arguments[:-1]))
+            processor(*arguments)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             for sequence, logits in rows:
                 logits[:] = np.nan

@@ -4,24 +4,88 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from trtserve.executor.engine.options import EngineOptions
+from trtserve.executor.engine.requests import BlockUse, RequestStage
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.interface.configs import ExecutorConfig
-from trtserve.executor.interface.enums import BatchingType, RequestStage
-from trtserve.executor.interface.statistics import (
-    InflightBatchingStats,
-    IterationStats,
-    KvCacheStats,
-    RequestStats,
-    RequestStatsPerIteration,
-    SpecDecodingStats,
-    StaticBatchingStats,
-    format_timestamp,
-    hit_rate,
-)
 
+_T = TypeVar("_T")
 _MEMORY_PERIOD = 1.0
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Draft tokens of an iteration."""
+
+    drafted: int = 0
+    accepted: int = 0
+    requests: int = 0
+    """Requests that had draft tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationRecord:
+    """One iteration of the engine."""
+
+    number: int
+    time: float
+    """Seconds since the epoch, at its end."""
+    seconds: float
+    started: int
+    """Requests that have left the queue since the last iteration."""
+    queued_seconds: float
+    """How long these were in the queue, together."""
+    active: int
+    queued: int
+    completed: int
+    contexts: int
+    """Requests whose prompts were computed."""
+    context_tokens: int
+    generations: int
+    """Requests that got further tokens."""
+    generated_tokens: int
+    """One for each beam."""
+    right_guesses: int
+    """Guessed tokens that were right, of requests that got further tokens."""
+    paused: int
+    empty_slots: int | None
+    """Of a static batch: places of requests that have ended while others still generate; None without."""
+    blocks: int
+    """Blocks of the KV cache."""
+    free_blocks: int
+    tokens_per_block: int
+    use: BlockUse
+    """Blocks used since the start, by all requests."""
+    memory: int
+    """Bytes of memory of this process."""
+    drafts: DraftCounts | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRecord:
+    """One sequence at one iteration."""
+
+    request_id: int
+    stage: RequestStage
+    computed: int
+    """Tokens of the prompt that are computed."""
+    generated: int
+    iterations: int
+    scheduled: bool
+    paused: bool
+    use: BlockUse
+    """Blocks since the request started."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsRecord:
+    """All requests at one iteration."""
+
+    number: int
+    sequences: list[SequenceRecord] = field(default_factory=list)
 
 
 class Recorder:
@@ -31,23 +95,22 @@ class Recorder:
     `iteration` is the number of the next record.
     """
 
-    def __init__(self, scheduler: Scheduler, config: ExecutorConfig, *, drafts: bool) -> None:
-        """`drafts`: records have statistics of draft tokens."""
+    def __init__(self, scheduler: Scheduler, options: EngineOptions, *, drafts: bool) -> None:
+        """`drafts`: records have counts of draft tokens."""
         self._scheduler = scheduler
-        self._iterations: deque[IterationStats] = deque(maxlen=config.iter_stats_max_iterations)
-        self._requests: deque[RequestStatsPerIteration] = deque(maxlen=config.request_stats_max_iterations)
+        self._iterations: deque[IterationRecord] = deque(maxlen=options.iteration_records)
+        self._requests: deque[RequestsRecord] = deque(maxlen=options.request_records)
         self.iteration = 0
         self._started: list[float] = []
         self._completed: list[Sequence] = []
         self._with_drafts = drafts
-        self._drafts = SpecDecodingStats()
-        self._static = config.batching_type is BatchingType.STATIC
+        self._drafts = DraftCounts()
+        self._static = options.static_batching
         self._batch = 0
         self._memory = 0
         self._memory_read = float("-inf")
         if self._iterations.maxlen:
             self._iterations.append(self._iteration_record(StepPlan(), 0.0, 0))
-            self._drafts = SpecDecodingStats()  # the record keeps the other
 
     def became_active(self, sequence: Sequence) -> None:
         """Note that a request has left the queue."""
@@ -58,15 +121,10 @@ class Recorder:
         self._completed.extend(sequences)
 
     def verified(self, drafted: int, accepted: int) -> None:
-        """Note that `accepted` of the `drafted` tokens of a request were correct; the next record counts them.
-
-        The acceptance length is the mean number of tokens that such a request got: the accepted ones plus one.
-        """
-        drafts = self._drafts
-        drafts.num_draft_tokens += drafted
-        drafts.num_accepted_tokens += accepted
-        drafts.num_requests_with_draft_tokens += 1
-        drafts.acceptance_length = 1 + drafts.num_accepted_tokens / drafts.num_requests_with_draft_tokens
+        """Note that `accepted` of the `drafted` tokens of a request were correct; the next record counts them."""
+        self._drafts.drafted += drafted
+        self._drafts.accepted += accepted
+        self._drafts.requests += 1
 
     def record(self, plan: StepPlan, *, seconds: float, queue: deque[Sequence]) -> None:
         """Write the record of one iteration that took `seconds`; `queue` holds the waiting requests."""
@@ -78,76 +136,44 @@ class Recorder:
         self._started.clear()
         self._completed.clear()
         if self._with_drafts:
-            self._drafts = SpecDecodingStats()
+            self._drafts = DraftCounts()
 
-    def drain_iterations(self) -> list[IterationStats]:
+    def drain_iterations(self) -> list[IterationRecord]:
         """Return all iteration records since the last call."""
         return _drain(self._iterations)
 
-    def drain_requests(self) -> list[RequestStatsPerIteration]:
+    def drain_requests(self) -> list[RequestsRecord]:
         """Return all request records since the last call."""
         return _drain(self._requests)
 
-    def _iteration_record(self, plan: StepPlan, seconds: float, queued: int) -> IterationStats:
-        limits = self._scheduler.limits
-        return IterationStats(
-            timestamp=format_timestamp(time.time()),
-            iter=self.iteration,
-            iter_latency_ms=seconds * 1000.0,
-            new_active_requests_queue_latency_ms=sum(self._started) * 1000.0,
-            num_new_active_requests=len(self._started),
-            num_active_requests=len(self._scheduler.active),
-            num_queued_requests=queued,
-            num_completed_requests=len(self._completed),
-            max_num_active_requests=limits.max_batch_size,
-            cpu_mem_usage=self._resident_memory(),
-            kv_cache_stats=self._kv_cache_stats(),
-            static_batching_stats=self._static_stats(plan) if self._static else None,
-            inflight_batching_stats=None if self._static else self._inflight_stats(plan),
-            specdec_stats=self._drafts if self._with_drafts else None,
-            max_batch_size_static=limits.max_batch_size,
-            max_batch_size_runtime=limits.max_batch_size,
-            max_num_tokens_static=limits.max_num_tokens,
-            max_num_tokens_runtime=limits.max_num_tokens,
-        )
-
-    def _static_stats(self, plan: StepPlan) -> StaticBatchingStats:
-        """Empty slots are those of sequences of the batch that have ended while others still generate."""
-        contexts, generations = len(plan.chunks), len(plan.generations)
-        if not generations:
-            self._batch = sum(bool(sequence.slots) for sequence in self._scheduler.active)
-        return StaticBatchingStats(
-            num_scheduled_requests=contexts + generations,
-            num_context_requests=contexts,
-            num_ctx_tokens=plan.context_tokens,
-            num_gen_tokens=sum(sequence.width for sequence in plan.generations),
-            empty_gen_slots=self._batch - generations if generations and not contexts else 0,
-        )
-
-    def _inflight_stats(self, plan: StepPlan) -> InflightBatchingStats:
-        contexts, generations = len(plan.chunks), len(plan.generations)
-        accepted = self._drafts.num_accepted_tokens if plan.drafts else 0
-        return InflightBatchingStats(
-            num_scheduled_requests=contexts + generations,
-            num_context_requests=contexts,
-            num_gen_requests=generations,
-            num_paused_requests=len(plan.paused),
-            num_ctx_tokens=plan.context_tokens,
-            avg_num_decoded_tokens_per_iter=1 + accepted / generations if generations else 0.0,
-        )
-
-    def _kv_cache_stats(self) -> KvCacheStats:
+    def _iteration_record(self, plan: StepPlan, seconds: float, queued: int) -> IterationRecord:
         cache = self._scheduler.cache
-        return KvCacheStats(
-            max_num_blocks=cache.pool.count,
-            free_num_blocks=cache.pool.free,
-            used_num_blocks=cache.pool.count - cache.pool.free,
+        contexts, generations = len(plan.chunks), len(plan.generations)
+        if self._static and not generations:
+            self._batch = sum(bool(sequence.slots) for sequence in self._scheduler.active)
+        empty = self._batch - generations if generations and not contexts else 0
+        return IterationRecord(
+            number=self.iteration,
+            time=time.time(),
+            seconds=seconds,
+            started=len(self._started),
+            queued_seconds=sum(self._started),
+            active=len(self._scheduler.active),
+            queued=queued,
+            completed=len(self._completed),
+            contexts=contexts,
+            context_tokens=plan.context_tokens,
+            generations=generations,
+            generated_tokens=sum([sequence.width for sequence in plan.generations]),
+            right_guesses=self._drafts.accepted if plan.drafts else 0,
+            paused=len(plan.paused),
+            empty_slots=empty if self._static else None,
+            blocks=cache.pool.count,
+            free_blocks=cache.pool.free,
             tokens_per_block=cache.tokens_per_block,
-            alloc_total_blocks=cache.allocated_total,
-            alloc_new_blocks=cache.new_total,
-            reused_blocks=cache.reused_total,
-            missed_blocks=cache.missed_total,
-            cache_hit_rate=hit_rate(cache.reused_total, cache.missed_total),
+            use=BlockUse(cache.allocated_total, cache.new_total, cache.reused_total, cache.missed_total),
+            memory=self._resident_memory(),
+            drafts=replace(self._drafts) if self._with_drafts else None,
         )
 
     def _resident_memory(self) -> int:
@@ -159,7 +185,7 @@ class Recorder:
             self._memory, self._memory_read = int(psutil.Process().memory_info().rss), now
         return self._memory
 
-    def _request_records(self, plan: StepPlan, waiting: list[Sequence]) -> RequestStatsPerIteration:
+    def _request_records(self, plan: StepPlan, waiting: list[Sequence]) -> RequestsRecord:
         scheduled = {sequence for sequence, _ in plan.chunks} | set(plan.generations)
         stages = [
             (
@@ -171,32 +197,26 @@ class Recorder:
         stages += [(sequence, RequestStage.QUEUED) for sequence in waiting]
         stages += [(sequence, RequestStage.GENERATION_COMPLETE) for sequence in self._completed]
         records = [
-            _request_record(sequence, stage, scheduled=sequence in scheduled, paused=sequence in plan.paused)
+            _sequence_record(sequence, stage, scheduled=sequence in scheduled, paused=sequence in plan.paused)
             for sequence, stage in stages
         ]
-        return RequestStatsPerIteration(self.iteration, records)
+        return RequestsRecord(self.iteration, records)
 
 
-def _request_record(sequence: Sequence, stage: RequestStage, *, scheduled: bool, paused: bool) -> RequestStats:
-    """Blocks count since the request started; a beam has as many tokens as there were iterations."""
-    use, iterations = sequence.use, sequence.iterations
-    generated = len(sequence.generated) if sequence.width == 1 else iterations
-    return RequestStats(
-        id=sequence.id,
+def _sequence_record(sequence: Sequence, stage: RequestStage, *, scheduled: bool, paused: bool) -> SequenceRecord:
+    return SequenceRecord(
+        request_id=sequence.id,
         stage=stage,
-        context_prefill_position=min(sequence.computed, sequence.prompt_length),
-        num_generated_tokens=generated,
-        avg_num_decoded_tokens_per_iter=generated / iterations if iterations else 0.0,
+        computed=min(sequence.computed, sequence.prompt_length),
+        # A beam has as many tokens as there were iterations.
+        generated=len(sequence.generated) if sequence.width == 1 else sequence.iterations,
+        iterations=sequence.iterations,
         scheduled=scheduled,
         paused=paused,
-        alloc_total_blocks_per_request=use.total,
-        alloc_new_blocks_per_request=use.new,
-        reused_blocks_per_request=use.reused,
-        missed_blocks_per_request=use.missed,
-        kv_cache_hit_rate_per_request=hit_rate(use.reused, use.missed),
+        use=replace(sequence.use),
     )
 
 
-def _drain(records: deque[IterationStats] | deque[RequestStatsPerIteration]) -> list:  # type: ignore[type-arg]
+def _drain(records: deque[_T]) -> list[_T]:
     """Remove and return all records; the worker may append meanwhile."""
     return [records.popleft() for _ in range(len(records))]

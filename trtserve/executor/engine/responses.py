@@ -1,4 +1,4 @@
-"""Build the responses of a sequence: which tokens to send, and with which further outputs."""
+"""Build the outputs of a sequence: which tokens to send, and what else was asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.executor.engine.requests import FinishReason, RequestOutput
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.interface.enums import FinishReason
-from trtserve.executor.interface.results import RequestPerfMetrics, Response, Result
 
 Floats = npt.NDArray[np.float32]
 
@@ -17,7 +16,7 @@ _SENT: Floats = np.zeros((0, 0), dtype=np.float32)
 """Replaces logits that were already sent in a stream and are not needed again."""
 
 
-def next_responses(sequence: Sequence, reason: FinishReason) -> list[Response]:
+def next_responses(sequence: Sequence, reason: FinishReason) -> list[RequestOutput]:
     """Return what is new after a step of a streaming sequence, or at the end of any.
 
     A stream has one response per token, also after a step with several. Only a client that sent draft tokens itself
@@ -36,25 +35,25 @@ def next_responses(sequence: Sequence, reason: FinishReason) -> list[Response]:
     return [*responses, _respond(sequence, count, reason)] if final else responses
 
 
-def _respond(sequence: Sequence, end: int, reason: FinishReason) -> Response:
+def _respond(sequence: Sequence, end: int, reason: FinishReason) -> RequestOutput:
     """Return the response with the generated tokens up to `end`."""
     generated = sequence.generated[:end]
     if sequence.streaming:
         tokens = generated if sequence.return_all else generated[sequence.sent :]
     else:
         tokens = generated if sequence.exclude_input else [*sequence.prompt.tolist(), *generated]
-    result = _result(sequence, [tokens], [reason], final=reason is not FinishReason.NOT_FINISHED)
+    output = _output(sequence, [tokens], [reason], final=reason is not FinishReason.NOT_FINISHED)
     if sequence.log_probs is not None:
         known = sequence.log_probs[:end]
-        result.log_probs, result.cum_log_probs = [[each for each, _ in known]], [known[-1][1] if known else 0.0]
+        output.log_probs, output.cum_log_probs = [[each for each, _ in known]], [known[-1][1] if known else 0.0]
     if sequence.logits is not None:
-        result.context_logits = sequence.logits.context
-        result.generation_logits = _generation_logits(sequence, end)
+        output.context_logits = sequence.logits.context
+        output.generation_logits = _generation_logits(sequence, end)
     sequence.sent = end
-    return Response(sequence.id, result, sequence.client_id)
+    return output
 
 
-def ended_response(sequence: Sequence, reason: FinishReason) -> Response:
+def ended_response(sequence: Sequence, reason: FinishReason) -> RequestOutput:
     """Return the last response of a sequence that was cancelled or timed out.
 
     As in TensorRT-LLM, generated tokens that were not sent are dropped; the prompt stays where it belongs to the
@@ -62,52 +61,33 @@ def ended_response(sequence: Sequence, reason: FinishReason) -> Response:
     """
     count = len(sequence.search.ranked()) if sequence.search is not None else 1
     prompt = [] if sequence.streaming or sequence.exclude_input else sequence.prompt.tolist()
-    result = _result(sequence, [prompt[:] for _ in range(count)], [reason] * count, final=True)
-    return Response(sequence.id, result, sequence.client_id)
+    return _output(sequence, [prompt[:] for _ in range(count)], [reason] * count, final=True)
 
 
-def error_response(sequence: Sequence, message: str) -> Response:
+def error_response(sequence: Sequence, message: str) -> RequestOutput:
     """Return the response that ends a request with an error."""
     sequence.group.failed = True
-    return Response(sequence.id, message, sequence.client_id)
+    return RequestOutput(request_id=sequence.id, client_id=sequence.client_id, error=message)
 
 
-def _result(sequence: Sequence, tokens: list[list[int]], reasons: list[FinishReason], *, final: bool) -> Result:
+def _output(sequence: Sequence, tokens: list[list[int]], reasons: list[FinishReason], *, final: bool) -> RequestOutput:
     if final:
         sequence.group.open -= 1
-    result = Result(
-        is_final=final and sequence.group.open == 0,
-        output_token_ids=tokens,
-        finish_reasons=reasons,
-        sequence_index=sequence.index,
-        is_sequence_final=final,
-        decoding_iter=sequence.iterations,
-    )
-    if sequence.metrics is not None:
-        result.request_perf_metrics = _metrics(sequence, sequence.metrics)
-    return result
-
-
-def _metrics(sequence: Sequence, metrics: RequestPerfMetrics) -> RequestPerfMetrics:
-    """Return a copy of the metrics as they are now."""
-    use = sequence.use
-    looked_up = use.reused + use.missed
-    return replace(
-        metrics,
-        timing_metrics=replace(metrics.timing_metrics),
-        kv_cache_metrics=replace(
-            metrics.kv_cache_metrics,
-            num_total_allocated_blocks=use.total,
-            num_new_allocated_blocks=use.new,
-            num_reused_blocks=use.reused,
-            num_missed_blocks=use.missed,
-            kv_cache_hit_rate=use.reused / looked_up if looked_up else 0.0,
-        ),
-        speculative_decoding=replace(metrics.speculative_decoding),
+    metrics = sequence.metrics
+    return RequestOutput(
+        request_id=sequence.id,
+        client_id=sequence.client_id,
+        tokens=tokens,
+        reasons=reasons,
+        index=sequence.index,
+        ended=final,
+        is_last=final and sequence.group.open == 0,
+        iterations=sequence.iterations,
+        metrics=None if metrics is None else replace(metrics, blocks=replace(sequence.use)),
     )
 
 
-def _respond_with_beams(sequence: Sequence, *, final: bool) -> Response | None:
+def _respond_with_beams(sequence: Sequence, *, final: bool) -> RequestOutput | None:
     """Return all beams, best first; a streamed response repeats all tokens so far."""
     search = sequence.search
     assert search is not None
@@ -116,12 +96,12 @@ def _respond_with_beams(sequence: Sequence, *, final: bool) -> Response | None:
     beams = search.ranked()
     prompt = [] if sequence.streaming or sequence.exclude_input else sequence.prompt.tolist()
     tokens = [[*prompt, *beam.tokens] for beam in beams]
-    result = _result(sequence, tokens, [beam.reason for beam in beams], final=final)
+    output = _output(sequence, tokens, [beam.reason for beam in beams], final=final)
     if sequence.log_probs is not None:
-        result.cum_log_probs = [beam.cum_log_prob for beam in beams]
-        result.log_probs = [beam.log_probs for beam in beams]
+        output.cum_log_probs = [beam.cum_log_prob for beam in beams]
+        output.log_probs = [beam.log_probs for beam in beams]
     if sequence.logits is not None:
-        result.context_logits = sequence.logits.context
+        output.context_logits = sequence.logits.context
         if sequence.logits.generation is not None:
             logits = np.zeros(
                 (len(beams), sequence.max_tokens, sequence.logits.generation[0].shape[1]), dtype=np.float32
@@ -129,9 +109,9 @@ def _respond_with_beams(sequence: Sequence, *, final: bool) -> Response | None:
             for number, beam in enumerate(beams):
                 for step, origin in enumerate(beam.origins):
                     logits[number, step] = sequence.logits.generation[step][origin]
-            result.generation_logits = logits
+            output.generation_logits = logits
     sequence.sent = search.longest
-    return Response(sequence.id, result, sequence.client_id)
+    return output
 
 
 def _generation_logits(sequence: Sequence, end: int) -> Floats | None:

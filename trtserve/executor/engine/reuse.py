@@ -12,8 +12,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.interface.requests import KvCacheRetentionConfig
-
 DEFAULT_PRIORITY = 35
 """Priority of a block without a retention config, as in TensorRT-LLM."""
 
@@ -34,6 +32,15 @@ class Retention:
 
 
 DEFAULT_RETENTION = Retention()
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRules:
+    """How long the blocks of a request are kept."""
+
+    ranges: tuple[tuple[int, int | None, Retention], ...] = ()
+    """(first token, token behind the last or None, retention) of ranges of the prompt."""
+    generated: Retention = DEFAULT_RETENTION
 
 
 @dataclass(slots=True, eq=False)
@@ -238,18 +245,16 @@ def encode(tokens: npt.NDArray[np.int64] | Sequence[int], extra_ids: Sequence[in
     return content.tobytes()
 
 
-def retention_of(config: KvCacheRetentionConfig | None, first: int, *, generated: bool) -> Retention:
+def retention_of(rules: RetentionRules | None, first: int, *, generated: bool) -> Retention:
     """Return the retention of the block that begins with token `first` of its sequence."""
-    if config is None:
+    if rules is None:
         return DEFAULT_RETENTION
     if generated:
-        duration = config.decode_duration_ms
-        return Retention(config.decode_retention_priority, None if duration is None else duration.total_seconds())
-    for item in config.token_range_retention_configs:
-        if item.token_start <= first and (item.token_end is None or first < item.token_end):
-            duration = item.duration_ms
-            return Retention(item.priority, None if duration is None else duration.total_seconds())
-    return DEFAULT_RETENTION
+        return rules.generated
+    return next(
+        (retention for start, end, retention in rules.ranges if start <= first and (end is None or first < end)),
+        DEFAULT_RETENTION,
+    )
 
 
 def _closest(node: Node, wanted: bytes) -> tuple[Node | None, int]:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.logits_processing import LogitsProcessor
-from trtserve.executor.interface.requests import SamplingConfig
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-MAX_TOP_K = 1024
 UNDEFINED = -1
 """Token of a row whose logits are not finite."""
 EXHAUSTED = -2
@@ -63,20 +61,6 @@ class SamplingParameters:
     def penalised(self) -> bool:
         """True when tokens that have occurred are penalised."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-    @classmethod
-    def of(cls, config: SamplingConfig, *, index: int = 0) -> SamplingParameters:
-        """Resolve defaults and combinations for sequence `index` of a request, whose seed is increased by `index`."""
-        names = [each.name for each in fields(cls) if each.name != "greedy"]
-        given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-        seed = (given.pop("seed", 0) + index) % 2**64
-        top_k = min(given.pop("top_k", 0), MAX_TOP_K)
-        temperature = given.pop("temperature", 1.0)
-        greedy = temperature == 0 or top_k == 1 or (top_k == 0 and "top_p" not in given)
-        if top_k:  # TensorRT-LLM's top-k sampler has no decay
-            given.pop("top_p_decay", None)
-        given.setdefault("num_return_sequences", config.beam_width)
-        return cls(greedy=greedy, temperature=temperature or 1.0, top_k=top_k, seed=seed, **given)
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from trtserve.executor.engine.chunks import ContextChunker
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.limits import Limits
 from trtserve.executor.engine.ngram_drafts import best_draft_lengths
+from trtserve.executor.engine.options import CapacitySchedulerPolicy, ContextChunkingPolicy
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.interface.enums import CapacitySchedulerPolicy, ContextChunkingPolicy
 
 Fits = Callable[[set[Any]], bool]
 

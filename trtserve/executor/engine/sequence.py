@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,20 +12,17 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.beams import BeamSearch
 from trtserve.executor.engine.drafts import DraftLogits
-from trtserve.executor.engine.kv_cache import BlockUse, CacheKey
+from trtserve.executor.engine.kv_cache import CacheKey
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.lora_weights import Adapter
 from trtserve.executor.engine.ngram_drafts import NgramDrafter
+from trtserve.executor.engine.requests import BlockUse, FinishReason, PostProcessor, RequestMetrics
 from trtserve.executor.engine.sampling import Choice, Row, SamplingParameters
 from trtserve.executor.engine.stop_words import StopWords
-from trtserve.executor.interface.enums import FinishReason
-from trtserve.executor.interface.results import RequestPerfMetrics
 
 NO_END = -1
 DEFAULT_PRIORITY = 0.5
 NO_CACHE_KEY = CacheKey(np.zeros(0, dtype=np.int64), reusable=False, stored=False)
-
-PostProcessor = Callable[..., Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +74,7 @@ class Sequence:
     positions: npt.NDArray[np.int64] | None = None
     post_processor: PostProcessor | None = None
     logits: Logits | None = None
-    metrics: RequestPerfMetrics | None = None
+    metrics: RequestMetrics | None = None
     streaming: bool = False
     return_all: bool = False
     exclude_input: bool = False
@@ -210,7 +207,7 @@ class Sequence:
         return np.concatenate([self.prompt, as_tokens(self.generated)]) if self.generated else self.prompt
 
 
-def as_tokens(tokens: list[int]) -> npt.NDArray[np.int64]:
+def as_tokens(tokens: SequenceOf[int]) -> npt.NDArray[np.int64]:
     """Return token ids as i64[n]."""
     array: npt.NDArray[Any] = np.array(tokens, dtype=np.int64)
     return array

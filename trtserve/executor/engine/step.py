@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from trtserve.executor.engine.draws import (
 )
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.model import FatalModelError, Model
+from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.engine.sampling import (
     EXHAUSTED,
     UNDEFINED,
@@ -28,7 +28,6 @@ from trtserve.executor.engine.sampling import (
 )
 from trtserve.executor.engine.scheduler import StepPlan
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.interface.enums import FinishReason
 
 Logits = npt.NDArray[np.float32]
 
@@ -96,9 +95,9 @@ class Stepper:
         begin = time.perf_counter()
         step = self._batch.fill(plan)
         for sequence, _ in plan.chunks:
-            if sequence.metrics is not None and sequence.metrics.first_iter is None:
-                sequence.metrics.first_iter = iteration
-                sequence.metrics.timing_metrics.first_scheduled_time = _now()
+            if sequence.metrics is not None and sequence.metrics.first_iteration is None:
+                sequence.metrics.first_iteration = iteration
+                sequence.metrics.first_scheduled = time.monotonic()
         if self._choosing is None:
             running = RunningStep(plan, step, begin, self._model.forward(step.inputs))
         else:
@@ -298,11 +297,8 @@ class Stepper:
     def _note_draft(self, sequence: Sequence, drafted: int, accepted: int, outcome: Outcome) -> None:
         outcome.drafts.append((drafted, accepted))
         if sequence.metrics is not None:
-            figures = sequence.metrics.speculative_decoding
-            figures.total_draft_tokens += drafted
-            figures.total_accepted_draft_tokens += accepted
-            if figures.total_draft_tokens:
-                figures.acceptance_rate = figures.total_accepted_draft_tokens / figures.total_draft_tokens
+            sequence.metrics.drafted += drafted
+            sequence.metrics.accepted += accepted
 
     def _search(self, sequence: Sequence, logits: Logits, outcome: Outcome) -> None:
         """Run one step of a beam search and rearrange the blocks of the beams."""
@@ -354,12 +350,6 @@ def _note_metrics(outcome: Outcome, iteration: int) -> None:
     """Record times and iterations of the sequences that asked for metrics."""
     for sequence, _ in outcome.advanced:
         if sequence.metrics is not None:
-            timing, now = sequence.metrics.timing_metrics, _now()
-            if timing.first_token_time == timedelta():
-                timing.first_token_time = now
-            timing.last_token_time = now
-            sequence.metrics.iter = sequence.metrics.last_iter = iteration
-
-
-def _now() -> timedelta:
-    return timedelta(seconds=time.monotonic())
+            sequence.metrics.last_token = time.monotonic()
+            sequence.metrics.first_token = sequence.metrics.first_token or sequence.metrics.last_token
+            sequence.metrics.last_iteration = iteration

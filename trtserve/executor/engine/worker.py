@@ -12,28 +12,20 @@ from functools import partial
 
 from trtserve.executor.engine.admission import Admission
 from trtserve.executor.engine.batch import Batch
-from trtserve.executor.engine.checks import sequence_count
 from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.limits import Limits
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
 from trtserve.executor.engine.mailbox import Mailbox
 from trtserve.executor.engine.model import FatalModelError, Model
+from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions
 from trtserve.executor.engine.post_processing import PostProcessors
 from trtserve.executor.engine.recorder import Recorder
+from trtserve.executor.engine.requests import EngineRequest, FinishReason, RequestOutput
 from trtserve.executor.engine.responses import ended_response, error_response, next_responses
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan, insert_by_priority
 from trtserve.executor.engine.sequence import Sequence
 from trtserve.executor.engine.step import Outcome, RunningStep, Stepper
-from trtserve.executor.interface.configs import ExecutorConfig, PeftCacheConfig
-from trtserve.executor.interface.enums import (
-    BatchingType,
-    CapacitySchedulerPolicy,
-    ContextChunkingPolicy,
-    FinishReason,
-)
-from trtserve.executor.interface.requests import Request
-from trtserve.executor.interface.results import Response
 
 logger = logging.getLogger(__name__)
 
@@ -47,42 +39,48 @@ _STEPS_WITHOUT_MEMORY = 30
 class _Arrived:
     """A request whose guide is being compiled."""
 
-    request: Request
+    request: EngineRequest
     arrival: float
 
 
 class Worker:
     """Queue, scheduler and model of one executor. `run` is the worker thread; other methods are for other threads."""
 
-    def __init__(self, model: Model, limits: Limits, config: ExecutorConfig, *, blocks: int, free_memory: int) -> None:
+    def __init__(self, model: Model, limits: Limits, options: EngineOptions, *, blocks: int, free_memory: int) -> None:
         self.mailbox = Mailbox()
-        caching = config.kv_cache_config
         self.cache = KvCache(
             blocks=blocks,
             tokens_per_block=model.tokens_per_block,
             max_rows=limits.max_rows,
             max_tokens=limits.max_seq_len,
             copy_block=model.copy_block,
-            reuse=caching.enable_block_reuse and limits.paged_context,
-            partial_reuse=caching.enable_partial_reuse,
-            copy_on_partial_reuse=caching.copy_on_partial_reuse,
+            reuse=options.kv_cache.reuse and limits.paged_context,
+            partial_reuse=options.kv_cache.partial_reuse,
+            copy_on_partial_reuse=options.kv_cache.copy_on_partial_reuse,
         )
-        adapters = AdapterCache(model.lora, config.peft_cache_config or PeftCacheConfig(), free_memory=free_memory)
-        post_processors = PostProcessors(config)
-        costs = model.step_costs if config.ngram_max_draft_len else ()
-        self.scheduler = _scheduler(limits, self.cache, config, adapters, costs)
-        self.recorder = Recorder(self.scheduler, config, drafts=bool(limits.max_draft_len or costs))
-        self._admission = Admission(model, limits, config, adapters=adapters, post_processors=post_processors)
+        adapters = AdapterCache(model.lora, options.adapters, free_memory=free_memory)
+        costs = model.step_costs if options.ngram_max_draft_len else ()
+        self.scheduler = Scheduler(
+            limits,
+            self.cache,
+            policy=CapacitySchedulerPolicy.STATIC_BATCH if options.static_batching else options.policy,
+            chunking=options.chunking,
+            fits=adapters.fits,
+            max_draft_len=options.ngram_max_draft_len,
+            step_costs=costs,
+        )
+        self.recorder = Recorder(self.scheduler, options, drafts=bool(limits.max_draft_len or costs))
+        self._admission = Admission(model, limits, options, adapters)
         self._stepper = Stepper(
             model,
             Batch(limits, self.cache, None if model.lora is None else adapters),
             self.cache,
-            normalize_log_probs=config.normalize_log_probs,
-            post_process=post_processors.apply,
+            normalize_log_probs=options.normalize_log_probs,
+            post_process=PostProcessors(options.batched_post_processor).apply,
         )
         self._running: deque[RunningStep] = deque()  # the oldest first
         self._finished = 0.0
-        self._max_queue_size = config.max_queue_size or None
+        self._max_queue_size = options.max_queue_size or None
         # Requests are checked under this lock only, so that a long prompt does not block the loop.
         self._enqueue_lock = threading.Lock()
         self._wake = threading.Condition()
@@ -96,7 +94,7 @@ class Worker:
         self._failed_steps = 0  # since the last one that succeeded
         self._without_memory = 0
 
-    def enqueue(self, requests: list[Request]) -> list[int]:
+    def enqueue(self, requests: list[EngineRequest]) -> list[int]:
         """Queue `requests`.
 
         Raises RuntimeError when the queue cannot take all. Invalid requests get an error response. One whose guide has
@@ -109,9 +107,8 @@ class Worker:
                 raise RuntimeError("Shutdown called")
             limit = self._max_queue_size
             waiting = [*requests, *(each.request for each in self._compiling.values())]
-            if limit is not None and len(self._queue) + sum(map(sequence_count, waiting)) > limit:
+            if limit is not None and len(self._queue) + sum(each.num_sequences for each in waiting) > limit:
                 raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
-            self._admission.require_post_processors(requests)
             ids = list(range(self._next_id, self._next_id + len(requests)))
             self._next_id += len(requests)
             self.mailbox.expect({id_: request.client_id for request, id_ in zip(requests, ids, strict=True)})
@@ -124,19 +121,19 @@ class Worker:
             self._refuse(checked)
         return ids
 
-    def _add(self, checked: SequenceOf[list[Sequence] | Response]) -> None:
+    def _add(self, checked: SequenceOf[list[Sequence] | RequestOutput]) -> None:
         """Queue what was admitted; the caller holds `_wake`."""
         for each in checked:
             for sequence in each if isinstance(each, list) else ():
                 insert_by_priority(self._queue, sequence)
         self._wake.notify()
 
-    def _refuse(self, checked: SequenceOf[list[Sequence] | Response]) -> None:
-        refused = [each for each in checked if isinstance(each, Response)]
+    def _refuse(self, checked: SequenceOf[list[Sequence] | RequestOutput]) -> None:
+        refused = [each for each in checked if isinstance(each, RequestOutput)]
         if refused:
             self.mailbox.deliver(refused)
 
-    def _admit_or_compile(self, id_: int, arrived: _Arrived) -> list[Sequence] | Response:
+    def _admit_or_compile(self, id_: int, arrived: _Arrived) -> list[Sequence] | RequestOutput:
         """Admit a request whose guide is known; of another, have the guide compiled, which ends in `_compiled`."""
         guide = self._admission.guide(arrived.request)
         if guide is None:
@@ -166,14 +163,15 @@ class Worker:
                 self._add([checked])
             self._refuse([checked])
 
-    def _admit(self, id_: int, arrived: _Arrived, guide: CompiledGuide) -> list[Sequence] | Response:
+    def _admit(self, id_: int, arrived: _Arrived, guide: CompiledGuide) -> list[Sequence] | RequestOutput:
         request = arrived.request
         try:
             return self._admission.admit(request, id_, guide, arrival=arrived.arrival)
         except NotCachedError as error:  # clients recognise exactly this text and send the weights
-            return Response(id_, str(error), request.client_id)
+            return RequestOutput(request_id=id_, client_id=request.client_id, error=str(error))
         except RuntimeError as error:
-            return Response(id_, f"Encountered an error when fetching new request: {error}", request.client_id)
+            message = f"Encountered an error when fetching new request: {error}"
+            return RequestOutput(request_id=id_, client_id=request.client_id, error=message)
 
     def cancel(self, id_: int) -> None:
         """Cancel a request; a queued one ends when it becomes active, unknown ids are ignored."""
@@ -265,7 +263,7 @@ class Worker:
             while self._running:
                 self._stepper.abandon(self._running.popleft())
             finished: list[Sequence] = []
-            responses: list[Response] = []
+            responses: list[RequestOutput] = []
             text = f"the step failed: {error}"
             self._fail([(sequence, text) for sequence in self.scheduler.active], finished, responses)
             self._end(finished, responses, trusted=False)
@@ -315,7 +313,7 @@ class Worker:
 
     def _deliver(self, outcome: Outcome) -> None:
         """Deliver the responses of a step with a single notification."""
-        responses: list[Response] = []
+        responses: list[RequestOutput] = []
         finished: list[Sequence] = []
         for sequence, reason in outcome.advanced:
             if reason is FinishReason.NOT_FINISHED and not sequence.streaming:
@@ -331,7 +329,9 @@ class Worker:
         elif responses:
             self.mailbox.deliver(responses)
 
-    def _fail(self, failed: list[tuple[Sequence, str]], finished: list[Sequence], responses: list[Response]) -> None:
+    def _fail(
+        self, failed: list[tuple[Sequence, str]], finished: list[Sequence], responses: list[RequestOutput]
+    ) -> None:
         """Add an error response per request of `failed`, and all sequences of these requests to `finished`."""
         for sequence, text in failed:
             if not sequence.group.failed:
@@ -344,7 +344,7 @@ class Worker:
         ending = set(finished)
         finished += [each for each in self.scheduler.active if id(each.group) in groups and each not in ending]
 
-    def _end(self, sequences: list[Sequence], responses: list[Response], *, trusted: bool = True) -> None:
+    def _end(self, sequences: list[Sequence], responses: list[RequestOutput], *, trusted: bool = True) -> None:
         """End sequences. Their blocks are freed first, so that a reader of the last response finds them free."""
         self.scheduler.remove(sequences, trusted=trusted)
         self.recorder.completed(sequences)
@@ -355,20 +355,3 @@ class Worker:
         """Write the closing record when the last request has ended."""
         if not self.scheduler.active:
             self.recorder.record(StepPlan(), seconds=0.0, queue=self._queue)
-
-
-def _scheduler(
-    limits: Limits, cache: KvCache, config: ExecutorConfig, adapters: AdapterCache, step_costs: SequenceOf[float]
-) -> Scheduler:
-    """Return the scheduler of `config`; static batching takes requests batch by batch."""
-    scheduling = config.scheduler_config
-    static = config.batching_type is BatchingType.STATIC
-    return Scheduler(
-        limits,
-        cache,
-        policy=CapacitySchedulerPolicy.STATIC_BATCH if static else scheduling.capacity_scheduler_policy,
-        chunking=scheduling.context_chunking_policy or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-        fits=adapters.fits,
-        max_draft_len=config.ngram_max_draft_len,
-        step_costs=step_costs,
-    )

@@ -5,6 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from trtserve.executor.engine.options import CapacitySchedulerPolicy, ContextChunkingPolicy
+from trtserve.executor.engine.requests import FinishReason, GuideType, RequestStage
+
+__all__ = [
+    "BatchingType",
+    "CapacitySchedulerPolicy",
+    "CommunicationMode",
+    "CommunicationType",
+    "ContextChunkingPolicy",
+    "DecodingMode",
+    "FinishReason",
+    "GuideType",
+    "GuidedDecodingBackend",
+    "KvCacheTransferMode",
+    "ModelType",
+    "RequestStage",
+    "RequestType",
+]
+
 
 class ModelType(Enum):
     DECODER_ONLY = 0
@@ -15,17 +34,6 @@ class ModelType(Enum):
 class BatchingType(Enum):
     STATIC = 0
     INFLIGHT = 1
-
-
-class CapacitySchedulerPolicy(Enum):
-    MAX_UTILIZATION = 0
-    GUARANTEED_NO_EVICT = 1
-    STATIC_BATCH = 2
-
-
-class ContextChunkingPolicy(Enum):
-    FIRST_COME_FIRST_SERVED = 0
-    EQUAL_PROGRESS = 1
 
 
 class CommunicationType(Enum):
@@ -43,34 +51,9 @@ class RequestType(Enum):
     REQUEST_TYPE_GENERATION_ONLY = 2
 
 
-class RequestStage(Enum):
-    QUEUED = 0
-    ENCODER_IN_PROGRESS = 1
-    CONTEXT_IN_PROGRESS = 2
-    GENERATION_IN_PROGRESS = 3
-    GENERATION_COMPLETE = 4
-
-
-class FinishReason(Enum):
-    NOT_FINISHED = 0
-    END_ID = 1
-    STOP_WORDS = 2
-    LENGTH = 3
-    TIMED_OUT = 4
-    CANCELLED = 5
-
-
 class GuidedDecodingBackend(Enum):
     XGRAMMAR = 0
     LLGUIDANCE = 1
-
-
-class GuideType(Enum):
-    JSON = 0
-    JSON_SCHEMA = 1
-    REGEX = 2
-    EBNF_GRAMMAR = 3
-    STRUCTURAL_TAG = 4
 
 
 class KvCacheTransferMode(Enum):

@@ -20,6 +20,14 @@ from trtserve.executor.engine.limits import (
 from trtserve.executor.engine.model import Follower, Model
 from trtserve.executor.engine.worker import Worker
 from trtserve.executor.interface.configs import ExecutorConfig
+from trtserve.executor.interface.convert import (
+    engine_options,
+    engine_request,
+    iteration_stats,
+    post_processors,
+    request_stats,
+    response_of,
+)
 from trtserve.executor.interface.enums import ModelType
 from trtserve.executor.interface.requests import Request
 from trtserve.executor.interface.results import Response
@@ -51,9 +59,9 @@ class Executor:
         if model_type is not ModelType.DECODER_ONLY:
             raise RuntimeError(f"{model_type}: this runtime only serves decoder-only models")
         refuse_unsupported_config(executor_config)
-        engine = Path(model_path)
-        limits = resolve_limits(read_engine_config(engine), executor_config)
-        model = load_model(engine, executor_config)
+        engine, options = Path(model_path), engine_options(executor_config)
+        limits = resolve_limits(read_engine_config(engine), options)
+        model = load_model(engine, options)
         if isinstance(model, Follower):
             self._follower = model
             self._worker = None
@@ -70,9 +78,10 @@ class Executor:
 
     def _start(self, model: Model, limits: Limits, config: ExecutorConfig) -> None:
         warn_about_decoding_mode(config)
+        options, self._post_processors = engine_options(config), post_processors(config)
         memory = model.free_memory()
         blocks = kv_cache_blocks(
-            config.kv_cache_config,
+            options.kv_cache,
             limits,
             tokens_per_block=model.tokens_per_block,
             bytes_per_block=model.bytes_per_block,
@@ -85,13 +94,13 @@ class Executor:
             limits,
             cache_tokens=self.kv_cache_tokens,
             tokens_per_block=model.tokens_per_block,
-            fail=config.fail_fast_on_attention_window_too_large,
+            fail=options.refuse_long_sequences,
         )
         model.allocate(blocks)
         model.warm_up()
-        if config.ngram_max_draft_len and not model.step_costs:
+        if options.ngram_max_draft_len and not model.step_costs:
             logger.info("Steps get no drafts from n-grams: the times of small steps are not known for this model")
-        self._worker = Worker(model, self.limits, config, blocks=blocks, free_memory=memory)
+        self._worker = Worker(model, self.limits, options, blocks=blocks, free_memory=memory)
         self._thread = threading.Thread(target=self._worker.run, name="executor", daemon=True)
         self._thread.start()
 
@@ -106,7 +115,8 @@ class Executor:
         """
         if not all(isinstance(request, Request) for request in requests):
             raise TypeError("enqueue takes Request objects")
-        return self._running().enqueue(list(requests))
+        worker = self._running()
+        return worker.enqueue([engine_request(request, self._post_processors) for request in requests])
 
     def await_responses(
         self,
@@ -126,8 +136,9 @@ class Executor:
             id, timeout = None, id  # noqa: A001
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if ids is not None or isinstance(id, (list, tuple)):
-            return mailbox.fetch_each(list(id) if ids is None else ids, seconds)  # type: ignore[arg-type]
-        return mailbox.fetch(id, seconds)
+            wanted: list[int] = list(id) if ids is None else ids  # type: ignore[arg-type]
+            return [list(map(response_of, outputs)) for outputs in mailbox.fetch_each(wanted, seconds)]
+        return list(map(response_of, mailbox.fetch(id, seconds)))
 
     def hang(self) -> str | None:
         """Return why no step is made although requests are open, when that is certain, or None. Thread-safe."""
@@ -146,11 +157,11 @@ class Executor:
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
         """Return the iteration records since the last call."""
-        return self._running().recorder.drain_iterations()
+        return [iteration_stats(each, self.limits) for each in self._running().recorder.drain_iterations()]
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
         """Return the per-request records since the last call; none unless request_stats_max_iterations is above 0."""
-        return self._running().recorder.drain_requests()
+        return [request_stats(each) for each in self._running().recorder.drain_requests()]
 
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
         """Return nothing: this runtime keeps no debug tensors."""

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from enum import Enum
 from typing import Any
 
 from trtserve.executor.interface.enums import RequestStage
-
-
-def format_timestamp(seconds: float) -> str:
-    """Format epoch seconds as upstream does: month-day-year, time with microseconds, local time zone."""
-    return datetime.fromtimestamp(seconds).strftime("%m-%d-%Y %H:%M:%S.%f")
-
-
-def hit_rate(reused: int, missed: int) -> float:
-    """Return the part of the context blocks that were reused, or 0 if there were none."""
-    return reused / (reused + missed) if reused + missed else 0.0
-
 
 _SPELLED = {"ms": "MS", "specdec": "specDec"}
 """Parts of upstream's keys that differ from plain camelCase."""

@@ -22,7 +22,7 @@ from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION
 from trtserve.executor.engine.lora import AdapterStack
 from trtserve.executor.engine.lora_modules import lora_shape
 from trtserve.executor.engine.model import Logits, StepInputs, single_sequence
-from trtserve.executor.interface.configs import ExecutorConfig
+from trtserve.executor.engine.options import EngineOptions
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.openvino.decode_padding import (
     SIZES,
@@ -293,9 +293,9 @@ def activation_group(graph: ov.Model) -> int:
     return common if common >= _LEAST_ACTIVATION_GROUP else 0
 
 
-def load_model(engine: Path, config: ExecutorConfig) -> PagedModel:
+def load_model(engine: Path, options: EngineOptions) -> PagedModel:
     """Load the engine; `loaders.MODELS` names this module."""
-    return PagedModel(engine, windows=config.kv_cache_config.max_attention_window)
+    return PagedModel(engine, windows=options.kv_cache.windows)
 
 
 def _read_graph(core: ov.Core, path: Path) -> ov.Model:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from trtserve.executor.engine.model import Follower, Model
-from trtserve.executor.interface.configs import ExecutorConfig
+from trtserve.executor.engine.options import EngineOptions
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch import model
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
@@ -14,16 +14,15 @@ from trtserve.executor.torch.ranked_model import FollowingModel, LeadingChooser,
 from trtserve.executor.torch.ranks import join
 
 
-def load_model(engine: Path, config: ExecutorConfig) -> Model | Follower:
+def load_model(engine: Path, options: EngineOptions) -> Model | Follower:
     """Load the engine; `loaders.MODELS` names this module. With ranks, return when all of them are there."""
     content = read_engine_config(engine)
     mapping = content["pretrained_config"].get("mapping") or {}
     tp_size, stages = int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
-    windows = config.kv_cache_config.max_attention_window
+    windows = options.kv_cache.windows
     if tp_size * stages == 1:
         return model.load_model(engine, windows, model_class=ChoosingTorchModel)
-    gpus = config.parallel_config.device_ids if config.parallel_config else None
-    ranks = join(tp_size, stages, content["trtserve"]["device"], gpus)
+    ranks = join(tp_size, stages, content["trtserve"]["device"], options.device_ids)
     if stages > 1:
         part = model.load_model(engine, windows, ranks)
         return LeadingModel(part, ranks) if ranks.rank == 0 else FollowingModel(part, ranks)
