@@ -183,9 +183,9 @@ class _ZeroWork:
 def loop_microseconds(streams: int, *, steps: int = 500) -> float:
     """Microseconds per step of planning, filling, choosing and delivering, streaming client included."""
     from trtserve.executor import api
-    from trtserve.executor.engine.limits import Limits
+    from trtserve.executor.engine.limits import EngineLimits
 
-    limits = Limits(max_batch_size=8, max_seq_len=4096, max_num_tokens=2048, vocab_size=_ZeroWork.vocab_size)
+    limits = EngineLimits(max_batch_size=8, max_seq_len=4096, max_num_tokens=2048, vocab_size=_ZeroWork.vocab_size)
     config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=8 * 4096))
     with api.Executor.from_model(_ZeroWork(), limits, config) as executor:
         begin = time.perf_counter()

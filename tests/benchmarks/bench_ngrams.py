@@ -71,7 +71,7 @@ class ForcedSide(ExecutorSide):
 
     def rate(self, prompt: list[int], answer: list[int], *, drafts: bool) -> float:
         """Tokens/s after the first; both with and without drafts in the executor that has measured its steps."""
-        self.executor._worker._admission._drafts = drafts  # type: ignore[union-attr]
+        self.executor._loop._admission._drafts = drafts  # type: ignore[union-attr]
 
         def force(_: int, logits: Any, tokens: list[list[int]], *__: Any) -> None:
             logits[:] = -1.0

@@ -20,7 +20,7 @@ import torch
 
 from tests.gpu.random_models import HF_SIZES, MAX_NUM_TOKENS, random_model
 from trtserve.executor import api
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.step_kernels import (
     FIRST_BLOCK,
@@ -41,7 +41,7 @@ def figure(name: str, value: float) -> None:
 
 def start(model: Any, *, batch: int, seq_len: int = SEQ_LEN, tokens: int = MAX_NUM_TOKENS) -> api.Executor:
     """Return an executor that keeps its iteration records."""
-    limits = Limits(
+    limits = EngineLimits(
         max_batch_size=batch, max_seq_len=seq_len, max_num_tokens=tokens, vocab_size=model.vocab_size, chunked=True
     )
     config = api.ExecutorConfig(

@@ -19,10 +19,10 @@ import torch
 
 from trtserve.executor.engine.draws import Draws
 from trtserve.executor.engine.logits_processing import LogitsProcessor
-from trtserve.executor.engine.sampling import Row, SamplingParameters, choose_tokens
+from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
 from trtserve.executor.torch import kernels
 from trtserve.executor.torch.draw_words import DrawWriter
-from trtserve.executor.torch.operations import HeadNorms, Rotation, Scores
+from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
 from trtserve.executor.torch.sampling_kernels import KernelSampler
 
 Tensor = Any
@@ -150,7 +150,7 @@ def rotate(dtype: Any, rotated: int, *, interleaved: bool, normed: bool) -> floa
     cache = torch.full((9, 2, PAGE, kv_heads, size), 7.0, device="cuda", dtype=dtype)
     slots = torch.randperm(9 * PAGE, device="cuda")[:tokens]
     norms = HeadNorms(query=random(size, dtype=dtype), key=random(size, dtype=dtype), epsilon=1e-6) if normed else None
-    rotation = Rotation(cos_sin=table, interleaved=interleaved) if rotated else None
+    rotation = RotationTables(cos_sin=table, interleaved=interleaved) if rotated else None
     query = kernels.rotate_and_store(qkv, positions, cache, slots, heads=heads, rotation=rotation, norms=norms)
     wanted = [part.double() for part in qkv.view(tokens, -1, size).split([heads, kv_heads, kv_heads], 1)]
     if norms is not None:
@@ -256,7 +256,7 @@ def sampling(vocabulary: int) -> float:
         prompt_tokens = generator.integers(0, vocabulary, 50)
         words = [[int(generator.integers(vocabulary))] for _ in range(3)] if number % 3 == 0 else []
         processor = LogitsProcessor(parameters, prompt_tokens, vocab_size=vocabulary, end_id=2, bad_words=words)
-        rows.append(Row(parameters, processor, [], log_prob=number % 2 == 0))
+        rows.append(SamplingRow(parameters, processor, [], log_prob=number % 2 == 0))
     tokens = torch.zeros(count, dtype=torch.int32, device="cuda")
     log_probs = torch.zeros((count, 2), device="cuda")
     together = np.ones(count, bool)
@@ -298,7 +298,7 @@ def frequencies() -> float:
     found = torch.zeros(vocabulary, device="cuda")
     for step in range(50):
         rows = [
-            Row(
+            SamplingRow(
                 SamplingParameters(greedy=False, seed=n),
                 LogitsProcessor(
                     SamplingParameters(greedy=False, seed=n), np.zeros(0, np.int64), vocab_size=vocabulary, end_id=-1

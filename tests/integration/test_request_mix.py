@@ -149,7 +149,7 @@ def side(request: pytest.FixtureRequest, checkpoint: Any, tmp_path_factory: pyte
     mixed = _executor(engine, checkpoint.path.parent / "model", policy, chunked=chunked, reuse=True, ngrams=True)
     quiet = api.CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     alone = _executor(engine, checkpoint.path.parent / "model", quiet, chunked=True, reuse=False, ngrams=False)
-    lora = alone._worker._stepper._model.lora  # type: ignore[union-attr]
+    lora = alone._loop._stepper._model.lora  # type: ignore[union-attr]
     assert lora is not None
     with mixed, alone:
         openvino = runtime == "openvino"
@@ -217,7 +217,7 @@ def test_a_mix_is_answered_as_if_each_were_alone(side: Side, data: st.DataObject
     for recipe, answer in zip(mix, answers, strict=True):
         assert answer.error is None, recipe
         _compare(recipe, answer, side.expected(recipe))
-    worker = side.mixed._worker
+    worker = side.mixed._loop
     assert worker is not None
     assert free_blocks(side.mixed) == before == worker.cache.pool.count
     assert not worker.scheduler.active
@@ -229,8 +229,8 @@ def test_the_mixes_reached_the_hard_cases(side: Side) -> None:
     for _ in range(2):  # drawn mixes share prompts, but which ones differs with the versions of what draws them
         (answer,) = run(side.mixed, [recipe], side.lora)
         _compare(recipe, answer, side.expected(recipe))
-    assert side.mixed._worker is not None
-    assert side.mixed._worker.cache.reused_total > 0
+    assert side.mixed._loop is not None
+    assert side.mixed._loop.cache.reused_total > 0
     running = set(side.mixed.enqueue_requests([api.Request([5 + number] * 60, 60) for number in range(8)]))
     deadline = time.monotonic() + SOON
     while running and time.monotonic() < deadline:
@@ -288,8 +288,8 @@ def test_new_weights_under_a_task_id_reuse_no_old_blocks(side: Side) -> None:
 
     first, second = answer(1, 101), answer(2, 102)
     assert first != second
-    assert side.mixed._worker is not None
-    cached = side.mixed._worker._admission._adapters._adapters
+    assert side.mixed._loop is not None
+    cached = side.mixed._loop._admission._adapters._adapters
     del cached[101]
     assert answer(2, 101) == second
 

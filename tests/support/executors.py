@@ -15,7 +15,7 @@ from trtserve.executor.api import (
     Request,
     Response,
 )
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 
 Start = Callable[..., tuple[Executor, FakeModel]]
 SOON = 20.0
@@ -36,12 +36,12 @@ def executors(model_class: type[FakeModel] = FakeModel) -> Iterator[Start]:
         config_class: type[ExecutorConfig] = ExecutorConfig,
         **config: Any,
     ) -> tuple[Executor, FakeModel]:
-        """Start an executor; `built` are fields of Limits, `lora` the shape of adapters."""
+        """Start an executor; `built` are fields of EngineLimits, `lora` the shape of adapters."""
         model = model_class()
         model.lora = lora
         settings = config_class(**config)
         policy = settings.scheduler_config.capacity_scheduler_policy
-        limits = Limits(
+        limits = EngineLimits(
             max_batch_size=batch,
             max_seq_len=seq_len,
             max_num_tokens=tokens,
@@ -85,8 +85,8 @@ def answer_of(executor: Executor, request: Request) -> Response:
 
 def free_blocks(executor: Executor) -> int:
     """Return the number of blocks that no sequence has or has reserved."""
-    assert executor._worker is not None
-    return executor._worker.cache.available
+    assert executor._loop is not None
+    return executor._loop.cache.available
 
 
 def pauses(executor: Executor) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.draws import Chosen, Draws
 from trtserve.executor.engine.model import FatalModelError, StepInputs
-from trtserve.executor.engine.sampling import Row, choose_tokens
+from trtserve.executor.engine.sampling import SamplingRow, choose_tokens
 from trtserve.host.machine import free_memory
 
 VOCAB = 97
@@ -146,12 +146,12 @@ class FakeChoosingModel(FakeModel):
     def __init__(self) -> None:
         super().__init__()
         self._waiting: deque[Callable[[], None]] = deque()
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, SamplingRow] = {}
         self._last: dict[int, int] = {}
 
     def start(self, draws: Draws, step: StepInputs) -> _FakeStep:
         begun = {
-            slot: Row(row.parameters, row.processor.fork(), list(row.generated), row.log_prob)
+            slot: SamplingRow(row.parameters, row.processor.fork(), list(row.generated), row.log_prob)
             for slot, row, begins in zip(draws.slots, draws.rows, draws.begins, strict=True)
             if begins
         }
@@ -170,7 +170,7 @@ class FakeChoosingModel(FakeModel):
         while to in self._waiting:
             self._waiting.popleft()()
 
-    def choose(self, draws: Draws, begun: dict[int, Row], step: StepInputs) -> Chosen:
+    def choose(self, draws: Draws, begun: dict[int, SamplingRow], step: StepInputs) -> Chosen:
         """Compute a step; `begun` are the sequences whose slots are new."""
         self._rows |= begun
         ids = step.token_ids

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_decoders import POSITIONS, TinyDecoder
-from trtserve.executor.engine.model import Model, StepInputs
+from trtserve.executor.engine.model import ModelRunner, StepInputs
 
 Logits = npt.NDArray[np.float32]
 
@@ -67,7 +67,7 @@ def tiny_model(
     windows: Sequence[int] | None = None,
     prompt_table: int = 0,
     lora: Sequence[str] = (),
-) -> Model:
+) -> ModelRunner:
     """Return the model of `tiny` in float32; for OpenVINO its engine is written to `folder`."""
     if runtime == "openvino":
         engine = write_engine(folder, tiny, prompt_table=prompt_table, lora=lora)
@@ -82,7 +82,7 @@ def tiny_model(
 class PagedSteps:
     """Running sequences on `model`; blocks are assigned in a shuffled order."""
 
-    def __init__(self, model: Model, sequences: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, model: ModelRunner, sequences: Mapping[str, Sequence[int]]) -> None:
         self.model = model
         self.past = dict.fromkeys(sequences, 0)
         self._tokens = {name: np.asarray(ids, dtype=np.int64) for name, ids in sequences.items()}

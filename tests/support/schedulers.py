@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trtserve.executor.engine.kv_cache import CacheKey, KvCache
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan
 from trtserve.executor.engine.sequence import Sequence
@@ -27,7 +27,7 @@ def make_scheduler(
     **options: Any,
 ) -> Scheduler:
     """A scheduler over a cache of blocks of 4 tokens, for requests of at most 200 tokens."""
-    limits = Limits(
+    limits = EngineLimits(
         max_batch_size=batch,
         max_seq_len=200,
         max_num_tokens=tokens,

@@ -24,7 +24,7 @@ from trtserve.executor.api import (
 from trtserve.executor.engine.drafts import DraftLogits, distribution, verify_draft
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.requests import FinishReason as Reason
-from trtserve.executor.engine.sampling import Choice, Row, SamplingParameters
+from trtserve.executor.engine.sampling import Choice, SamplingParameters, SamplingRow
 
 BUILT = {"max_draft_len": 8, "speculative_decoding_mode": 2, "gather_generation_logits": True}
 PROMPT = [3, 4, 5]
@@ -174,12 +174,12 @@ def test_draft_is_cut_to_the_maximum_input_length(start: Start, caplog: pytest.L
 # By logits
 
 
-def _row(**parameters: Any) -> Row:
+def _row(**parameters: Any) -> SamplingRow:
     resolved = SamplingParameters(**parameters)
-    return Row(resolved, LogitsProcessor(resolved, np.zeros(1, np.int64), vocab_size=4, end_id=-1), [])
+    return SamplingRow(resolved, LogitsProcessor(resolved, np.zeros(1, np.int64), vocab_size=4, end_id=-1), [])
 
 
-def _verdict(row: Row, logits: Any, draft: list[int], given: DraftLogits) -> list[int]:
+def _verdict(row: SamplingRow, logits: Any, draft: list[int], given: DraftLogits) -> list[int]:
     chosen: list[int] = []
 
     def accept(choice: Choice) -> Reason:

@@ -216,7 +216,7 @@ def test_broken_executor_answers_all_requests_with_the_cause(
     start: Start, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, model = start(batch=1)
-    worker = executor._worker
+    worker = executor._loop
     assert worker is not None
     model.gate.clear()
     ids = executor.enqueue_requests([Request([n], 2, client_id=n, streaming=True) for n in (1, 2, 3)])

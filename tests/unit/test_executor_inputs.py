@@ -192,7 +192,7 @@ class FakeAdapter:
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> FakeAdapters:
     cache = FakeAdapters()
-    monkeypatch.setattr("trtserve.executor.engine.worker.AdapterCache", lambda *_, **__: cache)
+    monkeypatch.setattr("trtserve.executor.engine.loop.AdapterCache", lambda *_, **__: cache)
     return cache
 
 

@@ -158,9 +158,9 @@ def test_random_mixes_equal_single_requests(values: dict[str, Any], mix: list[Re
     with executors(values["model"]) as start, executors() as start_alone:
         executor, _ = start(**_settings(values))
         _check(executor, start_alone(**_settings(values))[0], mix, cancelled)
-        assert executor._worker is not None
-        assert executor._worker.cache.available == BLOCKS
-        assert executor._worker.scheduler.active == []
+        assert executor._loop is not None
+        assert executor._loop.cache.available == BLOCKS
+        assert executor._loop.scheduler.active == []
         assert executor.get_num_responses_ready() == 0
         last = answer_of(executor, Request([1], 2))
         assert last.result.finish_reasons == [FinishReason.LENGTH]
@@ -183,8 +183,8 @@ def test_drafts_from_ngrams_change_no_response(values: dict[str, Any], mix: list
                 expected = collect(plain, plain.enqueue_requests(some))
                 for ours, theirs in zip(found.values(), expected.values(), strict=True):
                     assert _contents(ours) == _contents(theirs)
-        assert drafting._worker is not None
-        assert drafting._worker.cache.available == BLOCKS
+        assert drafting._loop is not None
+        assert drafting._loop.cache.available == BLOCKS
         assert max(model.steps) <= _settings(values)["tokens"]
 
 

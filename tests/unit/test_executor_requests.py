@@ -27,8 +27,8 @@ def test_full_queue_refuses_the_whole_call(start: Start) -> None:
     executor, model = start(batch=1, max_queue_size=2)
     model.gate.clear()
     first = executor.enqueue_request(Request([1], 2))
-    assert executor._worker is not None
-    queue = executor._worker._queue
+    assert executor._loop is not None
+    queue = executor._loop._queue
     wait_until(lambda: not queue)
     second = executor.enqueue_request(Request([2], 2))
     with pytest.raises(RuntimeError, match="Maximum queue size of 2 has been reached, please try again later"):
@@ -133,7 +133,7 @@ def test_statistics_of_the_iterations(start: Start) -> None:
     assert first.kv_cache_stats is not None
     assert (first.num_active_requests, first.kv_cache_stats.max_num_blocks) == (0, 40)
     answer_of(executor, Request([1, 2, 3, 4, 5], 3))
-    wait_until(lambda: len(executor._worker.recorder._iterations) == 4 if executor._worker else False)
+    wait_until(lambda: len(executor._loop.recorder._iterations) == 4 if executor._loop else False)
     records = executor.get_latest_iteration_stats()
     assert [record.iter for record in records] == [0, 1, 2, 3]
     assert [record.num_active_requests for record in records] == [1, 1, 1, 0]

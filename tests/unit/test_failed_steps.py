@@ -13,7 +13,7 @@ from tests.support.executors import Start, answer_of, collect, executors, free_b
 from tests.support.fake_model import FakeChoosingModel, FakeModel, greedy_continuation
 from tests.support.waiting import wait_until
 from trtserve.executor.api import KvCacheConfig, Request
-from trtserve.executor.engine import step, worker
+from trtserve.executor.engine import loop, step
 from trtserve.executor.engine.model import FatalModelError, StepInputs
 from trtserve.executor.interface.executor import Executor
 
@@ -76,7 +76,7 @@ def test_too_little_memory_ends_only_the_requests_of_its_step(start: Start, monk
 
 
 def test_steps_that_never_have_memory_stop_the_executor(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_STEPS_WITHOUT_MEMORY", 4)
+    monkeypatch.setattr(loop, "_STEPS_WITHOUT_MEMORY", 4)
     executor, model = start()
     fail_with(model, monkeypatch, *[MemoryError("no memory")] * 4)
     errors = [error_of(executor) for _ in range(4)]
@@ -139,10 +139,10 @@ def test_blocks_that_gave_undefined_logits_are_not_reused(start: Start, monkeypa
     monkeypatch.setattr(model, "forward", lambda step: forward(step) * float("nan"))
     assert "are not finite" in error_of_prompt(executor, prompt)
     monkeypatch.setattr(model, "forward", forward)
-    before = executor._worker.cache.reused_total  # type: ignore[union-attr]
+    before = executor._loop.cache.reused_total  # type: ignore[union-attr]
     answer = answer_of(executor, Request(prompt, 4))
     assert answer.result.output_token_ids == [[*prompt, *greedy_continuation(prompt, 4)]]
-    assert executor._worker.cache.reused_total == before  # type: ignore[union-attr]
+    assert executor._loop.cache.reused_total == before  # type: ignore[union-attr]
     assert free_blocks(executor) == model.blocks
 
 
@@ -157,7 +157,7 @@ def test_a_device_that_does_not_answer_is_told_from_one_that_is_slow(monkeypatch
         assert executor.hang() is None
         model.gate.clear()
         number = executor.enqueue_request(Request([5], 3))
-        stepper = executor._worker._stepper  # type: ignore[union-attr]
+        stepper = executor._loop._stepper  # type: ignore[union-attr]
         wait_until(lambda: stepper._awaited_since is not None)
         assert executor.hang() is None  # not yet
         monkeypatch.setattr(step, "_LONGEST_WAIT", 0.0)

@@ -25,8 +25,8 @@ from trtserve.executor.engine.options import GuideTokenizer
 from trtserve.executor.engine.requests import GuideSource, GuideType
 from trtserve.executor.engine.sampling import (
     EXHAUSTED,
-    Row,
     SamplingParameters,
+    SamplingRow,
     choose_tokens,
 )
 from trtserve.executor.interface.convert import sampling_parameters
@@ -116,7 +116,7 @@ def generate(guide: Guide, tokenizer: Any, *, seed: int, count: int = 200) -> st
     parameters = sampling_parameters(SamplingConfig(top_p=1.0, seed=seed))
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
     generated: list[int] = []
-    row = Row(parameters, processor, generated)
+    row = SamplingRow(parameters, processor, generated)
     for _ in range(count):
         (choice,) = choose_tokens(random.standard_normal((1, VOCAB)).astype(np.float32), [row])
         processor.accept(choice.token)
@@ -304,7 +304,7 @@ def test_token_outside_the_guide_makes_it_fail(bytes_alone: Any) -> None:
     parameters = SamplingParameters()
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
     assert processor.failure == guide.failure
-    (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [Row(parameters, processor, [])])
+    (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [SamplingRow(parameters, processor, [])])
     assert choice.token == EXHAUSTED
 
 
@@ -312,7 +312,7 @@ def test_end_of_a_guide_overrides_min_tokens(bytes_alone: Any) -> None:
     guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, ""), end_id=END)
     parameters = sampling_parameters(SamplingConfig(min_tokens=5, top_p=1.0))
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
-    (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [Row(parameters, processor, [], log_prob=True)])
+    (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [SamplingRow(parameters, processor, [], log_prob=True)])
     assert (choice.token, choice.log_prob) == (END, 0.0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trtserve.executor.engine.limits import (
-    Limits,
+    EngineLimits,
     fit_to_cache,
     kv_cache_blocks,
     resolve_limits,
@@ -20,7 +20,7 @@ ENGINE: dict[str, Any] = {
     "build_config": {"max_batch_size": 8, "max_seq_len": 100, "max_num_tokens": 64, "max_beam_width": 1},
     "pretrained_config": {"vocab_size": 97},
 }
-LIMITS = Limits(max_batch_size=8, max_seq_len=100, max_num_tokens=64, vocab_size=97)
+LIMITS = EngineLimits(max_batch_size=8, max_seq_len=100, max_num_tokens=64, vocab_size=97)
 
 
 def _blocks(config: KvCacheOptions, free: int = 10**9) -> int:
@@ -65,7 +65,7 @@ def test_max_input_len_limits_the_prompt(built: int, chunked: bool, longest: int
     assert limits.max_input_len == longest
 
 
-def _built(**flags: Any) -> Limits:
+def _built(**flags: Any) -> EngineLimits:
     return resolve_limits({**ENGINE, "build_config": {**ENGINE["build_config"], **flags}}, EngineOptions())
 
 

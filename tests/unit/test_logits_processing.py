@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.sampling import (
     UNDEFINED,
-    Row,
+    SamplingRow,
     choose_tokens,
 )
 from trtserve.executor.interface.convert import sampling_parameters
@@ -120,7 +120,7 @@ def test_banned_tokens_are_never_chosen(config: SamplingConfig, prompt: list[int
     random = np.random.default_rng(seed)
     processor = processor_of(config, prompt, bad_words=bad_words)
     generated: list[int] = []
-    row = Row(sampling_parameters(config), processor, generated)
+    row = SamplingRow(sampling_parameters(config), processor, generated)
     for _ in range(12):
         (choice,) = choose_tokens(random.standard_normal((1, VOCAB)).astype(np.float32), [row])
         forbidden = banned(config, prompt + generated, bad_words)
@@ -213,7 +213,7 @@ def test_neutral_parameters_are_recognised(
 @pytest.mark.parametrize("config", [{"presence_penalty": float("nan")}, {"repetition_penalty": 1e-45}])
 def test_overflowing_penalties_affect_only_their_row(config: dict[str, float]) -> None:
     sampling = [SamplingConfig(**config), SamplingConfig()]
-    rows = [Row(sampling_parameters(each), processor_of(each, [3]), []) for each in sampling]
+    rows = [SamplingRow(sampling_parameters(each), processor_of(each, [3]), []) for each in sampling]
     logits = np.ones((2, VOCAB), dtype=np.float32)
     assert [choice.token for choice in choose_tokens(logits, rows)] == [UNDEFINED, 0]
 
@@ -242,6 +242,6 @@ def test_sampling_uses_the_decayed_top_p() -> None:
             processor = processor_of(config, [1])
             for _ in range(steps):
                 processor.accept(3)
-            (choice,) = choose_tokens(logits, [Row(parameters, processor, range(position))])
+            (choice,) = choose_tokens(logits, [SamplingRow(parameters, processor, range(position))])
             chosen[steps].add(choice.token)
     assert chosen == {0: {3, 8}, 1: {3}}

@@ -164,7 +164,7 @@ def test_values_that_overflow_bfloat16_are_refused() -> None:
 
 def test_max_adapter_size_limits_the_rank() -> None:
     with pytest.raises(RuntimeError, match=r"mMaxLowRank \(2\)"):
-        _cache(max_adapter_size=2).resolve(_sent(1, rank=3))
+        _cache(max_rank=2).resolve(_sent(1, rank=3))
 
 
 # Three adapters of rank 8 fill 24 ranks of 3 modules in 2 layers: rows of 128 numbers (q) and of 96 (k, v) in slots
@@ -193,7 +193,7 @@ def test_adapters_in_use_are_not_evicted() -> None:
 
 
 def test_small_adapters_use_fewer_pages() -> None:
-    cache = _cache(optimal_adapter_size=1, **ROOM_FOR_THREE)
+    cache = _cache(optimal_rank=1, **ROOM_FOR_THREE)
     for task in range(1, 8):
         cache.resolve(_sent(task, rank=2))
     assert all(_cached(cache, *range(1, 8)))
@@ -201,7 +201,7 @@ def test_small_adapters_use_fewer_pages() -> None:
 
 def test_module_layer_sizes_take_precedence_over_bytes() -> None:
     # One module and layer is a row of the largest module: 2 slots of 96 numbers.
-    cache = _cache(num_host_module_layer=64, host_bytes=1)
+    cache = _cache(host_module_layers=64, host_bytes=1)
     for task in (1, 2, 3):
         cache.release(cache.resolve(_sent(task, rank=8)))
     assert _cached(cache, 1, 2, 3) == [False, True, True]

@@ -16,8 +16,8 @@ from tests.support.paged_steps import MODEL_RUNTIMES, PagedSteps, tiny_model, wr
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.executor.engine.lora import AdapterCache
-from trtserve.executor.engine.lora_weights import Adapter
-from trtserve.executor.engine.model import Model, StepInputs
+from trtserve.executor.engine.lora_weights import LoraAdapter
+from trtserve.executor.engine.model import ModelRunner, StepInputs
 from trtserve.executor.engine.options import AdapterOptions
 from trtserve.executor.engine.requests import AdapterSource
 from trtserve.executor.openvino.paged_model import PagedModel
@@ -42,12 +42,12 @@ def _reference(tiny: TinyDecoder, **weights: npt.NDArray[Any]) -> ReferenceDecod
 class _Adapted:
     """Running sequences, each with an adapter or none."""
 
-    def __init__(self, model: Model, adapters: dict[str, int]) -> None:
+    def __init__(self, model: ModelRunner, adapters: dict[str, int]) -> None:
         self.cache = AdapterCache(model.lora, AdapterOptions(), free_memory=1 << 33)
         self.numbers = adapters
         assert model.lora is not None
         self.sent = {n: random_adapter(model.lora, seed=n, rank=1 + n) for n in set(adapters.values())}
-        self.adapters: dict[str, Adapter | None] = {
+        self.adapters: dict[str, LoraAdapter | None] = {
             name: self.cache.resolve(AdapterSource(n, *self.sent[n])) for name, n in adapters.items()
         }
         self.steps = PagedSteps(model, SEQUENCES)

@@ -19,7 +19,7 @@ from tests.support.paged_steps import MODEL_RUNTIMES, PagedSteps, tiny_model, wr
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
-from trtserve.executor.engine.model import Model, single_sequence
+from trtserve.executor.engine.model import ModelRunner, single_sequence
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.openvino import paged_model
 from trtserve.executor.openvino.decode_padding import SIZES
@@ -72,7 +72,7 @@ def test_mixed_batches_on_torch_equal_reference(tiny: TinyDecoder, tmp_path: Pat
     _require_reference(tiny, tiny_model("torch", tmp_path, tiny))
 
 
-def _require_reference(tiny: TinyDecoder, model: Model) -> None:
+def _require_reference(tiny: TinyDecoder, model: ModelRunner) -> None:
     logits = PagedSteps(model, SEQUENCES).run(MIXED)
     # Only half of the numbers' digits are kept where float16 is also the type of arithmetic.
     narrow = not isinstance(model, PagedModel) and tiny.tensors["lm_head.weight"].dtype == np.float16
@@ -158,7 +158,7 @@ def test_copied_block_equals_its_source(runtime: str, tmp_path: Path) -> None:
 
 
 def _forward(
-    model: Model, ids: list[int], *, rows: list[int], block: int = 0, past: int = 0
+    model: ModelRunner, ids: list[int], *, rows: list[int], block: int = 0, past: int = 0
 ) -> npt.NDArray[np.float32]:
     """One sequence with the blocks from `block` on."""
     count = -(-(past + len(ids)) // model.tokens_per_block)

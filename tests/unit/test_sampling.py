@@ -16,7 +16,7 @@ from trtserve.executor.engine.sampling import (
     EXHAUSTED,
     UNDEFINED,
     Choice,
-    Row,
+    SamplingRow,
     _best,
     choose_tokens,
     log_softmax,
@@ -36,14 +36,14 @@ def _logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:  # type
 
 def _row(
     config: SamplingConfig, position: int = 0, *, vocab: int = VOCAB, log_prob: bool = False, **processing: Any
-) -> Row:
+) -> SamplingRow:
     """A row after `position` arbitrary tokens."""
     parameters = sampling_parameters(config)
     processor = LogitsProcessor(parameters, NO_PROMPT, vocab_size=vocab, **({"end_id": -1} | processing))
-    return Row(parameters, processor, range(position), log_prob)
+    return SamplingRow(parameters, processor, range(position), log_prob)
 
 
-def _tokens(logits: np.ndarray, rows: list[Row]) -> list[int]:  # type: ignore[type-arg]
+def _tokens(logits: np.ndarray, rows: list[SamplingRow]) -> list[int]:  # type: ignore[type-arg]
     return [choice.token for choice in choose_tokens(logits, rows)]
 
 

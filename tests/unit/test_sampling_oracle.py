@@ -10,7 +10,7 @@ import pytest
 
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.sampling import (
-    Row,
+    SamplingRow,
     choose_tokens,
     log_softmax,
 )
@@ -137,6 +137,6 @@ def test_samples_come_from_the_same_tokens_as_in_transformers(config: dict[str, 
     parameters = sampling_parameters(SamplingConfig(seed=1, **config))
     processor = _processor(SamplingConfig(**config), [1])
     count = 3000
-    rows = [Row(parameters, processor, range(position)) for position in range(count)]
+    rows = [SamplingRow(parameters, processor, range(position)) for position in range(count)]
     drawn = {choice.token for choice in choose_tokens(np.repeat(row, count, axis=0), rows)}
     assert drawn == set(torch.isfinite(kept[0]).nonzero().flatten().tolist())

@@ -10,7 +10,7 @@ import pytest
 from tests.support.executors import collect, free_blocks
 from tests.support.tiny_decoders import TinyDecoder, tiny_decoder
 from trtserve.executor import api
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 
 pytestmark = pytest.mark.needs("torch")
 BATCH, LENGTH = 6, 60
@@ -42,7 +42,7 @@ def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list
     config = api.ExecutorConfig(
         enable_chunked_context=True, kv_cache_config=api.KvCacheConfig(max_tokens=320), gather_generation_logits=True
     )
-    limits = Limits(
+    limits = EngineLimits(
         max_batch_size=BATCH,
         max_seq_len=LENGTH,
         max_num_tokens=20,
@@ -52,8 +52,8 @@ def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list
         gather_context_logits=True,
     )
     with api.Executor.from_model(model, limits, config) as executor:
-        assert executor._worker is not None
-        assert executor._worker._stepper.overlaps == overlaps
+        assert executor._loop is not None
+        assert executor._loop._stepper.overlaps == overlaps
         before = free_blocks(executor)
         found = collect(executor, executor.enqueue_requests(requests))
         assert free_blocks(executor) == before

@@ -10,7 +10,7 @@ import pytest
 
 from trtserve.executor.engine.draws import Draws
 from trtserve.executor.engine.logits_processing import LogitsProcessor
-from trtserve.executor.engine.sampling import Row, SamplingParameters, choose_tokens
+from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
 
 pytestmark = [
     pytest.mark.needs("torch"),
@@ -86,11 +86,11 @@ def test_rotate_and_store(rotated: int, interleaved: bool, normed: bool) -> None
     import torch
 
     from trtserve.executor.torch import kernels, plain_operations
-    from trtserve.executor.torch.operations import HeadNorms, Rotation
+    from trtserve.executor.torch.operations import HeadNorms, RotationTables
 
     heads, kv_heads, size, tokens = 6, 2, 48, 5
     qkv, positions = torch.randn(tokens, (heads + 2 * kv_heads) * size), torch.randint(0, 90, (tokens,))
-    rotation = Rotation(cos_sin=torch.randn(90, rotated), interleaved=interleaved) if rotated else None
+    rotation = RotationTables(cos_sin=torch.randn(90, rotated), interleaved=interleaved) if rotated else None
     norms = HeadNorms(query=torch.randn(size), key=torch.randn(size), epsilon=1e-5) if normed else None
     slots = torch.randperm(4 * PAGE)[:tokens]
     results = []
@@ -162,7 +162,7 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def _rows(vocabulary: int) -> list[Row]:
+def _rows(vocabulary: int) -> list[SamplingRow]:
     """Return a row for each of SAMPLING, some with banned words."""
     generator, rows = np.random.default_rng(0), []
     for number, values in enumerate(SAMPLING):
@@ -170,7 +170,7 @@ def _rows(vocabulary: int) -> list[Row]:
         prompt, banned = generator.integers(0, vocabulary, 30), [[int(number)]] if number % 2 else []
         processor = LogitsProcessor(parameters, prompt, vocab_size=vocabulary, end_id=2, bad_words=banned)
         assert processor.drawable
-        rows.append(Row(parameters, processor, [], log_prob=number % 3 == 0))
+        rows.append(SamplingRow(parameters, processor, [], log_prob=number % 3 == 0))
     return rows
 
 
@@ -218,7 +218,7 @@ def test_rows_without_a_token_say_why(kind: str) -> None:
     parameters = SamplingParameters()
     every = [[token] for token in range(5)]
     rows = [
-        Row(
+        SamplingRow(
             parameters, LogitsProcessor(parameters, np.zeros(0, np.int64), vocab_size=5, end_id=-1, bad_words=words), []
         )
         for words in ([], [], [], every)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.executors import answer_of, executors
 from tests.support.fake_model import FakeModel
 from trtserve.executor import api
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.interface.executor import Executor
 from trtserve.executor.interface.unsupported import REQUEST_FEATURES, refuse_unsupported, refuse_unsupported_config
 
@@ -33,7 +33,7 @@ ASKING: dict[str, Any] = {
 }
 
 
-LIMITS = Limits(max_batch_size=1, max_seq_len=8, max_num_tokens=8, vocab_size=97)
+LIMITS = EngineLimits(max_batch_size=1, max_seq_len=8, max_num_tokens=8, vocab_size=97)
 
 
 def test_defaults_of_every_release_are_accepted() -> None:

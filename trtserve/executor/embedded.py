@@ -24,7 +24,7 @@ from trtserve.specs.build import Device
 from trtserve.specs.runtime import EngineNeeds, EnginePlan, Limits, Requirement, Runtime
 
 if TYPE_CHECKING:
-    from trtserve.executor.engine.model import Model
+    from trtserve.executor.engine.model import ModelRunner
 
 # The TensorRT-LLM release whose config.json format is used.
 _CONFIG_RELEASE = f"{LAST_WITH_ENGINES}.0"
@@ -157,7 +157,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
 
 
-def compute_token(model: Model, started: float) -> dict[str, Any]:
+def compute_token(model: ModelRunner, started: float) -> dict[str, Any]:
     """Compute one token to show that the model runs, and return facts; `started` is when its loading began.
 
     The first computation is part of loading: OpenVINO packs the weights in it.

@@ -16,7 +16,7 @@ from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
 
 if TYPE_CHECKING:
-    from trtserve.executor.engine.model import Follower, Model
+    from trtserve.executor.engine.model import Follower, ModelRunner
     from trtserve.executor.engine.options import EngineOptions
 
 
@@ -25,7 +25,7 @@ class ModelLoader:
     """How the engines of one runtime are loaded."""
 
     module: str
-    """The module whose `load_model(engine, options)` returns a `Model`; only loading an engine imports it."""
+    """The module whose `load_model(engine, options)` returns a `ModelRunner`; only loading an engine imports it."""
     files: tuple[str, ...]
     """The files of an engine besides `config.json`, for each rank."""
     ranks: bool = False
@@ -72,11 +72,11 @@ def merges_ranks(config: Mapping[str, Any]) -> bool:
     return runtime is not None and not MODELS[runtime].ranks
 
 
-def load_model(engine: Path, options: EngineOptions) -> Model | Follower:
+def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
     """Load the engine with the framework of its runtime, or the part of it that belongs to this rank."""
     name = embedded_runtime(read_engine_config(engine))
     loader = importlib.import_module(MODELS[str(name)].module)
-    model: Model | Follower = loader.load_model(engine, options)
+    model: ModelRunner | Follower = loader.load_model(engine, options)
     return model
 
 

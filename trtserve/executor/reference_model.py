@@ -17,7 +17,7 @@ from openvino import opset13 as ops
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.engine.sizes import Sizes
-from trtserve.executor.openvino.graph import Weights, build_graph
+from trtserve.executor.openvino.graph import GraphWeights, build_graph
 from trtserve.executor.openvino.paged_model import openvino_core
 from trtserve.executor.openvino.weight_quantization import Packing
 
@@ -31,7 +31,7 @@ class ReferenceModel:
         self,
         decoder: Decoder,
         sizes: Sizes,
-        weights: Weights,
+        weights: GraphWeights,
         *,
         packing: Packing = None,
         threads: int | None = None,

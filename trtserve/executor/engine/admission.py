@@ -18,13 +18,13 @@ from trtserve.executor.engine.guided import (
     Wanted,
 )
 from trtserve.executor.engine.kv_cache import CacheKey
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.lora import AdapterCache
-from trtserve.executor.engine.model import Model
+from trtserve.executor.engine.model import ModelRunner
 from trtserve.executor.engine.ngram_drafts import NgramDrafter
 from trtserve.executor.engine.options import EngineOptions
-from trtserve.executor.engine.requests import BlockUse, EngineRequest, RequestMetrics
+from trtserve.executor.engine.requests import BlockUse, GenerationRequest, RequestMetrics
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.engine.sequence import (
     Logits,
@@ -38,7 +38,9 @@ from trtserve.executor.engine.stop_words import StopWords
 class Admission:
     """Turns requests into sequences for one executor."""
 
-    def __init__(self, model: Model, limits: Limits, options: EngineOptions, adapters: AdapterCache) -> None:
+    def __init__(
+        self, model: ModelRunner, limits: EngineLimits, options: EngineOptions, adapters: AdapterCache
+    ) -> None:
         self._model = model
         self._limits = limits
         self._drafts = bool(options.ngram_max_draft_len and model.step_costs)
@@ -51,11 +53,11 @@ class Admission:
         self._guides = GuideFactory(options.guides, limits.vocab_size)
         self._guides.prepare()
 
-    def guide(self, request: EngineRequest) -> CompiledGuide | None:
+    def guide(self, request: GenerationRequest) -> CompiledGuide | None:
         """Return the guide of `request`, also when it has none. None: it has to be compiled first."""
         return UNGUIDED if request.guide is None else self._guides.ready(request.guide)
 
-    def compile_guide(self, request: EngineRequest, done: Done, wanted: Wanted) -> None:
+    def compile_guide(self, request: GenerationRequest, done: Done, wanted: Wanted) -> None:
         """Compile the guide of `request` in the background. Raises RuntimeError when too many guides wait."""
         assert request.guide is not None
         self._guides.compile(request.guide, done, wanted)
@@ -64,7 +66,7 @@ class Admission:
         """End the compilation of guides."""
         self._guides.close()
 
-    def admit(self, request: EngineRequest, number: int, guide: CompiledGuide, *, arrival: float) -> list[Sequence]:
+    def admit(self, request: GenerationRequest, number: int, guide: CompiledGuide, *, arrival: float) -> list[Sequence]:
         """Return the sequences of request `number`, which has come at the time `arrival`.
 
         Raises RuntimeError with the message of its error output if it is invalid. A `max_tokens` that exceeds
@@ -89,7 +91,9 @@ class Admission:
                 with self._adapters_lock:
                     self._adapters.release(adapter)
 
-    def _first_sequence(self, request: EngineRequest, number: int, guide: CompiledGuide, arrival: float) -> Sequence:
+    def _first_sequence(
+        self, request: GenerationRequest, number: int, guide: CompiledGuide, arrival: float
+    ) -> Sequence:
         limits, parameters = self._limits, request.sampling
         prompt, length = as_tokens(request.tokens), len(request.tokens)
         checks.check_prompt(request, prompt, self._model, limits, reuse=self._reuse)
@@ -136,7 +140,7 @@ class Admission:
             log_probs=[] if request.return_log_probs else None,
         )
 
-    def _sibling(self, first: Sequence, request: EngineRequest, index: int, guide: CompiledGuide) -> Sequence:
+    def _sibling(self, first: Sequence, request: GenerationRequest, index: int, guide: CompiledGuide) -> Sequence:
         """Return another sequence of the same request, with its own seed and state; everything else is shared."""
         parameters = replace(request.sampling, seed=(request.sampling.seed + index) % 2**64)
         return replace(
@@ -159,7 +163,7 @@ class Admission:
 
     def _processor(
         self,
-        request: EngineRequest,
+        request: GenerationRequest,
         prompt: npt.NDArray[np.int64],
         parameters: SamplingParameters,
         end_id: int,
@@ -178,7 +182,7 @@ class Admission:
             else self._guides.guide(guided, end_id=end_id, guide=guide),
         )
 
-    def _key(self, request: EngineRequest, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:
+    def _key(self, request: GenerationRequest, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:
         """Return what identifies reusable blocks; none with own positions or a rotation that depends on the length."""
         table, windows = request.prompt_table, self._limits.windows
         beyond = self._limits.long_rope_beyond
@@ -193,7 +197,7 @@ class Admission:
             stored=request.sampling.beam_width == 1 and not own_positions and not (windows and longest > min(windows)),
         )
 
-    def _logits(self, request: EngineRequest, prompt_length: int) -> Logits | None:
+    def _logits(self, request: GenerationRequest, prompt_length: int) -> Logits | None:
         """Return the storage for requested logits; streamed beam search returns no generation logits."""
         beams = request.sampling.beam_width > 1
         generation = request.return_generation_logits and not (beams and request.streaming and not self._static)

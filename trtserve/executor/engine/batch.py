@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.kv_cache import KvCache
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.lora import AdapterBatch, AdapterCache
 from trtserve.executor.engine.model import Logits, StepInputs
 from trtserve.executor.engine.scheduler import StepPlan
@@ -27,7 +27,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Step:
+class BatchedStep:
     """The inputs of a step, and the sequences that the rows of its logits belong to."""
 
     inputs: StepInputs
@@ -66,7 +66,7 @@ class Batch:
     `adapters` is the cache of LoRA adapters, or None for an engine without them.
     """
 
-    def __init__(self, limits: Limits, cache: KvCache, adapters: AdapterCache | None = None) -> None:
+    def __init__(self, limits: EngineLimits, cache: KvCache, adapters: AdapterCache | None = None) -> None:
         sequences = limits.max_batch_size * limits.max_beam_width
         tokens = max(limits.max_num_tokens, sequences)
         self._cache = cache
@@ -81,7 +81,7 @@ class Batch:
         self._block_begins = np.zeros(sequences + 1, dtype=np.int32)
         self._slots: npt.NDArray[np.intp] = np.zeros(sequences, dtype=np.intp)
 
-    def fill(self, plan: StepPlan) -> Step:
+    def fill(self, plan: StepPlan) -> BatchedStep:
         """Return the model's inputs and the owners of its rows of logits; prompts come before generations.
 
         Takes new blocks where the new tokens need them.
@@ -102,7 +102,7 @@ class Batch:
             self._write_draft(cursor, sequence, plan.drafts[sequence])
         spans, contexts = _spans(cursor, cursor.groups), _spans(cursor, cursor.contexts)
         inputs = self._inputs(cursor, self._adapters_of(plan), self._long_sequences(plan))
-        return Step(inputs, cursor.sampled, begins, spans, contexts)
+        return BatchedStep(inputs, cursor.sampled, begins, spans, contexts)
 
     def _write_chunk(self, cursor: _Cursor, sequence: Sequence, size: int) -> None:
         """Write context tokens; after the last of them the draft tokens, if there are any."""

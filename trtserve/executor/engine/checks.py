@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.limits import Limits
-from trtserve.executor.engine.model import Model
-from trtserve.executor.engine.requests import EngineRequest, PromptTable
+from trtserve.executor.engine.limits import EngineLimits
+from trtserve.executor.engine.model import ModelRunner
+from trtserve.executor.engine.requests import GenerationRequest, PromptTable
 from trtserve.executor.engine.sequence import NO_END
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _FINITE = (
 )
 
 
-def check_sampling(request: EngineRequest, limits: Limits) -> None:
+def check_sampling(request: GenerationRequest, limits: EngineLimits) -> None:
     """Check the numbers of sequences and beams, and that all figures are finite."""
     # NaN or infinity would leave no valid logits, and no valid order of the queue.
     figures = {"priority": request.priority} | {name: getattr(request.sampling, name) for name in _FINITE}
@@ -49,7 +49,7 @@ def check_sampling(request: EngineRequest, limits: Limits) -> None:
 
 
 def check_prompt(
-    request: EngineRequest, prompt: npt.NDArray[np.int64], model: Model, limits: Limits, *, reuse: bool
+    request: GenerationRequest, prompt: npt.NDArray[np.int64], model: ModelRunner, limits: EngineLimits, *, reuse: bool
 ) -> None:
     """Check the length, the token ids, the positions, and the prompt table that ids above the vocabulary refer to."""
     length = len(prompt)
@@ -70,7 +70,9 @@ def check_prompt(
             raise RuntimeError(f"Position ids must be in 0 … {model.max_position - 1}")
 
 
-def _check_prompt_table(table: PromptTable, length: int, model: Model, limits: Limits, *, reuse: bool) -> int:
+def _check_prompt_table(
+    table: PromptTable, length: int, model: ModelRunner, limits: EngineLimits, *, reuse: bool
+) -> int:
     """Check the prompt table and return its number of rows."""
     rows, hidden = table.rows.shape
     most = limits.max_prompt_embedding_table_size
@@ -94,7 +96,7 @@ def _check_prompt_table(table: PromptTable, length: int, model: Model, limits: L
     return rows
 
 
-def check_outputs(request: EngineRequest, limits: Limits, *, generation_logits: bool) -> None:
+def check_outputs(request: GenerationRequest, limits: EngineLimits, *, generation_logits: bool) -> None:
     """Check that the engine was built to return the requested logits."""
     if request.return_context_logits and not limits.gather_context_logits:
         raise RuntimeError("return_context_logits needs an engine that was built with gather_context_logits")
@@ -102,7 +104,7 @@ def check_outputs(request: EngineRequest, limits: Limits, *, generation_logits: 
         raise RuntimeError("return_generation_logits needs an engine that was built with gather_generation_logits")
 
 
-def allowed_draft(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
+def allowed_draft(request: GenerationRequest, limits: EngineLimits) -> tuple[int, ...]:
     """Return the draft tokens that fit after the prompt, or empty without a draft."""
     draft = request.draft
     if draft is None:
@@ -139,7 +141,7 @@ def _check_draft(logits: npt.NDArray[Any] | None, tokens: SequenceOf[int], vocab
         raise RuntimeError("The draft logits have NaN, +infinity, or a row without any finite value")
 
 
-def allowed_max_tokens(request: EngineRequest, prompt_length: int, draft_length: int, limits: Limits) -> int:
+def allowed_max_tokens(request: GenerationRequest, prompt_length: int, draft_length: int, limits: EngineLimits) -> int:
     """Return `max_tokens`, reduced with a warning if the sequence would exceed max_seq_len."""
     room = max(limits.max_seq_len - prompt_length - draft_length, 1)
     if request.max_tokens > room:
@@ -153,7 +155,7 @@ def allowed_max_tokens(request: EngineRequest, prompt_length: int, draft_length:
     return min(request.max_tokens, room)
 
 
-def allowed_end_id(end_id: int | None, limits: Limits) -> int:
+def allowed_end_id(end_id: int | None, limits: EngineLimits) -> int:
     """Return the end token; −1 for none."""
     if end_id is None:
         return NO_END
@@ -162,7 +164,7 @@ def allowed_end_id(end_id: int | None, limits: Limits) -> int:
     return end_id
 
 
-def allowed_bias(bias: npt.NDArray[Any] | None, limits: Limits) -> npt.NDArray[np.float32] | None:
+def allowed_bias(bias: npt.NDArray[Any] | None, limits: EngineLimits) -> npt.NDArray[np.float32] | None:
     """Return the bias to add to the logits, f32[vocab_size]; −∞ bans a token."""
     if bias is None or bias.size == 0:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.options import ContextChunkingPolicy
 from trtserve.executor.engine.sequence import Sequence
 
@@ -13,7 +13,7 @@ _WINDOW_UNIT = 256
 class ContextChunker:
     """Divides the tokens of a step among contexts; all but the last chunk of a context end at multiples of the unit."""
 
-    def __init__(self, limits: Limits, tokens_per_block: int, policy: ContextChunkingPolicy) -> None:
+    def __init__(self, limits: EngineLimits, tokens_per_block: int, policy: ContextChunkingPolicy) -> None:
         self._limits = limits
         self._equal_progress = limits.chunked and policy is ContextChunkingPolicy.EQUAL_PROGRESS
         windowed = bool(limits.windows) and min(limits.windows) < limits.max_input_len

@@ -20,7 +20,7 @@ from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.engine.sampling import (
     UNDEFINED,
     Choice,
-    Row,
+    SamplingRow,
     choose_tokens,
     log_softmax,
     uniform,
@@ -43,7 +43,7 @@ class DraftLogits:
 
 
 @dataclass(slots=True)
-class Verification:
+class VerifiedDraft:
     """Result of verifying draft tokens."""
 
     reason: FinishReason
@@ -55,14 +55,14 @@ class Verification:
 
 def verify_draft(
     logits: npt.NDArray[Any],
-    row: Row,
+    row: SamplingRow,
     draft: SequenceOf[int],
     draft_logits: DraftLogits | None,
     accept: Callable[[Choice], FinishReason],
     *,
     normalize_log_probs: bool = True,
     before: Callable[[npt.NDArray[Any]], None] | None = None,
-) -> Verification:
+) -> VerifiedDraft:
     """Verify `draft` with `logits` f32[k + 1, V], those of the last context token and of the draft tokens.
 
     Calls `accept` with the draft tokens up to the first rejected one, and with one more token. Calls `before` with each
@@ -81,15 +81,17 @@ def verify_draft(
         else:
             (choice,) = choose_tokens(logits[number : number + 1], [row], normalize_log_probs=normalize_log_probs)
         if choice.token < 0:
-            return Verification(FinishReason.NOT_FINISHED, accepted, choice.token)
+            return VerifiedDraft(FinishReason.NOT_FINISHED, accepted, choice.token)
         reason = accept(choice)
         accepted += choice.token == given
         if choice.token != given or reason is not FinishReason.NOT_FINISHED:
-            return Verification(reason, accepted, choice.token)
+            return VerifiedDraft(reason, accepted, choice.token)
     raise AssertionError("the token after the draft ends the loop")
 
 
-def _choose_by_logits(logits: npt.NDArray[Any], row: Row, given: int, draft: DraftLogits, number: int) -> Choice:
+def _choose_by_logits(
+    logits: npt.NDArray[Any], row: SamplingRow, given: int, draft: DraftLogits, number: int
+) -> Choice:
     """Return the draft token if it is accepted, else another one."""
     processed = row.processor.process(logits, row.generated)
     if not np.isfinite(processed.max()):
@@ -104,14 +106,14 @@ def _choose_by_logits(logits: npt.NDArray[Any], row: Row, given: int, draft: Dra
     return Choice(token, log_prob, log_prob)
 
 
-def _choose_other(target: Doubles, proposal: Doubles, row: Row) -> int:
+def _choose_other(target: Doubles, proposal: Doubles, row: SamplingRow) -> int:
     """Sample from the positive part of target - proposal."""
     rest = np.maximum(target - proposal, 0.0)
     sums = np.cumsum(rest if rest.any() else target)
     return int(np.searchsorted(sums, _random(row) * sums[-1], side="right"))
 
 
-def distribution(processed: npt.NDArray[Any], row: Row) -> Doubles:
+def distribution(processed: npt.NDArray[Any], row: SamplingRow) -> Doubles:
     """Return the probabilities f64[V] with which the sampler chooses each token of a processed row."""
     result = np.zeros(len(processed))
     if row.parameters.greedy:
@@ -125,7 +127,7 @@ def distribution(processed: npt.NDArray[Any], row: Row) -> Doubles:
     return result
 
 
-def _random(row: Row, stream: int = 0) -> float:
+def _random(row: SamplingRow, stream: int = 0) -> float:
     """Return the random number of the row's seed and position."""
     seed = (row.parameters.seed + stream) % 2**64
     numbers = uniform(np.array([seed], dtype=np.uint64), np.array([len(row.generated)], dtype=np.uint64))

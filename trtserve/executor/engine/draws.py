@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.model import Model, StepInputs
-from trtserve.executor.engine.sampling import Row
+from trtserve.executor.engine.model import ModelRunner, StepInputs
+from trtserve.executor.engine.sampling import SamplingRow
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Draws:
 
     numbers: list[int] = field(default_factory=list)
     """The rows, ascending."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SamplingRow] = field(default_factory=list)
     """How to choose. The rows' `generated` and processors may lack the token of the step before."""
     slots: list[int] = field(default_factory=list)
     """Which sequence it is: a number that it keeps from one step to the next."""
@@ -41,7 +41,7 @@ class Chosen(NamedTuple):
     log_probs: npt.NDArray[np.float32]
     """f32[draws, 2], (log_prob, full_log_prob) as in `sampling.Choice` of rows that want them."""
     logits: npt.NDArray[np.float32]
-    """f32[r, V] of the rows that are not among the draws, in their order; like the result of `Model.forward`."""
+    """f32[r, V] of the rows that are not among the draws, in their order; like the result of `ModelRunner.forward`."""
 
 
 class PendingStep(Protocol):
@@ -53,7 +53,7 @@ class PendingStep(Protocol):
 
 
 @runtime_checkable
-class ChoosingModel(Model, Protocol):
+class ChoosingModel(ModelRunner, Protocol):
     """A model that can choose tokens."""
 
     def start(self, draws: Draws, step: StepInputs) -> PendingStep:

@@ -19,7 +19,7 @@ MOST_FREE_FRACTION = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class EngineLimits:
     """Limits of an executor. Fields without a description have the names and meaning of TensorRT-LLM's build config."""
 
     max_batch_size: int
@@ -76,7 +76,7 @@ class Limits:
             )
 
 
-def resolve_limits(engine: Mapping[str, Any], options: EngineOptions) -> Limits:
+def resolve_limits(engine: Mapping[str, Any], options: EngineOptions) -> EngineLimits:
     """Return the limits of `options` on an engine with config.json `engine`.
 
     Raises RuntimeError if `options` exceed them.
@@ -98,7 +98,7 @@ def resolve_limits(engine: Mapping[str, Any], options: EngineOptions) -> Limits:
     # Windows are cycled over the layers; without one that is shorter than the longest sequence there are none.
     if min(windows, default=max_seq_len) >= max_seq_len:
         windows = ()
-    return Limits(
+    return EngineLimits(
         max_batch_size=batch,
         max_seq_len=max_seq_len,
         max_num_tokens=tokens,
@@ -147,7 +147,7 @@ def _within_engine(name: str, wanted: int | None, built: int) -> int:
 
 def kv_cache_blocks(
     options: KvCacheOptions,
-    limits: Limits,
+    limits: EngineLimits,
     *,
     tokens_per_block: int,
     bytes_per_block: int,
@@ -179,7 +179,7 @@ def kv_cache_blocks(
     return min(wanted, fitting)
 
 
-def fit_to_cache(limits: Limits, *, cache_tokens: int, tokens_per_block: int, fail: bool) -> Limits:
+def fit_to_cache(limits: EngineLimits, *, cache_tokens: int, tokens_per_block: int, fail: bool) -> EngineLimits:
     """Reduce max_seq_len to what the cache holds with all beams; RuntimeError instead if `fail`.
 
     Attention windows make no difference: the cache keeps whole sequences.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.lora_modules import LoraShape
-from trtserve.executor.engine.lora_weights import Adapter, read_adapter
+from trtserve.executor.engine.lora_weights import LoraAdapter, read_adapter
 from trtserve.executor.engine.options import AdapterOptions
 from trtserve.executor.engine.requests import AdapterSource
 from trtserve.programs.shared.arrays import read_array
@@ -42,7 +42,7 @@ class NotCachedError(RuntimeError):
 class AdapterStack:
     """The weights of several adapters side by side, as inputs of the graph. The same stack means the same arrays."""
 
-    adapters: tuple[Adapter, ...]
+    adapters: tuple[LoraAdapter, ...]
     owners: Mapping[str, npt.NDArray[np.int64]]
     """For every matrix the adapter (its index in `adapters`) of each column, i64[w]."""
     weights: Mapping[tuple[int, str], tuple[Array, Array]]
@@ -125,12 +125,12 @@ class AdapterCache:
         self._shape = shape
         self._pages = None if shape is None else _Pages.of(shape, options, free_memory)
         # Least recently used first.
-        self._adapters: OrderedDict[int, Adapter] = OrderedDict()
+        self._adapters: OrderedDict[int, LoraAdapter] = OrderedDict()
         self._stack: AdapterStack | None = None
         if shape is not None and options.prefetch_dir:
             self._prefetch(Path(options.prefetch_dir))
 
-    def resolve(self, source: AdapterSource) -> Adapter:
+    def resolve(self, source: AdapterSource) -> LoraAdapter:
         """Return the adapter of a request; it stays cached until `release`.
 
         Weights sent with a known task id are ignored, as upstream does. Raises RuntimeError if the engine has no
@@ -152,19 +152,19 @@ class AdapterCache:
         self._adapters.move_to_end(task)
         return adapter
 
-    def release(self, adapter: Adapter) -> None:
+    def release(self, adapter: LoraAdapter) -> None:
         """Note that a request that resolved `adapter` has ended."""
         adapter.holders -= 1
         if adapter.holders == 0 and self._adapters.get(adapter.task_id) is adapter:
             self._adapters.move_to_end(adapter.task_id)
 
-    def fits(self, adapters: Iterable[Adapter | None]) -> bool:
+    def fits(self, adapters: Iterable[LoraAdapter | None]) -> bool:
         """Return whether these adapters can be used in one step: upstream's device cache must hold all of them."""
         if self._pages is None:
             return True
         return sum(adapter.pages for adapter in {*adapters} if adapter is not None) <= self._pages.device
 
-    def batch(self, spans: Sequence[tuple[Adapter | None, int]]) -> AdapterBatch | None:
+    def batch(self, spans: Sequence[tuple[LoraAdapter | None, int]]) -> AdapterBatch | None:
         """Return the graph's inputs for tokens in `spans` = (adapter, tokens), in order, or None without adapters."""
         active = list(dict.fromkeys(adapter for adapter, _ in spans if adapter is not None))
         if not active:
@@ -173,12 +173,12 @@ class AdapterCache:
         if stack is None or not set(active) <= set(stack.adapters) or len(stack.adapters) > _SLACK * len(active):
             assert self._shape is not None
             self._stack = stack = _build_stack(tuple(active), self._shape)
-        places: dict[Adapter | None, int] = {adapter: place for place, adapter in enumerate(stack.adapters)}
+        places: dict[LoraAdapter | None, int] = {adapter: place for place, adapter in enumerate(stack.adapters)}
         owner = np.repeat([places.get(adapter, -1) for adapter, _ in spans], [tokens for _, tokens in spans])
         masks = {linear: owner[:, None] == columns for linear, columns in stack.owners.items()}
         return AdapterBatch(stack=stack, masks=masks)
 
-    def _put(self, task: int, weights: Array, config: Array) -> Adapter:
+    def _put(self, task: int, weights: Array, config: Array) -> LoraAdapter:
         assert self._shape is not None
         assert self._pages is not None
         adapter = read_adapter(task, weights, config, self._shape, max_rank=self._pages.max_rank)
@@ -187,7 +187,7 @@ class AdapterCache:
         self._adapters[task] = adapter
         return adapter
 
-    def _evict_for(self, adapter: Adapter) -> None:
+    def _evict_for(self, adapter: LoraAdapter) -> None:
         assert self._pages is not None
         missing = sum(other.pages for other in self._adapters.values()) + adapter.pages - self._pages.host
         leaving = []
@@ -218,7 +218,7 @@ class AdapterCache:
             self._put(int(path.name), arrays[0], arrays[1])
 
 
-def _build_stack(adapters: tuple[Adapter, ...], shape: LoraShape) -> AdapterStack:
+def _build_stack(adapters: tuple[LoraAdapter, ...], shape: LoraShape) -> AdapterStack:
     """Put adapters side by side: adapter by adapter, and within an adapter module by module."""
     places: dict[tuple[int, int], int] = {}  # (adapter, module id) → its first column
     owners: dict[str, list[int]] = {linear: [] for linear in shape.linears}

@@ -21,7 +21,7 @@ _COLUMNS = (3, 4)
 
 
 @dataclass(slots=True, eq=False)
-class Adapter:
+class LoraAdapter:
     """One adapter in the type that the engine computes with."""
 
     task_id: int
@@ -43,7 +43,7 @@ class Adapter:
         self.ranks = ranks
 
 
-def read_adapter(task_id: int, weights: Array, config: Array, shape: LoraShape, *, max_rank: int) -> Adapter:
+def read_adapter(task_id: int, weights: Array, config: Array, shape: LoraShape, *, max_rank: int) -> LoraAdapter:
     """Split an adapter into matrices.
 
     `weights` float[(1,) rows, most] holds in each row the in-weights [rank, inputs] followed by the out-weights
@@ -67,7 +67,7 @@ def read_adapter(task_id: int, weights: Array, config: Array, shape: LoraShape, 
                 f"a row has {len(row)}"
             )
         matrices[layer, number] = _matrices(row, module, rank, bfloat16=shape.bfloat16)
-    return Adapter(task_id=task_id, matrices=matrices, content=int.from_bytes(digest.digest(), "little"))
+    return LoraAdapter(task_id=task_id, matrices=matrices, content=int.from_bytes(digest.digest(), "little"))
 
 
 def _two_dimensional(values: Array, name: str) -> Array:

@@ -1,8 +1,8 @@
 """The interface between the executor and a model: paged attention over a KV cache that the executor manages.
 
-`Model` is all that the scheduler, the sampler and the KV block manager know of a model, so that another framework can
-implement it. The model owns the memory of the KV cache; the executor decides which block belongs to which sequence.
-All calls after construction come from one thread, the executor's worker.
+`ModelRunner` is all that the scheduler, the sampler and the KV block manager know of a model, so that another framework
+can implement it. The model owns the memory of the KV cache; the executor decides which block belongs to which sequence.
+All calls after construction come from one thread, the one that runs the engine's loop.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class FatalModelError(RuntimeError):
 
 @runtime_checkable
 class Follower(Protocol):
-    """A rank that computes its part of what another process, rank 0, asks its own `Model`."""
+    """A rank that computes its part of what another process, rank 0, asks its own `ModelRunner`."""
 
     def follow(self) -> None:
         """Compute until rank 0 ends."""
 
 
-class Model(Protocol):
+class ModelRunner(Protocol):
     """A model with paged attention. `paged_model.PagedModel` implements it with OpenVINO;
     `loaders.MODELS` lists all.
 

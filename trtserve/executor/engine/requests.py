@@ -87,7 +87,7 @@ class PromptTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EngineRequest:
+class GenerationRequest:
     """One generation request."""
 
     tokens: SequenceOf[int]

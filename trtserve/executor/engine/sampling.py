@@ -64,7 +64,7 @@ class SamplingParameters:
 
 
 @dataclass(slots=True)
-class Row:
+class SamplingRow:
     """The sampling state of a row of logits."""
 
     parameters: SamplingParameters
@@ -92,7 +92,9 @@ class Choice:
     """Among the whole vocabulary; summed up in cum_log_probs. NaN if not needed."""
 
 
-def choose_tokens(logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_log_probs: bool = True) -> list[Choice]:
+def choose_tokens(
+    logits: npt.NDArray[Any], rows: SequenceOf[SamplingRow], *, normalize_log_probs: bool = True
+) -> list[Choice]:
     """Choose the next token of each row of `logits` f32[r, V].
 
     A row with NaN or +∞, or with only −∞, yields UNDEFINED; a row in which every token is banned yields EXHAUSTED.
@@ -126,7 +128,7 @@ def _largest(logits: npt.NDArray[Any]) -> list[int]:
     return tokens
 
 
-def _randoms(rows: list[Row]) -> list[float]:
+def _randoms(rows: list[SamplingRow]) -> list[float]:
     """Return a random number for each row, which depends only on its seed and position."""
     if all(row.parameters.greedy for row in rows):
         return [0.0] * len(rows)
@@ -136,7 +138,7 @@ def _randoms(rows: list[Row]) -> list[float]:
     return numbers
 
 
-def _choose(logits: Floats, row: Row, random: float, normalize: bool) -> Choice:
+def _choose(logits: Floats, row: SamplingRow, random: float, normalize: bool) -> Choice:
     processed = logits if row.processor.neutral else row.processor.process(logits, row.generated)
     token = int(processed.argmax())
     highest = float(processed[token])
@@ -152,7 +154,7 @@ def _choose(logits: Floats, row: Row, random: float, normalize: bool) -> Choice:
     return Choice(token, offset - math.log(kept) if kept is not None and normalize else full, full)
 
 
-def _pick(logits: Floats, row: Row, u: float) -> tuple[int, float | None]:
+def _pick(logits: Floats, row: SamplingRow, u: float) -> tuple[int, float | None]:
     """Sort by probability and take the first token whose cumulative sum reaches u * p, among the `top_k` best if given.
 
     Returns the token and, for top-k, the mass of the k best relative to the best one.

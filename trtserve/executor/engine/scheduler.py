@@ -15,7 +15,7 @@ from typing import Any
 
 from trtserve.executor.engine.chunks import ContextChunker
 from trtserve.executor.engine.kv_cache import KvCache
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.ngram_drafts import best_draft_lengths
 from trtserve.executor.engine.options import CapacitySchedulerPolicy, ContextChunkingPolicy
 from trtserve.executor.engine.sequence import Sequence
@@ -55,12 +55,12 @@ class Scheduler:
     sequence overtakes another. static_batch: new sequences start only when nothing runs. max_utilization: reserves the
     blocks of one step and pauses the sequence started last when blocks run out. `fits` tells whether a set of adapters
     can be used at the same time. Sequences with a drafter get up to `max_draft_len` draft tokens in a step, as far as
-    `step_costs` (`Model.step_costs`) promise more speed.
+    `step_costs` (`ModelRunner.step_costs`) promise more speed.
     """
 
     def __init__(
         self,
-        limits: Limits,
+        limits: EngineLimits,
         cache: KvCache,
         *,
         policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,

@@ -14,10 +14,10 @@ from trtserve.executor.engine.beams import BeamSearch
 from trtserve.executor.engine.drafts import DraftLogits
 from trtserve.executor.engine.kv_cache import CacheKey
 from trtserve.executor.engine.logits_processing import LogitsProcessor
-from trtserve.executor.engine.lora_weights import Adapter
+from trtserve.executor.engine.lora_weights import LoraAdapter
 from trtserve.executor.engine.ngram_drafts import NgramDrafter
 from trtserve.executor.engine.requests import BlockUse, FinishReason, PostProcessor, RequestMetrics
-from trtserve.executor.engine.sampling import Choice, Row, SamplingParameters
+from trtserve.executor.engine.sampling import Choice, SamplingParameters, SamplingRow
 from trtserve.executor.engine.stop_words import StopWords
 
 NO_END = -1
@@ -34,7 +34,7 @@ class RequestGroup:
     """Sequences that have not ended."""
     failed: bool = False
     """Whether an error ended all of them."""
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     """The LoRA adapter that they use together."""
 
 
@@ -69,7 +69,7 @@ class Sequence:
     """Makes draft tokens of its own text."""
     single_step: bool = False
     """It has draft tokens and ends after the step that verifies them; `max_tokens` is their number plus one."""
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     prompt_table: npt.NDArray[np.float32] | None = None
     positions: npt.NDArray[np.int64] | None = None
     post_processor: PostProcessor | None = None
@@ -99,7 +99,7 @@ class Sequence:
     place: int = 0
     """Its row in the last step that chose a token for it."""
     search: BeamSearch | None = field(init=False, default=None)
-    row: Row = field(init=False)
+    row: SamplingRow = field(init=False)
     width: int = field(init=False)
     """Number of beams, or 1 without beam search."""
     context: npt.NDArray[np.int64] = field(init=False)
@@ -118,7 +118,7 @@ class Sequence:
         self.context = self.prompt
         self.width = self.parameters.beam_width
         processor = self.processor or LogitsProcessor(self.parameters, self.prompt, vocab_size=0, end_id=NO_END)
-        self.row = Row(self.parameters, processor, self.generated, self.log_probs is not None)
+        self.row = SamplingRow(self.parameters, processor, self.generated, self.log_probs is not None)
         self._updates_processor = not (processor.neutral and self.parameters.top_p_decay == 1)
         self.uses_logits = self.post_processor is not None or self.logits is not None
         self.drawn = processor.drawable and self.width == 1 and not (self.uses_logits or self.single_step)

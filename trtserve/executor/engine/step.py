@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.batch import Batch, Step
+from trtserve.executor.engine.batch import Batch, BatchedStep
 from trtserve.executor.engine.drafts import verify_draft
 from trtserve.executor.engine.draws import (
     ChoosingModel,
@@ -18,7 +18,7 @@ from trtserve.executor.engine.draws import (
     PendingStep,
 )
 from trtserve.executor.engine.kv_cache import KvCache
-from trtserve.executor.engine.model import FatalModelError, Model
+from trtserve.executor.engine.model import FatalModelError, ModelRunner
 from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.engine.sampling import (
     EXHAUSTED,
@@ -38,7 +38,7 @@ _NO_LOGITS = np.zeros((0, 0), dtype=np.float32)
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """Result of a step."""
 
     advanced: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class RunningStep:
     """A step that the model computes or has computed."""
 
     plan: StepPlan
-    step: Step
+    step: BatchedStep
     begin: float
     """From time.perf_counter."""
     logits: Logits
@@ -72,7 +72,7 @@ class Stepper:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelRunner,
         batch: Batch,
         cache: KvCache,
         *,
@@ -112,7 +112,7 @@ class Stepper:
                 self._cache.register_full_blocks(sequence.slots[0], sequence.context[: sequence.computed])
         return running
 
-    def _send(self, model: ChoosingModel, plan: StepPlan, step: Step, begin: float) -> RunningStep:
+    def _send(self, model: ChoosingModel, plan: StepPlan, step: BatchedStep, begin: float) -> RunningStep:
         """Send the step to a model that chooses the tokens of most sequences."""
         draws, drawn = Draws(normalize_log_probs=self._normalize), []
         for number, sequence in enumerate(step.sampled):
@@ -131,9 +131,9 @@ class Stepper:
             span.sequence.ahead += 1
         return RunningStep(plan, step, begin, _NO_LOGITS, pending, drawn)
 
-    def finish(self, running: RunningStep, iteration: int) -> Outcome:
+    def finish(self, running: RunningStep, iteration: int) -> StepOutcome:
         """Wait for a step and choose its tokens. Sequences that have ended since its start are left out."""
-        step, logits, outcome = running.step, running.logits, Outcome()
+        step, logits, outcome = running.step, running.logits, StepOutcome()
         sampled, drawn = step.sampled, running.drawn
         chosen = None
         if running.pending is not None:
@@ -202,7 +202,9 @@ class Stepper:
             if known % size == 0 and sequence.search is None and sequence.slots:
                 self._cache.register_full_blocks(sequence.slots[0], sequence.cached_tokens())
 
-    def _copy_and_process_logits(self, step: Step, sampled: list[Sequence], logits: Logits, *, drawn: int) -> None:
+    def _copy_and_process_logits(
+        self, step: BatchedStep, sampled: list[Sequence], logits: Logits, *, drawn: int
+    ) -> None:
         """Copy the logits that requests asked for, then let post-processors change them.
 
         `logits` has the rows of `sampled` and of the spans, without those of the `drawn` sequences before the spans.
@@ -234,7 +236,7 @@ class Stepper:
         if special:
             self._failures |= self._post_process(special)
 
-    def _sample(self, sequences: list[Sequence], logits: Logits, outcome: Outcome) -> None:
+    def _sample(self, sequences: list[Sequence], logits: Logits, outcome: StepOutcome) -> None:
         """Choose one token for each sequence of width 1."""
         if not sequences:
             return
@@ -242,7 +244,7 @@ class Stepper:
         choices = choose_tokens(logits[: len(rows)], rows, normalize_log_probs=self._normalize)
         self._accept(sequences, choices, outcome)
 
-    def _accept(self, sequences: list[Sequence], choices: list[Choice], outcome: Outcome) -> None:
+    def _accept(self, sequences: list[Sequence], choices: list[Choice], outcome: StepOutcome) -> None:
         advanced = outcome.advanced
         for sequence, choice in zip(sequences, choices, strict=True):
             if not sequence.slots:
@@ -253,7 +255,7 @@ class Stepper:
             else:
                 advanced.append((sequence, sequence.accept(choice)))
 
-    def _verify(self, sequence: Sequence, logits: Logits, outcome: Outcome) -> None:
+    def _verify(self, sequence: Sequence, logits: Logits, outcome: StepOutcome) -> None:
         """Verify draft tokens; the sequence always ends after this step."""
         sequence.iterations += 1
         verification = verify_draft(
@@ -272,7 +274,7 @@ class Stepper:
         ended = verification.reason is not FinishReason.NOT_FINISHED
         outcome.advanced.append((sequence, verification.reason if ended else FinishReason.LENGTH))
 
-    def _verify_ngrams(self, sequence: Sequence, logits: Logits, draft: list[int], outcome: Outcome) -> None:
+    def _verify_ngrams(self, sequence: Sequence, logits: Logits, draft: list[int], outcome: StepOutcome) -> None:
         """Verify guessed tokens. Every row is treated as a step of its own would, up to the first wrong guess."""
         sequence.iterations += 1
         verification = verify_draft(
@@ -294,13 +296,13 @@ class Stepper:
         if verification.token < 0:
             self._fail(sequence, verification.token, outcome)
 
-    def _note_draft(self, sequence: Sequence, drafted: int, accepted: int, outcome: Outcome) -> None:
+    def _note_draft(self, sequence: Sequence, drafted: int, accepted: int, outcome: StepOutcome) -> None:
         outcome.drafts.append((drafted, accepted))
         if sequence.metrics is not None:
             sequence.metrics.drafted += drafted
             sequence.metrics.accepted += accepted
 
-    def _search(self, sequence: Sequence, logits: Logits, outcome: Outcome) -> None:
+    def _search(self, sequence: Sequence, logits: Logits, outcome: StepOutcome) -> None:
         """Run one step of a beam search and rearrange the blocks of the beams."""
         search = sequence.search
         assert search is not None
@@ -328,7 +330,7 @@ class Stepper:
         sequence.capacity = 0
         outcome.advanced.append((sequence, FinishReason.NOT_FINISHED))
 
-    def _fail(self, sequence: Sequence, token: int, outcome: Outcome) -> None:
+    def _fail(self, sequence: Sequence, token: int, outcome: StepOutcome) -> None:
         """End a sequence for which no token could be chosen. What gave undefined logits is not kept for others."""
         outcome.failed.append((sequence, self._failure_reason(token, sequence)))
         if token != EXHAUSTED and sequence.slots:
@@ -346,7 +348,7 @@ class Stepper:
         return f"no token is allowed as {place}: {reason}"
 
 
-def _note_metrics(outcome: Outcome, iteration: int) -> None:
+def _note_metrics(outcome: StepOutcome, iteration: int) -> None:
     """Record times and iterations of the sequences that asked for metrics."""
     for sequence, _ in outcome.advanced:
         if sequence.metrics is not None:

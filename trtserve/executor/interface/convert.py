@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from datetime import datetime, timedelta
 
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.options import (
     AdapterOptions,
     ContextChunkingPolicy,
@@ -18,7 +18,7 @@ from trtserve.executor.engine.recorder import IterationRecord, RequestsRecord, S
 from trtserve.executor.engine.requests import (
     AdapterSource,
     DraftSource,
-    EngineRequest,
+    GenerationRequest,
     GuideSource,
     PostProcessor,
     PromptTable,
@@ -133,7 +133,7 @@ def sampling_parameters(config: SamplingConfig) -> SamplingParameters:
     return SamplingParameters(greedy=greedy, temperature=temperature or 1.0, top_k=top_k, **given)
 
 
-def engine_request(request: Request, named: Mapping[str, PostProcessor]) -> EngineRequest:
+def engine_request(request: Request, named: Mapping[str, PostProcessor]) -> GenerationRequest:
     """Return the engine's request. Raises RuntimeError for a logits post-processor that is not among the `named`.
 
     What else is wrong with a request becomes its error response.
@@ -149,7 +149,7 @@ def engine_request(request: Request, named: Mapping[str, PostProcessor]) -> Engi
     if sampling.beam_width == 1:
         count = max(request.num_return_sequences, sampling.num_return_sequences or 1)
     limit = request.allotted_time_ms
-    return EngineRequest(
+    return GenerationRequest(
         tokens=request.input_token_ids,
         max_tokens=request.max_tokens,
         sampling=sampling_parameters(sampling),
@@ -272,7 +272,7 @@ def _hit_rate(reused: int, missed: int) -> float:
     return reused / (reused + missed) if reused + missed else 0.0
 
 
-def iteration_stats(record: IterationRecord, limits: Limits) -> IterationStats:
+def iteration_stats(record: IterationRecord, limits: EngineLimits) -> IterationStats:
     """Return the statistics of an iteration."""
     static, inflight, drafts = None, None, record.drafts
     scheduled = record.contexts + record.generations

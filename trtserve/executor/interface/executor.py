@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import Any
 
 from trtserve.executor.engine.limits import (
-    Limits,
+    EngineLimits,
     fit_to_cache,
     kv_cache_blocks,
     resolve_limits,
 )
-from trtserve.executor.engine.model import Follower, Model
-from trtserve.executor.engine.worker import Worker
+from trtserve.executor.engine.loop import EngineLoop
+from trtserve.executor.engine.model import Follower, ModelRunner
 from trtserve.executor.interface.configs import ExecutorConfig
 from trtserve.executor.interface.convert import (
     engine_options,
@@ -48,7 +48,7 @@ class Executor:
     computes what rank 0 asks for until that ends.
     """
 
-    _worker: Worker | None
+    _loop: EngineLoop | None
     _follower: Follower | None = None
 
     def __init__(
@@ -64,19 +64,19 @@ class Executor:
         model = load_model(engine, options)
         if isinstance(model, Follower):
             self._follower = model
-            self._worker = None
+            self._loop = None
         else:
             self._start(model, limits, executor_config)
 
     @classmethod
-    def from_model(cls, model: Model, limits: Limits, config: ExecutorConfig) -> Executor:
+    def from_model(cls, model: ModelRunner, limits: EngineLimits, config: ExecutorConfig) -> Executor:
         """Make an executor for a loaded model of any framework."""
         executor = cls.__new__(cls)
         refuse_unsupported_config(config)
         executor._start(model, limits, config)  # noqa: SLF001 - an object of this class
         return executor
 
-    def _start(self, model: Model, limits: Limits, config: ExecutorConfig) -> None:
+    def _start(self, model: ModelRunner, limits: EngineLimits, config: ExecutorConfig) -> None:
         warn_about_decoding_mode(config)
         options, self._post_processors = engine_options(config), post_processors(config)
         memory = model.free_memory()
@@ -100,8 +100,8 @@ class Executor:
         model.warm_up()
         if options.ngram_max_draft_len and not model.step_costs:
             logger.info("Steps get no drafts from n-grams: the times of small steps are not known for this model")
-        self._worker = Worker(model, self.limits, options, blocks=blocks, free_memory=memory)
-        self._thread = threading.Thread(target=self._worker.run, name="executor", daemon=True)
+        self._loop = EngineLoop(model, self.limits, options, blocks=blocks, free_memory=memory)
+        self._thread = threading.Thread(target=self._loop.run, name="executor", daemon=True)
         self._thread.start()
 
     def enqueue_request(self, request: Request) -> int:
@@ -115,8 +115,8 @@ class Executor:
         """
         if not all(isinstance(request, Request) for request in requests):
             raise TypeError("enqueue takes Request objects")
-        worker = self._running()
-        return worker.enqueue([engine_request(request, self._post_processors) for request in requests])
+        loop = self._running()
+        return loop.enqueue([engine_request(request, self._post_processors) for request in requests])
 
     def await_responses(
         self,
@@ -142,8 +142,8 @@ class Executor:
 
     def hang(self) -> str | None:
         """Return why no step is made although requests are open, when that is certain, or None. Thread-safe."""
-        worker = self._worker
-        return None if worker is None else worker.hang()
+        loop = self._loop
+        return None if loop is None else loop.hang()
 
     def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 - the interface's name
         """Return the number of ready responses, of one request or of all."""
@@ -184,10 +184,10 @@ class Executor:
         follower, self._follower = self._follower, None
         if follower is not None:
             follower.follow()
-        worker, self._worker = self._worker, None
-        if worker is None:
+        loop, self._loop = self._loop, None
+        if loop is None:
             return
-        worker.terminate()
+        loop.terminate()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -205,7 +205,7 @@ class Executor:
             if self._follower is None:
                 self.shutdown()
 
-    def _running(self) -> Worker:
-        if self._worker is None:
+    def _running(self) -> EngineLoop:
+        if self._loop is None:
             raise RuntimeError("Shutdown called")
-        return self._worker
+        return self._loop

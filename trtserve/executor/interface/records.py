@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from trtserve.executor.interface.type_conversion import Converter
+from trtserve.executor.interface.type_conversion import ValueType
 from trtserve.nvidia.releases import NEWEST, RELEASES
 
 NANOBIND_SINCE = "1.0"
@@ -55,7 +55,7 @@ class Field(Generic[T]):
 
     def __init__(
         self,
-        kind: Converter,
+        kind: ValueType,
         default: Any = REQUIRED,
         span: str = "0.12-",
         *,

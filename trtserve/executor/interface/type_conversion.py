@@ -15,7 +15,7 @@ TOKEN_MIN, TOKEN_MAX = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Converter:
+class ValueType:
     """A parameter type."""
 
     convert: Callable[[Any, bool], Any]
@@ -23,9 +23,9 @@ class Converter:
     fresh: Callable[[Any], Any] = lambda value: value
     """What a getter returns for a stored value: a copy for mutable types."""
 
-    def with_convert(self, convert: Callable[[Any, bool], Any]) -> Converter:
+    def with_convert(self, convert: Callable[[Any, bool], Any]) -> ValueType:
         """Return this converter with another conversion."""
-        return Converter(convert, self.fresh)
+        return ValueType(convert, self.fresh)
 
 
 def _integer(low: int, high: int) -> Callable[[Any, bool], int]:
@@ -102,7 +102,7 @@ def _callable(value: Any, strict: bool) -> Any:
     return value
 
 
-def list_of(item: Converter) -> Converter:
+def list_of(item: ValueType) -> ValueType:
     """Return a converter of lists; lists are copied when they are set and when they are read."""
 
     def convert(value: Any, strict: bool) -> list[Any]:
@@ -110,10 +110,10 @@ def list_of(item: Converter) -> Converter:
             raise TypeError(f"expected a list, got {type(value).__name__}")
         return [item.convert(element, strict) for element in value]
 
-    return Converter(convert, lambda value: [item.fresh(element) for element in value])
+    return ValueType(convert, lambda value: [item.fresh(element) for element in value])
 
 
-def dict_of(item: Converter) -> Converter:
+def dict_of(item: ValueType) -> ValueType:
     """Return a converter of dicts with string keys."""
 
     def convert(value: Any, strict: bool) -> dict[str, Any]:
@@ -121,19 +121,19 @@ def dict_of(item: Converter) -> Converter:
             raise TypeError(f"expected a dict, got {type(value).__name__}")
         return {_text(name, strict): item.convert(element, strict) for name, element in value.items()}
 
-    return Converter(convert, dict)
+    return ValueType(convert, dict)
 
 
-def optional(kind: Converter) -> Converter:
+def optional(kind: ValueType) -> ValueType:
     """Return a converter that also accepts None."""
 
     def convert(value: Any, strict: bool) -> Any:
         return None if value is None else kind.convert(value, strict)
 
-    return Converter(convert, lambda value: None if value is None else kind.fresh(value))
+    return ValueType(convert, lambda value: None if value is None else kind.fresh(value))
 
 
-def instance_of(expected: type) -> Converter:
+def instance_of(expected: type) -> ValueType:
     """Return a converter that accepts objects of one class only."""
 
     def convert(value: Any, strict: bool) -> Any:
@@ -141,22 +141,22 @@ def instance_of(expected: type) -> Converter:
             raise TypeError(f"expected {expected.__name__}, got {type(value).__name__}")
         return value
 
-    return Converter(convert)
+    return ValueType(convert)
 
 
-INT = Converter(_integer(-(2**31), 2**31 - 1))
-LONG = Converter(_integer(-(2**63), 2**63 - 1))
-UNSIGNED = Converter(_integer(0, 2**64 - 1))
-FLOAT = Converter(_floating)
-BOOL = Converter(_boolean)
-OPT_BOOL = Converter(lambda value, strict: False if value is None else _boolean(value, strict))
-TEXT = Converter(_text)
-PATH = Converter(lambda value, strict: str(value) if isinstance(value, PurePath) else _text(value, strict))
-DURATION = Converter(_duration)
-TOKENS = Converter(_tokens, list)
-ARRAY = Converter(_array)
-CALLABLE = Converter(_callable)
-ANY = Converter(lambda value, strict: value)
+INT = ValueType(_integer(-(2**31), 2**31 - 1))
+LONG = ValueType(_integer(-(2**63), 2**63 - 1))
+UNSIGNED = ValueType(_integer(0, 2**64 - 1))
+FLOAT = ValueType(_floating)
+BOOL = ValueType(_boolean)
+OPT_BOOL = ValueType(lambda value, strict: False if value is None else _boolean(value, strict))
+TEXT = ValueType(_text)
+PATH = ValueType(lambda value, strict: str(value) if isinstance(value, PurePath) else _text(value, strict))
+DURATION = ValueType(_duration)
+TOKENS = ValueType(_tokens, list)
+ARRAY = ValueType(_array)
+CALLABLE = ValueType(_callable)
+ANY = ValueType(lambda value, strict: value)
 
 
 def positive(value: Any) -> str | None:

@@ -34,7 +34,7 @@ from trtserve.executor.openvino.graph_operations import (
     integers,
     parameter,
 )
-from trtserve.executor.openvino.graph_rotation import Rotation
+from trtserve.executor.openvino.graph_rotation import GraphRotation
 from trtserve.executor.openvino.graph_weights import float_tensor, int4_matrix, packed
 from trtserve.executor.openvino.weight_quantization import Packing
 from trtserve.files import writing
@@ -55,7 +55,7 @@ _MASKED = -32752.0
 _PROBE = 1 << 20
 
 
-class Weights(Protocol):
+class GraphWeights(Protocol):
     """Tensors of the whole model by their checkpoint names."""
 
     def names(self) -> list[str]:
@@ -71,7 +71,7 @@ class Weights(Protocol):
         """Return an int4 matrix, with tensor-parallel shards joined."""
 
 
-def build_graph(decoder: Decoder, sizes: Sizes, weights: Weights, *, packing: Packing = None) -> ov.Model:
+def build_graph(decoder: Decoder, sizes: Sizes, weights: GraphWeights, *, packing: Packing = None) -> ov.Model:
     """Return the stateful graph of a whole decoder.
 
     Inputs: input_ids i64[b, l], attention_mask i64[b, past + l], position_ids i64[b, l], beam_idx i32[b]. Output:
@@ -101,7 +101,7 @@ def save_graph(graph: ov.Model, path: Path) -> None:
 class _GraphBuilder:
     """Builds the graph operation by operation; the methods follow the order of the decoder."""
 
-    def __init__(self, decoder: Decoder, sizes: Sizes, weights: Weights, packing: Packing) -> None:
+    def __init__(self, decoder: Decoder, sizes: Sizes, weights: GraphWeights, packing: Packing) -> None:
         self._decoder = decoder
         self._sizes = sizes
         self._weights = weights
@@ -176,7 +176,7 @@ class _GraphBuilder:
             embedded = self._norm(embedded, "transformer.ln_embed")
         return embedded
 
-    def _make_rotation(self, frequencies: Sequence[float] | None) -> Rotation | None:
+    def _make_rotation(self, frequencies: Sequence[float] | None) -> GraphRotation | None:
         if frequencies is None:
             return None
         decoder, longer = self._decoder, None
@@ -184,7 +184,7 @@ class _GraphBuilder:
             # True when the sequence now has more tokens; keys that were rotated before are not rotated again.
             beyond = constant(np.array(decoder.long_rope.beyond, dtype=np.int64), LONG_ROPE_BEYOND)
             longer = decoder.long_rope.inv_freq, ops.greater(dimension(self._attention_mask, 1), beyond)
-        return Rotation(
+        return GraphRotation(
             self._position_ids,
             frequencies,
             head=self._sizes.head,
@@ -241,7 +241,7 @@ class _GraphBuilder:
             split = self._norm(split, norm)
         return ops.transpose(split, integers(0, 2, 1, 3)).output(0)
 
-    def _rotate(self, states: Any, rotation: Rotation | None) -> Any:
+    def _rotate(self, states: Any, rotation: GraphRotation | None) -> Any:
         return states if rotation is None else rotation.rotate(states)
 
     def _append_to_state(self, states: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ from trtserve.errors import UnsupportedModelError
 from trtserve.executor.openvino.graph_operations import integers
 
 
-class Rotation:
+class GraphRotation:
     """Rotates pairs of numbers in each head by position × frequency; layers with the same rotation share one.
 
     frequencies: inverse frequencies, one per pair. If they cover less than `head`, only the first numbers are rotated.

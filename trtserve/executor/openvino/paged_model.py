@@ -98,7 +98,7 @@ def openvino_core() -> ov.Core:
 
 
 class PagedModel:
-    """A compiled paged-attention graph with its KV cache: `Model` on OpenVINO. Not thread-safe."""
+    """A compiled paged-attention graph with its KV cache: `ModelRunner` on OpenVINO. Not thread-safe."""
 
     kv_memory_fraction = DEFAULT_FREE_FRACTION
 
@@ -196,7 +196,7 @@ class PagedModel:
         self._infer()
 
     def forward(self, step: StepInputs) -> Logits:
-        """See `Model.forward`. The GIL is released while OpenVINO computes."""
+        """See `ModelRunner.forward`. The GIL is released while OpenVINO computes."""
         count, wanted, adapters = len(step.token_ids), len(step.rows), step.adapters
         if count <= len(self._padded_sizes) and wanted and adapters is None:
             step = pad_step(step, self._padded_sizes[count - 1], self._spare_block)

@@ -54,7 +54,7 @@ from trtserve.specs.runtime import (
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from trtserve.executor.openvino.graph import Weights
+    from trtserve.executor.openvino.graph import GraphWeights
     from trtserve.executor.openvino.weight_quantization import Packing
 
 # On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
@@ -238,7 +238,7 @@ def _require_supported(config: CheckpointConfig) -> None:
 class _Reported:
     """Weights that report to a progress task as they are read, in values of `item` bytes."""
 
-    def __init__(self, weights: Weights, task: Task, item: int) -> None:
+    def __init__(self, weights: GraphWeights, task: Task, item: int) -> None:
         self._weights = weights
         self._task = task
         self._item = item

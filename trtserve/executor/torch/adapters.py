@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.torch.weights import Weights
+from trtserve.executor.torch.weights import ShardWeights
 
 Tensor = Any
 
@@ -38,7 +38,7 @@ class Adapters:
 class AdapterWeights:
     """Keeps the weights of the last stack of adapters on the device."""
 
-    def __init__(self, weights: Weights, layers: range, *, dtype: Any, device: str) -> None:
+    def __init__(self, weights: ShardWeights, layers: range, *, dtype: Any, device: str) -> None:
         self._decoder = weights
         self._layers = layers
         self._dtype = dtype

@@ -22,7 +22,7 @@ Tensor = Any
 Array = npt.NDArray[Any]
 
 
-class Sampler(Protocol):
+class TokenChooser(Protocol):
     """Chooses tokens on one kind of device."""
 
     def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
@@ -34,7 +34,7 @@ class PlainSampler:
     """Chooses tokens on the CPU."""
 
     def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-        """See `Sampler.choose`."""
+        """See `TokenChooser.choose`."""
         from trtserve.executor.torch.plain_sampling import choose_tokens
 
         chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy())
@@ -79,7 +79,7 @@ class ChoosingTorchModel(TorchModel):
         self._sampler = self._make_sampler()
         self._graphs: DecodeGraphs | None = None
 
-    def _make_sampler(self) -> Sampler:
+    def _make_sampler(self) -> TokenChooser:
         if self.device == "cpu":
             return PlainSampler()
         from trtserve.executor.torch.sampling_kernels import KernelSampler

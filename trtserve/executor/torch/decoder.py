@@ -14,24 +14,24 @@ import torch
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.sizes import Sizes
 from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.group import Group
+from trtserve.executor.torch.group import RankGroup
 from trtserve.executor.torch.matrices import FloatMatrix
 from trtserve.executor.torch.mlp import Mlp, make_mlp
 from trtserve.executor.torch.modules import Embedding, Linear, Norm
 from trtserve.executor.torch.operations import (
     HeadNorms,
     Operations,
-    Rotation,
+    RotationTables,
     Scores,
 )
-from trtserve.executor.torch.weights import Weights
+from trtserve.executor.torch.weights import ShardWeights
 
 Tensor = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A step of t new tokens of s sequences on the device; `Model.forward` explains the order."""
+    """A step of t new tokens of s sequences on the device; `ModelRunner.forward` explains the order."""
 
     token_ids: Tensor
     """i64[t]; an id of the vocabulary's size + n is row n of `prompt_table`."""
@@ -65,7 +65,7 @@ class _Layer:
     qkv: Linear
     dense: Linear
     head_norms: HeadNorms | None
-    rotation: Rotation | None
+    rotation: RotationTables | None
     scores: Scores
     mlp: Mlp
 
@@ -77,9 +77,9 @@ class TorchDecoder:
         self,
         decoder: Decoder,
         sizes: Sizes,
-        weights: Weights,
+        weights: ShardWeights,
         operations: Operations,
-        group: Group,
+        group: RankGroup,
         *,
         layers: range,
         max_position: int,
@@ -112,16 +112,20 @@ class TorchDecoder:
         """The type of hidden states, keys and values."""
         return self._like.dtype
 
-    def _learned_positions(self, weights: Weights) -> Embedding | None:
+    def _learned_positions(self, weights: ShardWeights) -> Embedding | None:
         if self._decoder.positions != "learned":
             return None
         return Embedding(weights, "transformer.position_embedding", self._group)
 
-    def _norm(self, weights: Weights, name: str) -> Norm:
+    def _norm(self, weights: ShardWeights, name: str) -> Norm:
         return Norm(weights, name, self._decoder.norm, self._sizes.epsilon, self._operations)
 
     def _layer(
-        self, weights: Weights, number: int, rotations: tuple[Rotation | None, Rotation | None], window: int | None
+        self,
+        weights: ShardWeights,
+        number: int,
+        rotations: tuple[RotationTables | None, RotationTables | None],
+        window: int | None,
     ) -> _Layer:
         decoder, name = self._decoder, f"transformer.layers.{number}"
         norms = ["input_layernorm", "post_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -291,7 +295,7 @@ class _Attention:
         return states if self._rows is None else states[self._rows]
 
 
-def _is_tied(weights: Weights, embedding: Tensor) -> bool:
+def _is_tied(weights: ShardWeights, embedding: Tensor) -> bool:
     """Return whether the head is the embedding: the checkpoint has no other, or a copy, which needs no memory."""
     if "lm_head.weight" not in weights:
         return True
@@ -299,18 +303,18 @@ def _is_tied(weights: Weights, embedding: Tensor) -> bool:
     return head.shape == embedding.shape and head.dtype == embedding.dtype and bool(torch.equal(head, embedding))
 
 
-def _rotations(decoder: Decoder, positions: int, device: Any) -> tuple[Rotation | None, Rotation | None]:
+def _rotations(decoder: Decoder, positions: int, device: Any) -> tuple[RotationTables | None, RotationTables | None]:
     """Return the rotations of layers without and with a window."""
     if decoder.rope_inv_freq is None:
         return None, None
     tables = [_cos_sin(decoder.rope_inv_freq, positions, decoder.rope_scale, device)]
     if decoder.long_rope is not None:
         tables.append(_cos_sin(decoder.long_rope.inv_freq, positions, decoder.rope_scale, device))
-    usual = Rotation(cos_sin=torch.cat(tables), interleaved=decoder.rope_interleaved)
+    usual = RotationTables(cos_sin=torch.cat(tables), interleaved=decoder.rope_interleaved)
     if decoder.local_rope_inv_freq is None:
         return usual, usual
     local = _cos_sin(decoder.local_rope_inv_freq, positions, decoder.rope_scale, device)
-    return usual, Rotation(cos_sin=local, interleaved=decoder.rope_interleaved)
+    return usual, RotationTables(cos_sin=local, interleaved=decoder.rope_interleaved)
 
 
 def _cos_sin(frequencies: Sequence[float], positions: int, scale: float, device: Any) -> Tensor:

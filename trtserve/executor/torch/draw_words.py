@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.draws import Draws
-from trtserve.executor.engine.sampling import Row
+from trtserve.executor.engine.sampling import SamplingRow
 
 Words = npt.NDArray[np.int32]
 
@@ -65,7 +65,7 @@ class DrawWriter:
         log_probs = bool((chosen[:, FLAGS] & WANTS_LOG_PROBS).any())
         return DrawArrays(words, np.array(draws.numbers, np.int64), log_probs, new_rows)
 
-    def _begin(self, row: Row, slot: int, *, normalize: bool) -> None:
+    def _begin(self, row: SamplingRow, slot: int, *, normalize: bool) -> None:
         """Write the words of a sequence that do not change."""
         parameters, processor = row.parameters, row.processor
         has_table = processor.counts is not None or processor.bad_words is not None
@@ -90,7 +90,7 @@ class DrawWriter:
         self._min_tokens[slot] = parameters.min_tokens
 
 
-def _occurrences(row: Row) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int16]]:
+def _occurrences(row: SamplingRow) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int16]]:
     """Return the tokens that have occurred or are banned, and their numbers in the table."""
     ids: npt.NDArray[Any] = np.zeros(0, np.int64)
     numbers: npt.NDArray[Any] = np.zeros(0, np.int64)

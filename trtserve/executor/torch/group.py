@@ -8,7 +8,7 @@ from typing import Any, Protocol
 Tensor = Any
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """This process's place among the ranks, and what it exchanges with them.
 
     Ranks are numbered as in the checkpoint, tensor parallelism fastest: rank = stage · tp_size + tp_rank.

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
-from trtserve.executor.torch.operations import HeadNorms, Rotation
+from trtserve.executor.torch.operations import HeadNorms, RotationTables
 
 Tensor = Any
 
@@ -143,7 +143,7 @@ def rotate_and_store(
     slots: Tensor,
     *,
     heads: int,
-    rotation: Rotation | None,
+    rotation: RotationTables | None,
     norms: HeadNorms | None,
 ) -> Tensor:
     """See `Operations.rotate_and_store`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from trtserve.executor.engine.model import Follower, Model
+from trtserve.executor.engine.model import Follower, ModelRunner
 from trtserve.executor.engine.options import EngineOptions
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch import model
@@ -14,7 +14,7 @@ from trtserve.executor.torch.ranked_model import FollowingModel, LeadingChooser,
 from trtserve.executor.torch.ranks import join
 
 
-def load_model(engine: Path, options: EngineOptions) -> Model | Follower:
+def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
     """Load the engine; `loaders.MODELS` names this module. With ranks, return when all of them are there."""
     content = read_engine_config(engine)
     mapping = content["pretrained_config"].get("mapping") or {}

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from trtserve.executor.torch.operations import Operations
-from trtserve.executor.torch.weights import Weights
+from trtserve.executor.torch.weights import ShardWeights
 
 Tensor = Any
 
@@ -54,7 +54,7 @@ class Fp8Matrix:
         return product if bias is None else product + bias
 
 
-def load_matrix(weights: Weights, names: Sequence[str], operations: Operations) -> Matrix:
+def load_matrix(weights: ShardWeights, names: Sequence[str], operations: Operations) -> Matrix:
     """Return the matrices `names` as one, their outputs one after another.
 
     FP8 matrices with different scales get the largest one: the codes of the others are rounded again.
@@ -74,7 +74,7 @@ def load_matrix(weights: Weights, names: Sequence[str], operations: Operations) 
     return Fp8Matrix(joined, shared, torch.stack([input_scale for _, input_scale in own]).amax(0))
 
 
-def load_floats(weights: Weights, name: str) -> Tensor:
+def load_floats(weights: ShardWeights, name: str) -> Tensor:
     """Return a tensor as floats; codes of FP8 matrices are widened."""
     tensor, scales = weights.tensor(name), weights.fp8_scales(name)
     if scales is None:

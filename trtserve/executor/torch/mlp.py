@@ -9,12 +9,12 @@ from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.group import Group
+from trtserve.executor.torch.group import RankGroup
 from trtserve.executor.torch.matrices import load_floats
 from trtserve.executor.torch.modules import Linear, Norm
 from trtserve.executor.torch.operations import Operations, router_weights
 from trtserve.executor.torch.plain_operations import activate
-from trtserve.executor.torch.weights import Weights
+from trtserve.executor.torch.weights import ShardWeights
 
 Tensor = Any
 
@@ -34,7 +34,7 @@ class Mlp(ABC):
         return self(normed, adapters), total
 
 
-def make_mlp(decoder: Decoder, weights: Weights, layer: int, operations: Operations, group: Group) -> Mlp:
+def make_mlp(decoder: Decoder, weights: ShardWeights, layer: int, operations: Operations, group: RankGroup) -> Mlp:
     """Return the MLP of the layer with this number."""
     if decoder.experts is not None:
         return _Experts(decoder.experts, decoder.activation, weights, layer, operations, group)
@@ -45,7 +45,7 @@ def make_mlp(decoder: Decoder, weights: Weights, layer: int, operations: Operati
 
 class _Plain(Mlp):
     def __init__(
-        self, activation: Activation, weights: Weights, layer: int, operations: Operations, group: Group
+        self, activation: Activation, weights: ShardWeights, layer: int, operations: Operations, group: RankGroup
     ) -> None:
         name = f"transformer.layers.{layer}.mlp"
         self._activation = activation
@@ -59,7 +59,9 @@ class _Plain(Mlp):
 class _Gated(Mlp):
     """Both halves come from one product: of two matrices, or of one that holds the factor first ("fused")."""
 
-    def __init__(self, decoder: Decoder, weights: Weights, layer: int, operations: Operations, group: Group) -> None:
+    def __init__(
+        self, decoder: Decoder, weights: ShardWeights, layer: int, operations: Operations, group: RankGroup
+    ) -> None:
         name, self._factor_first = f"transformer.layers.{layer}.mlp", decoder.mlp == "fused"
         self._activation = decoder.activation
         self._operations = operations
@@ -86,10 +88,10 @@ class _Experts(Mlp):
         self,
         experts: Experts,
         activation: Activation,
-        weights: Weights,
+        weights: ShardWeights,
         layer: int,
         operations: Operations,
-        group: Group,
+        group: RankGroup,
     ) -> None:
         name = f"transformer.layers.{layer}.mlp"
         self._experts = experts

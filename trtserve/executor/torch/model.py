@@ -24,10 +24,10 @@ from trtserve.executor.engine.sizes import Sizes
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch.adapters import AdapterWeights
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
-from trtserve.executor.torch.group import ALONE, Alone, Group
+from trtserve.executor.torch.group import ALONE, Alone, RankGroup
 from trtserve.executor.torch.operations import Device, operations_for
 from trtserve.executor.torch.step_faults import StepFaults
-from trtserve.executor.torch.weights import EngineWeights, Weights
+from trtserve.executor.torch.weights import EngineWeights, ShardWeights
 from trtserve.host.machine import free_memory
 
 Tensor = Any
@@ -37,7 +37,7 @@ _WARM_TOKENS = 16
 
 
 class TorchModel:
-    """The decoder of one rank with its KV cache: `Model` on PyTorch. Not thread-safe."""
+    """The decoder of one rank with its KV cache: `ModelRunner` on PyTorch. Not thread-safe."""
 
     step_costs: Sequence[float] = ()  # steps are sent before the last one's tokens are known: nothing to look up
 
@@ -45,11 +45,11 @@ class TorchModel:
         self,
         config: Mapping[str, Any],
         decoder: Decoder,
-        weights: Weights,
+        weights: ShardWeights,
         *,
         layers: range,
         device: Device = "cpu",
-        group: Group = ALONE,
+        group: RankGroup = ALONE,
         windows: Sequence[int] | None = None,
     ) -> None:
         """Copy the weights of one rank to `device`; `config` is the engine's, `layers` those of the rank's stage.
@@ -111,7 +111,7 @@ class TorchModel:
             self.forward(single_sequence([0] * new, [self.spare_block], rows=[new - 1]))
 
     def forward(self, step: StepInputs) -> Logits:
-        """See `Model.forward`."""
+        """See `ModelRunner.forward`."""
         with self.faults, torch.inference_mode():
             return self._fetch_logits(self.compute(self.inputs(step)))
 
@@ -167,7 +167,7 @@ class TorchModel:
 def load_model(
     engine: Path,
     windows: Sequence[int] | None,
-    group: Group = ALONE,
+    group: RankGroup = ALONE,
     model_class: type[TorchModel] = TorchModel,
 ) -> TorchModel:
     """Load the rank of `group` from the engine's folder."""
@@ -213,7 +213,7 @@ def _block_tables(indices: Int32s, begins: Int32s) -> Int32s:
     return tables
 
 
-def _require_ranks(engine: Path, model: CheckpointConfig, group: Group) -> None:
+def _require_ranks(engine: Path, model: CheckpointConfig, group: RankGroup) -> None:
     sizes = _parallel_sizes(model)
     if sizes != (group.tp_size, group.stages):
         raise ArtifactError(

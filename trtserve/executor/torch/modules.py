@@ -11,10 +11,10 @@ from torch.nn import functional
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.checkpoint.architectures.base import Norm as NormKind
 from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.group import Group
+from trtserve.executor.torch.group import RankGroup
 from trtserve.executor.torch.matrices import FloatMatrix, Matrix, load_matrix
 from trtserve.executor.torch.operations import Operations
-from trtserve.executor.torch.weights import Weights
+from trtserve.executor.torch.weights import ShardWeights
 
 Tensor = Any
 
@@ -22,7 +22,7 @@ Tensor = Any
 class Embedding:
     """Rows [n, hidden] for token ids or positions; ranks may share its rows or its columns."""
 
-    def __init__(self, weights: Weights, name: str, group: Group) -> None:
+    def __init__(self, weights: ShardWeights, name: str, group: RankGroup) -> None:
         self.weight = weights.tensor(f"{name}.weight")
         self._split = weights.split(f"{name}.weight")
         self._group = group
@@ -40,7 +40,9 @@ class Embedding:
 class Norm:
     """A norm over hidden states."""
 
-    def __init__(self, weights: Weights, name: str, kind: NormKind, epsilon: float, operations: Operations) -> None:
+    def __init__(
+        self, weights: ShardWeights, name: str, kind: NormKind, epsilon: float, operations: Operations
+    ) -> None:
         self._weight = weights.tensor(f"{name}.weight")
         self._bias = weights.tensor(f"{name}.bias") if kind == "layer" else None
         self._epsilon = epsilon
@@ -99,12 +101,12 @@ class Linear:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: ShardWeights,
         names: Sequence[str],
         operations: Operations,
         *,
         layer: int | None = None,
-        group: Group | None = None,
+        group: RankGroup | None = None,
         matrix: Matrix | None = None,
     ) -> None:
         biases = [weights.tensor(f"{name}.bias") for name in names if f"{name}.bias" in weights]

@@ -19,7 +19,7 @@ Tensor = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotation:
+class RotationTables:
     """How queries and keys are rotated by their positions."""
 
     cos_sin: Tensor
@@ -92,7 +92,7 @@ class Operations(Protocol):
         slots: Tensor,
         *,
         heads: int,
-        rotation: Rotation | None,
+        rotation: RotationTables | None,
         norms: HeadNorms | None,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the cache, and return the queries [t, H, D].

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
-from trtserve.executor.torch.operations import HeadNorms, Rotation, Scores
+from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
 
 Tensor = Any
 
@@ -54,7 +54,7 @@ def rotate_and_store(
     slots: Tensor,
     *,
     heads: int,
-    rotation: Rotation | None,
+    rotation: RotationTables | None,
     norms: HeadNorms | None,
 ) -> Tensor:
     """See `Operations.rotate_and_store`."""

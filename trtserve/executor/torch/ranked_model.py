@@ -41,7 +41,7 @@ _LAST_WORDS = 1.0
 
 
 class RankedModel:
-    """The part of a model that belongs to one rank, with the calls of `Model` for the whole of it on rank 0.
+    """The part of a model that belongs to one rank, with the calls of `ModelRunner` for the whole of it on rank 0.
 
     Rank 0 sends the name and arguments of each call to the others: less than a kilobyte for a step with a few
     sequences. All ranks then compute the same call together.
@@ -83,7 +83,7 @@ class RankedModel:
 
 
 class LeadingModel(RankedModel):
-    """Rank 0, which the executor calls; implements `Model`."""
+    """Rank 0, which the executor calls; implements `ModelRunner`."""
 
     def free_memory(self) -> int:
         """Return the free memory of the rank that has least."""

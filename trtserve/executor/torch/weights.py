@@ -23,7 +23,7 @@ from trtserve.checkpoint.sharding import (
 )
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
 from trtserve.errors import CorruptFileError
-from trtserve.executor.torch.group import Group
+from trtserve.executor.torch.group import RankGroup
 
 Tensor = Any
 
@@ -35,7 +35,7 @@ _DTYPES = {
 }
 
 
-class Weights(Protocol):
+class ShardWeights(Protocol):
     """The tensors of one rank by their names in the whole model."""
 
     def __contains__(self, name: object) -> bool:
@@ -62,9 +62,9 @@ class Weights(Protocol):
 
 
 class EngineWeights:
-    """`Weights` in the file of one rank. On the CPU tensors stay mapped, so that processes share their memory."""
+    """`ShardWeights` in the file of one rank. On the CPU tensors stay mapped, so that processes share their memory."""
 
-    def __init__(self, engine: Path, config: CheckpointConfig, group: Group, device: str) -> None:
+    def __init__(self, engine: Path, config: CheckpointConfig, group: RankGroup, device: str) -> None:
         """Map the rank's file; `config` is the checkpoint's. Raises CorruptFileError when it is damaged."""
         self._group = group
         self._device = device
@@ -80,7 +80,7 @@ class EngineWeights:
 
     @property
     def dtype(self) -> Any:
-        """See `Weights.dtype`."""
+        """See `ShardWeights.dtype`."""
         return getattr(torch, self._dtype)
 
     @property
@@ -93,15 +93,15 @@ class EngineWeights:
         return target is not None and self._stored_name(target) is not None
 
     def split(self, name: str) -> Split:
-        """See `Weights.split`."""
+        """See `ShardWeights.split`."""
         return self._targets[name].split
 
     def shard(self, name: str) -> Shard:
-        """See `Weights.shard`."""
+        """See `ShardWeights.shard`."""
         return shard(self._targets[name], self._group.tp_size, self._group.tp_rank, self._ep_size)
 
     def tensor(self, name: str) -> Tensor:
-        """See `Weights.tensor`. Raises CorruptFileError when the file lacks it or holds another shape."""
+        """See `ShardWeights.tensor`. Raises CorruptFileError when the file lacks it or holds another shape."""
         stored = self._stored_name(self._targets[name])
         if stored is None:
             raise CorruptFileError(f"{self._file.path} lacks the tensor {name}.", hint="Convert the model again.")
@@ -113,7 +113,7 @@ class EngineWeights:
         return self._mapped(stored).to(self._device)
 
     def fp8_scales(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """See `Weights.fp8_scales`."""
+        """See `ShardWeights.fp8_scales`."""
         stored = self._stored_name(self._targets[name])
         if stored is None or self._file.entries[stored].code != CODES["float8_e4m3"]:
             return None

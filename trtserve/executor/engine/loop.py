@@ -14,18 +14,18 @@ from trtserve.executor.engine.admission import Admission
 from trtserve.executor.engine.batch import Batch
 from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide
 from trtserve.executor.engine.kv_cache import KvCache
-from trtserve.executor.engine.limits import Limits
+from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
 from trtserve.executor.engine.mailbox import Mailbox
-from trtserve.executor.engine.model import FatalModelError, Model
+from trtserve.executor.engine.model import FatalModelError, ModelRunner
 from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions
 from trtserve.executor.engine.post_processing import PostProcessors
 from trtserve.executor.engine.recorder import Recorder
-from trtserve.executor.engine.requests import EngineRequest, FinishReason, RequestOutput
+from trtserve.executor.engine.requests import FinishReason, GenerationRequest, RequestOutput
 from trtserve.executor.engine.responses import ended_response, error_response, next_responses
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan, insert_by_priority
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.engine.step import Outcome, RunningStep, Stepper
+from trtserve.executor.engine.step import RunningStep, StepOutcome, Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,16 @@ _STEPS_WITHOUT_MEMORY = 30
 class _Arrived:
     """A request whose guide is being compiled."""
 
-    request: EngineRequest
+    request: GenerationRequest
     arrival: float
 
 
-class Worker:
+class EngineLoop:
     """Queue, scheduler and model of one executor. `run` is the worker thread; other methods are for other threads."""
 
-    def __init__(self, model: Model, limits: Limits, options: EngineOptions, *, blocks: int, free_memory: int) -> None:
+    def __init__(
+        self, model: ModelRunner, limits: EngineLimits, options: EngineOptions, *, blocks: int, free_memory: int
+    ) -> None:
         self.mailbox = Mailbox()
         self.cache = KvCache(
             blocks=blocks,
@@ -94,7 +96,7 @@ class Worker:
         self._failed_steps = 0  # since the last one that succeeded
         self._without_memory = 0
 
-    def enqueue(self, requests: list[EngineRequest]) -> list[int]:
+    def enqueue(self, requests: list[GenerationRequest]) -> list[int]:
         """Queue `requests`.
 
         Raises RuntimeError when the queue cannot take all. Invalid requests get an error response. One whose guide has
@@ -311,7 +313,7 @@ class Worker:
         self.recorder.record(running.plan, seconds=seconds, queue=self._queue)
         self._deliver(outcome)
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: StepOutcome) -> None:
         """Deliver the responses of a step with a single notification."""
         responses: list[RequestOutput] = []
         finished: list[Sequence] = []
