@@ -67,8 +67,8 @@ soak-openai: $(READY) ## 64 streams of the OpenAI API for two minutes, a third g
 soak-doors: $(READY) ## 80 % of the capacity through every door for 30 minutes: no error, and nothing may grow
 	$(BIN)/python -m tests.benchmarks.soak_doors --work $(BENCH_WORK) $(ARGS)
 
-fuzz: $(READY) ## 100,000 random bodies to the door's checks, then 10,000 malformed requests through it to a real Triton
-	TRTSERVE_FUZZ=50000 $(BIN)/python -m pytest -q tests/unit/test_door_guard.py -k any_
+fuzz: $(READY) ## 100,000 random bodies to the gateway's checks, then 10,000 malformed requests through it to a real Triton
+	TRTSERVE_FUZZ=50000 $(BIN)/python -m pytest -q tests/unit/test_gateway_guard.py -k any_
 	$(BIN)/python -m tests.benchmarks.fuzz $(ARGS)
 
 launches: $(READY) ## 100 launches of four ranks, of which one is killed at a random moment: nothing may be left

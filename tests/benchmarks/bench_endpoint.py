@@ -1,7 +1,7 @@
 """The cost of OpenAI's API beside gRPC on the core model, and the first word on the page, all with eight streams.
 
 Run as `python -m tests.benchmarks.bench_endpoint --work FOLDER --out FOLDER`. One server with the demo model and its
-door; both sides ask for the same tokens, in alternating pairs. Costs are differences of the time until eight streams
+gateway; both sides ask for the same tokens, in alternating pairs. Costs are differences of the time until eight streams
 have ended, per token or per request, as clients of the two protocols see them. For the page a headless Chromium
 presses Enter while eight streams run without a pause; gRPC sends the same prompt in the same load.
 """
@@ -189,11 +189,11 @@ def page(url: str) -> Iterator[Callable[[], float]]:
         browser.close()
 
 
-def door_seconds(server: Server) -> float:
-    """Return the processor time of the door so far."""
-    door = server.instances[0].door
-    assert door is not None
-    times = psutil.Process(door.process.pid).cpu_times()
+def gateway_seconds(server: Server) -> float:
+    """Return the processor time of the gateway so far."""
+    gateway = server.instances[0].gateway
+    assert gateway is not None
+    times = psutil.Process(gateway.process.pid).cpu_times()
     return float(times.user + times.system)
 
 
@@ -202,10 +202,10 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
     home = work / "endpoint-home"
     trtserve("import", "demo", "--max-batch-size", "16", "--name", "demo", home=home)
     repository = find_repository("demo", store=Store(home)).path
-    with running_server(repository, home=home, door=True, ui=True) as server:
+    with running_server(repository, home=home, gateway=True, ui=True) as server:
         (tokenizer,) = (Path(record.model) for record in Store(home).recorded() if record.name == "demo")
         sides = Sides(server, tokenizer)
-        before = door_seconds(server)
+        before = gateway_seconds(server)
         rows = [
             row(
                 f"a token, {STREAMS} streams",
@@ -216,7 +216,7 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
                 target=TARGETS["token"],
             )
         ]
-        of_door = 1000 * (door_seconds(server) - before) / (STREAMS * NEW * (pairs + 1))
+        of_gateway = 1000 * (gateway_seconds(server) - before) / (STREAMS * NEW * (pairs + 1))
         rows.append(
             row(
                 f"a request for one token, {STREAMS} at once",
@@ -235,7 +235,7 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
                 rows.append(
                     row(case, first_word, sides.first_over_grpc, pairs=pairs * 3, parts=1, target=TARGETS["page"])
                 )
-    return {"cpus": os.cpu_count(), "door_ms_per_token": of_door, "rows": rows}
+    return {"cpus": os.cpu_count(), "gateway_ms_per_token": of_gateway, "rows": rows}
 
 
 def table(rows: list[Row]) -> str:
@@ -257,7 +257,7 @@ def main() -> None:
     arguments = benchmark_parser("endpoint", __doc__).parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"]))
-    print(f"Processor time of the door: {report['door_ms_per_token']:.3f} ms a token")
+    print(f"Processor time of the gateway: {report['gateway_ms_per_token']:.3f} ms a token")
     figures = [Figure(case=row.case, value=row.added_ms, target=row.target_ms, at_most=True) for row in report["rows"]]
     finish(arguments.out or arguments.work, "endpoint", report, figures)
 

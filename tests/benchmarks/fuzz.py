@@ -1,7 +1,8 @@
-"""Thousands of malformed requests through the door to a real Triton: the server stays ready, and its memory flat.
+"""Thousands of malformed requests through the gateway to a real Triton: the server stays ready, and its memory flat.
 
 `python -m tests.benchmarks.fuzz --requests 10000 --seed 1` starts a server, sends mutations of good requests over raw
-sockets, and ends with code 1 when a process ended, an answer was no HTTP or the status 500, or the door's memory grew.
+sockets, and ends with code 1 when a process ended, an answer was no HTTP or the status 500, or the gateway's memory
+grew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.support.servers import running_server
 from trtserve.server.state import Server
 from trtserve.server.triton.tritonserver import is_ready
 
-# An unfinished request waits for the rest of it, up to the door's own time limit, which is longer.
+# An unfinished request waits for the rest of it, up to the gateway's own time limit, which is longer.
 _SECONDS = 0.5
 _SETTLED = 1000
 _GROWTH = 1.1
@@ -44,15 +45,15 @@ def main() -> int:
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_server(write_echo_repository(Path(folder)), home=Path(folder), name="fuzz", door=True) as server,
+        running_server(write_echo_repository(Path(folder)), home=Path(folder), name="fuzz", gateway=True) as server,
     ):
         return _run(server, asked.requests, random.Random(asked.seed))
 
 
 def _run(server: Server, count: int, chance: random.Random) -> int:
     (instance,) = server.instances
-    assert instance.door is not None
-    door = psutil.Process(instance.door.process.pid)
+    assert instance.gateway is not None
+    gateway = psutil.Process(instance.gateway.process.pid)
     answers: collections.Counter[str] = collections.Counter()
     settled = 0
     start = time.monotonic()
@@ -61,15 +62,15 @@ def _run(server: Server, count: int, chance: random.Random) -> int:
         answer = _exchange(server.address.http_port, sent)
         answers[answer] += 1
         if number == _SETTLED:
-            settled = door.memory_info().rss
+            settled = gateway.memory_info().rss
         wrong = answer == "not HTTP" or not all(process.alive() for process in (*server.roots, *instance.stubs))
         if wrong or answer == "500":
             sys.stderr.write(f"request {number}: {answer}\n{sent[:2000]!r}\n")
         if wrong:
             return 1
-    grown = door.memory_info().rss / settled if settled else 1.0
+    grown = gateway.memory_info().rss / settled if settled else 1.0
     sys.stdout.write(f"{count} requests in {time.monotonic() - start:.0f} s: {dict(answers.most_common())}\n")
-    sys.stdout.write(f"the door's memory after the first {_SETTLED}: × {grown:.2f}\n")
+    sys.stdout.write(f"the gateway's memory after the first {_SETTLED}: × {grown:.2f}\n")
     return 0 if is_ready(server.address) and grown < _GROWTH and not answers["500"] else 1
 
 

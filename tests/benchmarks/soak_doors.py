@@ -1,11 +1,11 @@
 """`make soak-doors`: 80 % of what the server can do for 30 minutes, through every door; no error, and nothing grows.
 
-Run as `python -m tests.benchmarks.soak_doors --work FOLDER --minutes 30`. The demo model is served behind its door with
-prefix reuse, beams and a KV cache smaller than the load. First 64 clients that wait for their answers measure the
+Run as `python -m tests.benchmarks.soak_doors --work FOLDER --minutes 30`. The demo model is served behind its gateway,
+with prefix reuse, beams and a KV cache smaller than the load. First 64 clients that wait for their answers measure the
 capacity. Then 256 of them make the server take the memory of the longest queue that the soak allows, or a burst would
-look like a leak. Then requests arrive at random moments (a Poisson process) at 80 % of the capacity: Triton's gRPC, the
-door's `generate` and `generate_stream`, the OpenAI API and the page, with all features, and a third given up. A request
-that arrives while 256 run is not sent but counted: a shared machine may become slower than it was when measured.
+look like a leak. Then requests arrive at random moments (a Poisson process) at 80 % of the capacity: Triton's gRPC,
+the gateway's `generate` and `generate_stream`, the OpenAI API and the page, with all features, and a third given up. A
+request that arrives while 256 run is not sent but counted: a shared machine may become slower than when measured.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class Run:
 
 @contextmanager
 def served(work: Path) -> Iterator[Server]:
-    """The demo model behind its door, with 64 requests at once, beams, prefix reuse and a small KV cache."""
+    """The demo model behind its gateway, with 64 requests at once, beams, prefix reuse and a small KV cache."""
     home = work / "soak-doors-home"
     flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
     cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
     trtserve("import", "demo", *flags, *cache, home=home)
     with running_server(
-        find_repository("soak", store=Store(home)).path, home=home, gracefully=True, door=True, ui=True
+        find_repository("soak", store=Store(home)).path, home=home, gracefully=True, gateway=True, ui=True
     ) as server:
         yield server
     require_orderly_end(home)
@@ -167,7 +167,7 @@ async def _timed(name: str, send: Send, chance: random.Random, start: float, run
 
 
 async def _generate(session: aiohttp.ClientSession, chance: random.Random, bls: str) -> str:
-    """A request through the door, as curl sends it."""
+    """A request through the gateway, as curl sends it."""
     stream = chance.random() < 0.5
     feature = chance.choice(FEATURES)
     body = {
@@ -201,9 +201,9 @@ async def _page(session: aiohttp.ClientSession) -> str:
 
 async def _sample(server: Server, begin: float, run: Run) -> None:
     (instance,) = server.instances
-    assert instance.door is not None
+    assert instance.gateway is not None
     triton = psutil.Process(instance.process.pid)
-    processes = {"tritonserver": triton.pid, "door": instance.door.process.pid}
+    processes = {"tritonserver": triton.pid, "gateway": instance.gateway.process.pid}
     processes |= {f"stub {each.cmdline()[-2]}": each.pid for each in triton.children()}
     while True:
         await asyncio.sleep(PERIOD)

@@ -2,7 +2,7 @@
 
 Run as `python -m tests.benchmarks.soak_openai --work FOLDER --minutes 2`. Every client sends one random request after
 the other (chat or completion, streamed or whole, sampling, several sequences, stop strings) and closes the connection
-of a third of them at a random moment. Afterwards nothing may run in the engine, and the door must still answer.
+of a third of them at a random moment. Afterwards nothing may run in the engine, and the gateway must still answer.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SETTLED_WITHIN = 30.0
 
 @contextmanager
 def served(work: Path) -> Iterator[Server]:
-    """The demo model behind its door, with 64 requests at once and a KV cache smaller than the load."""
+    """The demo model behind its gateway, with 64 requests at once and a KV cache smaller than the load."""
     home = work / "soak-openai-home"
     flags = ["--max-batch-size", str(STREAMS), "--max-tokens-in-paged-kv-cache", str(KV_TOKENS)]
     trtserve("import", "demo", *flags, "--name", "soak", home=home)
-    with running_server(find_repository("soak", store=Store(home)).path, home=home, door=True) as server:
+    with running_server(find_repository("soak", store=Store(home)).path, home=home, gateway=True) as server:
         yield server
 
 
@@ -111,14 +111,14 @@ def main() -> int:
     work = arguments.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     with served(work) as server:
-        door = server.instances[0].door
-        assert door is not None
+        gateway = server.instances[0].gateway
+        assert gateway is not None
         ended = asyncio.run(drive(server.url, arguments.minutes * 60, seed=arguments.seed))
         figures = {
             "minutes": arguments.minutes,
             "streams": STREAMS,
             **dict(sorted(ended.items())),
-            "door_mib": round(process_bytes(door.process.pid) / 2**20, 1),
+            "gateway_mib": round(process_bytes(gateway.process.pid) / 2**20, 1),
             "used_blocks_at_the_end": settled(server),
         }
     print(json.dumps(figures, indent=2))

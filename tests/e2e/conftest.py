@@ -133,6 +133,6 @@ def endpoint(features: ModelServer, features_root: Path) -> Endpoint:
 
 @pytest.fixture(scope="session")
 def url(features: ModelServer, features_root: Path) -> Iterator[str]:
-    """Its door with the OpenAI API and the page."""
+    """Its gateway with the OpenAI API and the page."""
     with openai_endpoint(features, repository=features_root / "repository", ui=True) as url:
         yield url

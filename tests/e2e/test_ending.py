@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.doors import RunningDoor, running_door
+from tests.support.gateways import RunningGateway, running_gateway
 from tests.support.model_server import ModelServer, Tensors, flags, integers
 from tests.support.release_client import NEWEST, long_integers
 from tests.support.servers import running_server
@@ -239,8 +239,10 @@ def test_many_short_requests(features: ModelServer) -> None:
 def test_triton_keeps_no_ensemble_whose_client_has_left(
     features: ModelServer, features_root: Path, tmp_path: Path
 ) -> None:
-    """If the door closed its connection, Triton 2.51 would keep the request, and wait for it in vain when it ends."""
-    with running_server(features_root / "repository", home=tmp_path, name="left", door=True, gracefully=True) as server:
+    """If the gateway closed its connection, Triton 2.51 would keep the request, and wait for it in vain at its end."""
+    with running_server(
+        features_root / "repository", home=tmp_path, name="left", gateway=True, gracefully=True
+    ) as server:
 
         def leave(number: int) -> None:
             verb = ("generate", "generate_stream")[number % 2]
@@ -254,26 +256,26 @@ def test_triton_keeps_no_ensemble_whose_client_has_left(
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(leave, range(60)))
         wait_until(lambda: kv_blocks(server.address)["used"] == 0)
-        time.sleep(1.0)  # the door reads the last answers to their ends
+        time.sleep(1.0)  # the gateway reads the last answers to their ends
     log = log_file("left", Store(tmp_path)).read_text(encoding="utf-8", errors="replace")
     assert "Waiting for in-flight requests to complete." in log
     assert "Model 'ensemble' (version 1) has" not in log
 
 
 @pytest.fixture(scope="module")
-def door(features: ModelServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDoor]:
-    folder, port = tmp_path_factory.mktemp("door"), features.address.http_port
-    with running_door(folder, port, model="tiny", core_models=("tensorrt_llm",)) as door:
-        yield door
+def gateway(features: ModelServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    folder, port = tmp_path_factory.mktemp("gateway"), features.address.http_port
+    with running_gateway(folder, port, model="tiny", core_models=("tensorrt_llm",)) as gateway:
+        yield gateway
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])
 @pytest.mark.parametrize("model", ["ensemble", "tiny"])
-def test_a_client_of_the_door_that_leaves_ends_its_request(
-    features: ModelServer, door: RunningDoor, model: str, verb: str
+def test_a_client_of_the_gateway_that_leaves_ends_its_request(
+    features: ModelServer, gateway: RunningGateway, model: str, verb: str
 ) -> None:
     """Triton itself would let the ensemble run to its end."""
     body = {"text_input": "Ending", "max_tokens": ENDLESS, "end_id": -1, "stream": verb == "generate_stream"}
-    with ended_before(ENDLESS, features), door.connected() as connection:
+    with ended_before(ENDLESS, features), gateway.connected() as connection:
         connection.request("POST", f"/v2/models/{model}/{verb}", json.dumps(body), {"Content-Type": "application/json"})
         wait_until(lambda: not is_idle(features))

@@ -58,7 +58,7 @@ def test_the_four_commands(tmp_path: Path) -> None:
         # Not all of the tree: Triton forks for a moment, under its own name, to start a stub.
         own = psutil.Process(server.pid).children()
         (triton,) = (process for process in own if process.name() == "tritonserver")
-        assert len(own) == 2  # the other one is the door
+        assert len(own) == 2  # the other one is the gateway
         prefix = _region_prefix(triton)
         assert shared_memory_regions(prefix)
         assert "merges the shards" in log.read_text(encoding="utf-8")

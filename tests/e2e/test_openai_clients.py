@@ -148,10 +148,10 @@ def test_without_a_tokenizer_the_text_model_is_asked(features: ModelServer, endp
 
 
 def test_the_command(features: ModelServer, features_model: Path, endpoint: Endpoint) -> None:
-    """`trtserve door` prints its address, serves until Ctrl-C, and needs no repository."""
+    """`trtserve gateway` prints its address, serves until Ctrl-C, and needs no repository."""
     address, (port,) = features.address, free_ports("127.0.0.1", 1)
     ports = ["--http-port", str(address.http_port), "--metrics-port", str(address.metrics_port), "--port", str(port)]
-    command = [sys.executable, "-m", "trtserve", "door", "--url", f"{address.host}:{address.grpc_port}", *ports]
+    command = [sys.executable, "-m", "trtserve", "gateway", "--url", f"{address.host}:{address.grpc_port}", *ports]
     with subprocess.Popen(
         [*command, "--tokenizer", str(features_model)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -17,7 +17,7 @@ from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.host.ports import free_ports, is_free
 from trtserve.process import find_sbin_program
-from trtserve.server.proxy import proxy_config
+from trtserve.server.front import proxy_config
 
 pytestmark = [pytest.mark.triton, pytest.mark.needs("nginx")]
 

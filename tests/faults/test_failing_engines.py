@@ -86,7 +86,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(one: Supervised, path: str, body: object = None) -> tuple[int, str]:
-    """Ask the door and return the status and the body of its answer; 0 without an answer."""
+    """Ask the gateway and return the status and the body of its answer; 0 without an answer."""
     connection = http.client.HTTPConnection(HOST, one.record().endpoint.http_port, timeout=30)
     try:
         if body is None:
@@ -113,7 +113,7 @@ def healthy(one: Supervised) -> bool:
 
 @pytest.mark.parametrize("fault", ["lost", "errors", "hangs"] if ALL else ["lost"])
 def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, repository: Path, home: Path) -> None:
-    with supervised(repository, home, "--restart", "on-failure", "--no-verify", door=True) as one:
+    with supervised(repository, home, "--restart", "on-failure", "--no-verify", gateway=True) as one:
         one.ready()
         status, text = completion(one)
         assert (status, healthy(one)) == (200, True), text
@@ -142,7 +142,7 @@ def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, r
 
 @pytest.mark.skipif(not ALL, reason="make faults")
 def test_a_server_whose_engine_fails_ends(order: Path, repository: Path, home: Path) -> None:
-    with supervised(repository, home, "--no-verify", door=True) as one:
+    with supervised(repository, home, "--no-verify", gateway=True) as one:
         one.ready()
         order.write_text("lost")
         assert completion(one)[0] == 503

@@ -119,8 +119,8 @@ def test_other_clients_notice_nothing(tmp_path: Path) -> None:
     repository = write_probe_repository(tmp_path / "probe")
     with supervised(repository, tmp_path / "home") as one, ExitStack() as connections:
         instance = one.ready().instances[0]
-        assert instance.door is not None
-        door = psutil.Process(instance.door.process.pid)
+        assert instance.gateway is not None
+        gateway = psutil.Process(instance.gateway.process.pid)
         port = one.record().endpoint.http_port
 
         def connected() -> socket.socket:
@@ -134,7 +134,7 @@ def test_other_clients_notice_nothing(tmp_path: Path) -> None:
         found = {"quiet": latencies(one)}
         for _ in range(SLOW):
             connected().sendall(request_of(ANSWER))
-        wait_until(lambda: all(one.ask() == 200 for _ in range(20)), 120)  # the door has received them all
+        wait_until(lambda: all(one.ask() == 200 for _ in range(20)), 120)  # the gateway has received them all
         found["slow readers"] = latencies(one)
         for number in range(HALF_OPEN):
             connected().sendall(request_of(1)[: 20 if number % 2 else -10])
@@ -145,10 +145,10 @@ def test_other_clients_notice_nothing(tmp_path: Path) -> None:
         # What a flood takes from others by using the same cores, whoever receives it.
         with other_program() as elsewhere, flood(elsewhere, 0):
             found["flood of another program"] = latencies(one)
-        memory = door.memory_info().rss
+        memory = gateway.memory_info().rss
         assert memory < MOST_MEMORY
         assert one.state() == "ready"
     for clients, taken in found.items():
         hundredths = statistics.quantiles(taken, n=100)
         measured("clients", clients=clients, p50_ms=1000 * hundredths[49], p99_ms=1000 * hundredths[98])
-    measured("clients", door_memory_mib=memory / 2**20)
+    measured("clients", gateway_memory_mib=memory / 2**20)

@@ -17,7 +17,7 @@ from trtserve.server.triton.stub_probe import write_probe_repository
 
 pytestmark = pytest.mark.triton
 
-PROCESSES = ("tritonserver", "probe", "door", "supervisor")
+PROCESSES = ("tritonserver", "probe", "gateway", "supervisor")
 MOMENTS = ("start", "idle", "load")
 POLICIES = ("never", "on-failure")
 CASES = [(process, moment, policy) for process in PROCESSES for moment in MOMENTS for policy in POLICIES]
@@ -25,7 +25,7 @@ SELECTED = [
     ("probe", "idle", "never"),
     ("tritonserver", "start", "on-failure"),
     ("supervisor", "load", "never"),
-    ("door", "idle", "on-failure"),
+    ("gateway", "idle", "on-failure"),
 ]
 CYCLES = int(os.environ.get("TRTSERVE_CYCLES", "1"))
 
@@ -45,7 +45,7 @@ def repository(tmp_path: Path) -> Path:
 def test_a_killed_process(process: str, moment: str, policy: str, repository: Path, home: Path) -> None:
     if moment == "start":
         slow_model(repository, 3.0)
-    with supervised(repository, home, "--restart", policy, door=ALL or process == "door") as one:
+    with supervised(repository, home, "--restart", policy, gateway=ALL or process == "gateway") as one:
         if moment != "start":
             one.ready()
         with one.load() if moment == "load" else nullcontext():
@@ -75,7 +75,7 @@ def expect_an_explanation(one: Supervised, process: str) -> None:
     if process == "tritonserver":
         assert server.failure.exit_code == -signal.SIGKILL
     assert any(words in server.failure.message for words in ("Last lines:", "'probe_0_0' is not healthy."))
-    assert {"tritonserver": "signal 9", "probe": "probe", "door": "door"}[process] in server.failure.message
+    assert {"tritonserver": "signal 9", "probe": "probe", "gateway": "gateway"}[process] in server.failure.message
 
 
 def test_a_killed_launcher_does_not_stop_the_server(repository: Path, home: Path) -> None:

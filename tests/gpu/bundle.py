@@ -38,7 +38,7 @@ PACKAGES = (
     "click",
     "httptools",
     "msgspec",
-    # of the door
+    # of the gateway
     "fastapi",
     "uvicorn",
     "starlette",

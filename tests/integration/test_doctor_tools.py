@@ -23,7 +23,7 @@ from trtserve.server.doctor import (
     tools,
 )
 from trtserve.server.doctor.findings import GPU, NONE, Finding
-from trtserve.server.proxy import plan_proxy, write_proxy
+from trtserve.server.front import plan_proxy, write_proxy
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
@@ -320,7 +320,7 @@ def test_doubles_of_docker_are_understood(doubles: Doubles) -> None:
 def test_an_nginx_that_hangs_is_reported_with_its_configuration(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.server.proxy._CHECK_TIMEOUT", 0.2)
+    monkeypatch.setattr("trtserve.server.front._CHECK_TIMEOUT", 0.2)
     program("nginx", "exec /bin/sleep 60")
     addresses = [Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)]
     proxy = plan_proxy("x", addresses, ServerSpec(), Store(tmp_path / "home"))

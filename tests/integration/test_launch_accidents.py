@@ -33,7 +33,7 @@ from tests.support.waiting import eventually
 from trtserve.errors import PortInUseError, ServerDiedError
 from trtserve.host.ports import free_ports, is_free
 from trtserve.progress import SilentProgress
-from trtserve.server import doors, proxy, start
+from trtserve.server import front, start
 from trtserve.server.discovery import find_server
 from trtserve.server.plan import free_pair, plan_server
 from trtserve.server.shutdown import stop_server
@@ -118,7 +118,7 @@ def test_a_dead_proxy_ends_the_foreground(tmp_path: Path, store: Store, doubles:
 def test_without_nginx_start_prints_the_command_to_run(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proxy, "NGINX", "no-such-nginx")
+    monkeypatch.setattr(front, "NGINX", "no-such-nginx")
     repository, messages = repository_of(tmp_path, tp=1), Messages()
     spec = replace(free_spec("alone"), oversubscribe=True, instances=2, proxy_port=proxy_ports(), auto_ports=True)
     server = start_server(plan_server(repository, spec, store=store), progress=messages)
@@ -168,14 +168,14 @@ def test_auto_ports_tries_again_when_a_port_is_taken(
     assert messages.text.count("Starting again on other ports.") == 1
 
 
-def test_the_port_behind_a_door_is_drawn_again_when_it_is_taken(
+def test_the_port_behind_a_gateway_is_drawn_again_when_it_is_taken(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody chose that port, so this needs no --auto-ports."""
-    spec = replace(free_spec("robbed", door=True), oversubscribe=True)
+    spec = replace(free_spec("robbed", gateway=True), oversubscribe=True)
     first = free_ports(HOST, 1)
     drawn = iter([first])
-    monkeypatch.setattr(doors, "free_ports", lambda host, count: next(drawn, None) or free_ports(host, count))
+    monkeypatch.setattr(front, "free_ports", lambda host, count: next(drawn, None) or free_ports(host, count))
     messages = Messages()
     with thief_of(first):
         server = start_server(plan_server(repository_of(tmp_path, tp=1), spec, store=store), progress=messages)

@@ -1,4 +1,4 @@
-"""The door with the OpenAI API in a thread of the tests, in front of a real Triton server."""
+"""The gateway with the OpenAI API in a thread of the tests, in front of a real Triton server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.model_server import ModelServer
 from tests.support.waiting import wait_until
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import QuerySpec, generate
-from trtserve.gateway.app import Door
-from trtserve.gateway.settings import DoorSettings
+from trtserve.gateway.app import Gateway
+from trtserve.gateway.settings import GatewaySettings
 
 PROMPTS = ("What is machine learning?", "é–字", "x")
 SCHEMA = {
@@ -29,13 +29,13 @@ SCHEMA = {
 
 @contextmanager
 def openai_endpoint(server: ModelServer, *, repository: Path | None = None, ui: bool = False) -> Iterator[str]:
-    """Serve the API as `trtserve door` does; yields its base URL."""
+    """Serve the API as `trtserve gateway` does; yields its base URL."""
     address = server.address
     with closing(socket.socket()) as listening:
         listening.bind((address.host, 0))
         port = listening.getsockname()[1]
-        settings = DoorSettings(
-            name="door",
+        settings = GatewaySettings(
+            name="gateway",
             host=address.host,
             port=port,
             triton_http=f"{address.host}:{address.http_port}",
@@ -46,14 +46,14 @@ def openai_endpoint(server: ModelServer, *, repository: Path | None = None, ui: 
             own=False,
             ui=ui,
         )
-        door = uvicorn.Server(uvicorn.Config(Door(settings), log_level="warning", lifespan="on"))
-        thread = threading.Thread(target=door.run, kwargs={"sockets": [listening]}, daemon=True)
+        gateway = uvicorn.Server(uvicorn.Config(Gateway(settings), log_level="warning", lifespan="on"))
+        thread = threading.Thread(target=gateway.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         try:
-            wait_until(lambda: door.started)
+            wait_until(lambda: gateway.started)
             yield f"http://{address.host}:{port}/v1"
         finally:
-            door.should_exit = True
+            gateway.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
 

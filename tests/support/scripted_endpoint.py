@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.tiny_models import write_tiny_model
-from trtserve.gateway.openai.measures import Measures
+from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.router import openai_router
 
 TEMPLATE = (

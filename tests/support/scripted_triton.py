@@ -14,7 +14,7 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.tensors import Reply, decoded
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
-from trtserve.gateway.openai.served import Backend, Served
+from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 
 NAME = "scripted"
@@ -34,7 +34,7 @@ class ScriptedTriton(Backend):
         bls = described("tensorrt_llm_bls", decoupled=decoupled)
         self.files = files
         self._served = (
-            Served(
+            ServedModel(
                 name=NAME,
                 model=bls if text else core,
                 core=core,

@@ -25,9 +25,9 @@ READY_TIMEOUT = 60.0
 
 
 def free_spec(
-    name: str | None = None, *, ready_timeout: float = READY_TIMEOUT, door: bool = False, **options: Any
+    name: str | None = None, *, ready_timeout: float = READY_TIMEOUT, gateway: bool = False, **options: Any
 ) -> ServerSpec:
-    """A server on three ports that are free now; most tests need no door, which is one more process."""
+    """A server on three ports that are free now; most tests need no gateway, which is one more process."""
     http_port, grpc_port, metrics_port = free_ports(HOST, 3)
     return ServerSpec(
         name=name,
@@ -36,7 +36,7 @@ def free_spec(
         grpc_port=grpc_port,
         metrics_port=metrics_port,
         ready_timeout=ready_timeout,
-        raw_http=not door,
+        raw_http=not gateway,
         **options,
     )
 
@@ -50,13 +50,13 @@ def running_server(
     flags: tuple[str, ...] = (),
     bindings: str | None = None,
     gracefully: bool = False,
-    door: bool = False,
+    gateway: bool = False,
     **options: Any,
 ) -> Iterator[Server]:
     """A ready server for `repository`; state and log lie below `home`, `flags` go to tritonserver.
 
-    `bindings` is the release of TensorRT-LLM whose Python names its models import. With a `door` HTTP clients talk to
-    it; `options` are fields of ServerSpec.
+    `bindings` is the release of TensorRT-LLM whose Python names its models import. With a `gateway` HTTP clients talk
+    to it; `options` are fields of ServerSpec.
 
     Give $TRTSERVE_HOME as `home` when commands under test shall find it; fixtures of a wider scope use a
     `tmp_path_factory` folder and set the variable in the test. The log goes to stderr when the block fails. At the end
@@ -64,7 +64,7 @@ def running_server(
     """
     store = Store(home)
     artifact = load_artifact(ModelRepository, repository)
-    spec = replace(free_spec(name, door=door, **options), extra_arguments=flags, bindings=bindings)
+    spec = replace(free_spec(name, gateway=gateway, **options), extra_arguments=flags, bindings=bindings)
     plan = plan_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)
     try:
         try:

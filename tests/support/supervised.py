@@ -66,7 +66,7 @@ class Supervised:
         return server
 
     def victim(self, what: str) -> int:
-        """The process to kill, once it exists: launcher, supervisor, tritonserver, door, or the stub of a model."""
+        """The process to kill, once it exists: launcher, supervisor, tritonserver, gateway, or the stub of a model."""
         found: list[int] = []
 
         def look() -> bool:
@@ -75,8 +75,8 @@ class Supervised:
                 found.append(server.instances[0].process.pid)
             elif what == "supervisor" and server.supervisor is not None:
                 found.append(server.supervisor.pid)
-            elif what == "door":
-                found.extend(each.door.process.pid for each in server.instances if each.door is not None)
+            elif what == "gateway":
+                found.extend(each.gateway.process.pid for each in server.instances if each.gateway is not None)
             else:
                 stubs = with_members(server).instances[0].stubs
                 found.extend(stub.pid for stub in stubs if stub.model == what)
@@ -139,11 +139,11 @@ class Supervised:
 
 
 @contextmanager
-def supervised(repository: Path, home: Path, *flags: str, door: bool = ALL) -> Iterator[Supervised]:
+def supervised(repository: Path, home: Path, *flags: str, gateway: bool = ALL) -> Iterator[Supervised]:
     """Start a server in the background; at the end stop it, however it is, and look for remains."""
     name = f"faulty{next(_numbers)}"  # the records of earlier ones stay
     line = [sys.executable, "-m", "trtserve", "start", "--model-repository", str(repository), "--name", name]
-    line += ["--detach", "--auto-ports", *start_flags(free_spec(name, door=door)), *flags]
+    line += ["--detach", "--auto-ports", *start_flags(free_spec(name, gateway=gateway)), *flags]
     errors = home / f"{name}.launcher.log"
     home.mkdir(parents=True, exist_ok=True)
     with (

@@ -150,3 +150,12 @@ def test_memory_that_ends_before_the_error_can_be_explained(
         signal.signal(signal.SIGINT, handler)
     assert ending.value.code == MemoryLimitError.code
     assert "ulimit -v" in capfd.readouterr().err
+
+
+def test_the_door_is_the_gateway_by_its_former_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["door", "--help"]) == 0
+    as_door = capsys.readouterr().out
+    assert run(["gateway", "--help"]) == 0
+    assert as_door.replace("trtserve door", "trtserve gateway") == capsys.readouterr().out
+    run(["--help"])
+    assert "door" not in capsys.readouterr().out

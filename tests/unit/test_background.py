@@ -11,12 +11,12 @@ import pytest
 
 from trtserve.errors import PortInUseError
 from trtserve.progress import SILENT
-from trtserve.server.background import Report, _error, _events
+from trtserve.server.background import StartReport, _error, _events
 
 
 def reported(*calls: Any) -> list[dict[str, Any]]:
     reading, writing = os.pipe()
-    report = Report(writing, SILENT)
+    report = StartReport(writing, SILENT)
     for call in calls:
         call(report)
     events = list(_events(reading, lambda: 0))
@@ -44,7 +44,7 @@ def test_an_error_keeps_its_class_and_its_advice() -> None:
 
 def test_nobody_has_to_listen() -> None:
     reading, writing = os.pipe()
-    report = Report(writing, SILENT)
+    report = StartReport(writing, SILENT)
     os.close(reading)
     report.step("Loading")
     report.ready()

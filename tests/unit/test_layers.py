@@ -1,4 +1,4 @@
-"""Imports point down only; Typer and Rich stay in the command line; subprocess stays behind one door."""
+"""Imports point down only; Typer and Rich stay in the command line; subprocess stays behind one gateway."""
 
 from __future__ import annotations
 
@@ -85,18 +85,9 @@ STILL_TWICE: frozenset[str] = frozenset(
     {
         "Answer",
         "Entry",
-        "Failure",
         "Finding",
-        "Limits",
-        "Model",
-        "Parts",
-        "Piece",
         "Result",
-        "Source",
         "Stage",
-        "Target",
-        "Triton",
-        "Usage",
         "Verdict",
     }
 )

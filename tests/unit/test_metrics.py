@@ -28,8 +28,8 @@ from trtserve.client.metrics import (
 from trtserve.errors import ServerDiedError, ServerUnreachableError
 from trtserve.host.ports import free_ports
 from trtserve.server.metrics import (
+    MetricsSource,
     Reading,
-    Source,
     rates,
     read_metrics,
     remote_source,
@@ -186,7 +186,7 @@ def test_a_server_that_ends_while_it_is_watched(recorded: bool, words: str) -> N
         dead = server_at(port, alive=False)
         if recorded:
             write_state(dead, Store())
-        source = Source(name="demo", address=dead.address, server=dead)
+        source = MetricsSource(name="demo", address=dead.address, server=dead)
         watching = watch_metrics(source, interval=0.1, pause=lambda _: None)
         next(watching)
     with pytest.raises(ServerDiedError, match=f"The server demo {words}"):

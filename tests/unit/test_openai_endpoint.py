@@ -24,7 +24,7 @@ from tests.support.scripted_endpoint import (
 )
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.waiting import wait_until
-from trtserve.gateway.openai.measures import Measures
+from trtserve.gateway.openai.answering import Measures
 
 
 @pytest.fixture(scope="module")

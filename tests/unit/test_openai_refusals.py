@@ -20,7 +20,7 @@ from tests.support.scripted_endpoint import (
     write_chat_model,
 )
 from tests.support.scripted_triton import NAME, ScriptedTriton, refused
-from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.asgi import RefusedError
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import jinja2
 import pytest
 import yaml
 
-from trtserve.server.proxy import proxy_config
+from trtserve.server.front import proxy_config
 from trtserve.server.render import (
     nginx_value,
     render,

@@ -130,8 +130,8 @@ def test_a_dead_stub_is_a_failure(store: Store) -> None:
 
 
 def test_a_failure_names_the_log_of_what_ended(store: Store) -> None:
-    log = log_file("demo@door", store)
-    error = ServerDiedError("demo: its door has ended", log=log)
+    log = log_file("demo@gateway", store)
+    error = ServerDiedError("demo: its gateway has ended", log=log)
     write_state(server(store, "demo", state="failed", failure=failure_of(error)), store)
     (status,) = server_status("demo", store=store)
     assert (status.state, status.reason, status.log) == ("failed", error.message, log)

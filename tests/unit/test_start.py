@@ -113,8 +113,8 @@ def test_plan_writes_nothing(repository: ModelRepository, tmp_path: Path) -> Non
     assert plan.served.model == "probe"
     assert not plan.served.streaming
     (instance,) = plan.instances
-    assert instance.door is not None
-    assert instance.door.settings.port == 9000
+    assert instance.gateway is not None
+    assert instance.gateway.settings.port == 9000
     assert f"--http-port={instance.address.inner_http_port}" in instance.launch.command.argv
     assert plan.instances[0].launch.command.cwd == repository.path
     assert not store.root.exists()
@@ -258,7 +258,7 @@ def test_dry_run_prints_the_whole_command(repository: ModelRepository, capsys: p
     printed = capsys.readouterr().out
     assert "transaction_policy: no-streaming" in printed
     assert f"cd {repository.path} && env PATH=" in printed
-    assert "--log-verbose=1\ndoor: " in printed
+    assert "--log-verbose=1\ngateway: " in printed
     assert " -m trtserve.gateway " in printed.splitlines()[-1]
 
 

@@ -29,7 +29,7 @@ def diagnose(in_process: BenchReport, core: BenchReport, measured: BenchReport, 
     """Return the gaps from the engine in this process to what was measured, largest parts named."""
     gaps = [_gap("Triton and the protocol (in process → tensorrt_llm)", in_process, core, "the same engine and tokens")]
     if measured.protocol == "openai":
-        gaps.append(_gap("OpenAI's API (tensorrt_llm → /v1)", core, measured, "HTTP, tokenising and the door"))
+        gaps.append(_gap("OpenAI's API (tensorrt_llm → /v1)", core, measured, "HTTP, tokenising and the gateway"))
     elif measured.model != core.model:
         gaps.append(
             _gap(f"text models (tensorrt_llm → {measured.model})", core, measured, "tokenising and BLS or ensemble")

@@ -103,7 +103,8 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "models": _command(MODELS, "models"),
     "list": _command(MODELS, "list_", "list_models"),
     "remove": _command(MODELS, "remove"),
-    "door": _command(UPKEEP, "door"),
+    "gateway": _command(UPKEEP, "gateway"),
+    "door": _command(None, "gateway"),  # its former name, which no list shows
     "status": _command(UPKEEP, "status"),
     "logs": _command(UPKEEP, "logs"),
     "metrics": _command(UPKEEP, "metrics"),
@@ -111,6 +112,7 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "doctor": _command(UPKEEP, "doctor"),
     "bindings": _command(UPKEEP, "bindings"),
 }
+SHOWN = tuple(name for name, entry in COMMANDS.items() if entry.panel is not None)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -157,7 +159,7 @@ def _named(arguments: Sequence[str]) -> Collection[str]:
     first = next((word for word in words if word != "--debug"), "")
     if first == "--version":
         return ()
-    return (first,) if first in COMMANDS else tuple(COMMANDS)
+    return (first,) if first in COMMANDS else SHOWN
 
 
 def _explained(error: Exception) -> TrtserveError:
@@ -185,7 +187,7 @@ def _explained(error: Exception) -> TrtserveError:
     )
 
 
-def application(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
+def application(names: Collection[str] = SHOWN) -> typer.Typer:
     """Return the Typer application with the commands `names`."""
     app = typer.Typer(
         name="trtserve",
@@ -211,7 +213,7 @@ def application(names: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     return app
 
 
-def command_tree(names: Collection[str] = tuple(COMMANDS)) -> Any:
+def command_tree(names: Collection[str] = SHOWN) -> Any:
     """Return the tree of Typer's commands, whose root has the commands `names`."""
     if COMPLETION_VARIABLE in os.environ:
         _typer_completion().completion_init()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from trtserve.client.metrics import CoreMetrics, GpuMetrics, ModelMetrics
-    from trtserve.server.metrics import Reading, Source
+    from trtserve.server.metrics import MetricsSource, Reading
 
 _CORE_COLUMNS = ("model", "family", "value of", "value")
 _MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pending", "request ms", "queue ms")
@@ -85,7 +85,7 @@ def metrics(
         _print(reading)
 
 
-def _source(name: str | None, url: str | None) -> Source:
+def _source(name: str | None, url: str | None) -> MetricsSource:
     from trtserve.server.metrics import find_source, remote_source
 
     if url is None:
@@ -152,7 +152,7 @@ def _number(value: float) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
-def _watch(source: Source, interval: float, count: int | None) -> None:
+def _watch(source: MetricsSource, interval: float, count: int | None) -> None:
     from trtserve.client.metrics import TOKENS
     from trtserve.server.metrics import watch_metrics
 
@@ -184,7 +184,7 @@ def _line(core: CoreMetrics, rates: dict[str, float]) -> str:
     return "\t".join(cells)
 
 
-def _watch_live(source: Source, first: Reading, readings: Iterator[Reading]) -> None:
+def _watch_live(source: MetricsSource, first: Reading, readings: Iterator[Reading]) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -193,7 +193,7 @@ def _watch_live(source: Source, first: Reading, readings: Iterator[Reading]) -> 
             live.update(_view(source, reading), refresh=True)
 
 
-def _view(source: Source, reading: Reading) -> RenderableType:
+def _view(source: MetricsSource, reading: Reading) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 

@@ -148,12 +148,12 @@ def _serve(
 ) -> None:
     """Be the supervisor of a server, for the user or for the `start --detach` that listens at `report_to`."""
     from trtserve.cli.json_log import JsonLog
-    from trtserve.server.background import Report
+    from trtserve.server.background import StartReport
     from trtserve.server.plan import plan_server
     from trtserve.server.supervision import serve_foreground
 
     own = JsonLog() if spec.log_format == "json" else progress
-    report = None if report_to is None else Report(report_to, own)
+    report = None if report_to is None else StartReport(report_to, own)
 
     def on_ready(server: Server) -> None:
         if report is not None:
@@ -225,10 +225,10 @@ def _dry_run(
 
 def _print_plan(plan: ServerPlan, stages: Sequence[Stage], *, json: bool) -> None:
     commands = [str(instance.launch.command) for instance in plan.instances]
-    doors = [str(instance.door.command) for instance in plan.instances if instance.door is not None]
+    gateways = [str(instance.gateway.command) for instance in plan.instances if instance.gateway is not None]
     if json:
         more = {"commands": commands} if len(commands) > 1 else {}
-        more |= {"doors": doors} if doors else {}
+        more |= {"gateways": gateways} if gateways else {}
         imported = {"stages": stages} if stages else {}
         print_json("start", {**_described(plan), **imported, "command": commands[0], **more, "dry_run": True})
         return
@@ -236,7 +236,9 @@ def _print_plan(plan: ServerPlan, stages: Sequence[Stage], *, json: bool) -> Non
     print_commands(stages)
     lines = [f"{key}: {value}" for key, value in _described(plan).items()]
     print_data(
-        "\n".join([*lines, *(f"command: {command}" for command in commands), *(f"door: {door}" for door in doors)])
+        "\n".join(
+            [*lines, *(f"command: {command}" for command in commands), *(f"gateway: {gateway}" for gateway in gateways)]
+        )
     )
 
 
@@ -276,7 +278,7 @@ def _print_hints(server: Server, *, detached: bool) -> None:
         also = f"HTTP {host}:{address.http_port}, " if len(server.instances) > 1 else ""
         say(f"{server.name} is ready: {also}{ports}")
     which = f" --server {server.name}" if len(list_servers()) > 1 else ""
-    if any(instance.door is not None for instance in server.instances):
+    if any(instance.gateway is not None for instance in server.instances):
         say(f"OpenAI's API: {server.url}/v1")
     say(f'{"Try" if detached else "Try in a second terminal"}: trtserve query "What is ML?"{which}')
     say(f"Stop: trtserve stop {server.name}" if detached else "Stop: Ctrl-C")

@@ -1,4 +1,4 @@
-"""The door: the HTTP server that clients talk to, in front of Triton's own, which crashes on malformed requests.
+"""The gateway: the HTTP server that clients talk to, in front of Triton's own, which crashes on malformed requests.
 
 One process per Triton server, `python -m trtserve.gateway SETTINGS`, started and stopped with it:
 

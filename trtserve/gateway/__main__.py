@@ -1,4 +1,4 @@
-"""`python -m trtserve.gateway SETTINGS`: the process of one door."""
+"""`python -m trtserve.gateway SETTINGS`: the process of one gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from trtserve.errors import TrtserveError
-from trtserve.gateway.settings import DoorSettings
+from trtserve.gateway.settings import GatewaySettings
 from trtserve.host.ports import listening_socket
 
 
@@ -16,7 +16,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     # Keep transformers from importing PyTorch: seconds and hundreds of megabytes that no tokenizer needs.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    settings = DoorSettings.read(Path(sys.argv[1]))
+    settings = GatewaySettings.read(Path(sys.argv[1]))
     try:
         # The port is taken before anything else is loaded, so that a taken one is noticed at once.
         with listening_socket(settings.host, settings.port) as listening:

@@ -15,60 +15,59 @@ from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 
 from trtserve._version import __version__
-from trtserve.gateway.access import Access
+from trtserve.gateway.admission import Access, Exchange, Gate
 from trtserve.gateway.asgi import (
     Message,
     Receive,
+    RefusedError,
     Scope,
     Send,
     headers_of,
+    receive_body,
+    replayed,
     send_answer,
 )
-from trtserve.gateway.bodies import receive_body, replayed
-from trtserve.gateway.gate import Exchange, Gate
-from trtserve.gateway.health import Health
+from trtserve.gateway.health import TritonHealth
+from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.errors import error_type
-from trtserve.gateway.openai.measures import Measures
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.page import page_router
-from trtserve.gateway.paths import Target
-from trtserve.gateway.refusals import RefusedError
 from trtserve.gateway.relay import Relay
-from trtserve.gateway.settings import DoorSettings
-from trtserve.gateway.triton import Triton
+from trtserve.gateway.settings import GatewaySettings
+from trtserve.gateway.triton import TritonHttp, TritonPath
 from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
 
 HANG_UP = "trtserve.hang_up"
 """ASGI extension of our listener: a function that closes the connection without waiting for the client."""
 
 _LOG = logging.getLogger(__name__)
-_READY = Target(operation="ready", path="/v2/health/ready", model=None)
+_READY = TritonPath(operation="ready", path="/v2/health/ready", model=None)
 _EVENTS = b"text/event-stream"
 # Sent before the whole body was read: what is left of it must not be taken for the next request.
 _BEFORE_BODY = (401, 408, 413, 421)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What the routes of a door share."""
+class GatewayParts:
+    """What the routes of a gateway share."""
 
-    settings: DoorSettings
-    triton: Triton
+    settings: GatewaySettings
+    triton: TritonHttp
     gate: Gate
-    health: Health
+    health: TritonHealth
 
 
-class Door:
-    """The ASGI application of one door."""
+class Gateway:
+    """The ASGI application of one gateway."""
 
-    def __init__(self, settings: DoorSettings) -> None:
+    def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self._json_limits = replace(settings.limits, body_bytes=settings.limits.json_bytes)
         self._access = Access(settings.api_key, loopback=ip_address(settings.host).is_loopback)
         self.gate = Gate(settings.limits)
         self._relay: Relay
-        self._health: Health
+        self._health: TritonHealth
         self._measures = Measures()
         # OpenAI's routes ask the core model, or the text model, which asks the others.
         self._needed = (settings.model, *settings.core_models, PREPROCESSING, POSTPROCESSING)
@@ -100,7 +99,7 @@ class Door:
                     await answer.refuse(exchange.refusal)
             except Exception:  # noqa: BLE001 - a defect here must not look like one of Triton's
                 _LOG.exception("%s %s failed", scope["method"], scope["path"])
-                await answer.refuse(RefusedError(500, "the request failed; the door's log says why"))
+                await answer.refuse(RefusedError(500, "the request failed; the gateway's log says why"))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         path = scope["path"]
@@ -119,11 +118,11 @@ class Door:
     async def _running(self, app: FastAPI) -> AsyncIterator[None]:
         """Keep the connections to Triton, and the watch over it, while the server runs."""
         settings = self.settings
-        triton = Triton(settings.triton_http, settings.metrics)
-        health = Health(triton, self.gate, settings.triton, settings.run_folder)
+        triton = TritonHttp(settings.triton_http, settings.metrics)
+        health = TritonHealth(triton, self.gate, settings.triton, settings.run_folder)
         self._health = health
         self._relay = Relay(settings, triton, self.gate, health)
-        app.state.parts = Parts(settings=settings, triton=triton, gate=self.gate, health=health)
+        app.state.parts = GatewayParts(settings=settings, triton=triton, gate=self.gate, health=health)
         watches = [asyncio.create_task(each) for each in (self.gate.sweep(), health.watch())]
         try:
             yield
@@ -153,7 +152,7 @@ class Door:
 
         @routes.get("/metrics")
         async def metrics() -> Response:
-            """Return the page of Triton's metrics port, and the times of streams that the door measures."""
+            """Return the page of Triton's metrics port, and the times of streams that the gateway measures."""
             page = await routes.state.parts.triton.metrics()
             return Response(page + self._measures.page(), media_type="text/plain; version=0.0.4")
 
@@ -166,7 +165,7 @@ class Door:
 
     async def _require_model(self, request: Request, model: str) -> None:
         """Note what a request needs, so that it ends when a process of that ends, and refuse it if one has ended."""
-        parts: Parts = self._routes.state.parts
+        parts: GatewayParts = self._routes.state.parts
         needs = (await parts.triton.model(model)).needs
         request.state.exchange.needs = needs
         parts.health.require(needs)

@@ -1,11 +1,15 @@
-"""The types of ASGI, and answers of its applications."""
+"""Requests and answers as ASGI applications see them: whole bodies within limits, and errors of the gateway itself."""
 
 from __future__ import annotations
 
+import asyncio
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 from pydantic_core import to_json
+
+from trtserve.gateway.settings import RequestLimits
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -29,3 +33,81 @@ async def send_answer(
         pairs.append((b"content-type", b"application/json"))
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})
+
+
+class RefusedError(Exception):
+    """The status and the text of an answer."""
+
+    def __init__(self, status: int, text: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+        self.headers = dict(headers or {})
+
+
+async def receive_body(
+    headers: Mapping[str, str], receive: Receive, limits: RequestLimits, reserve: Callable[[int], None]
+) -> bytes:
+    """Return the whole body, without its Content-Encoding. `reserve` gets its size in bytes before it is kept.
+
+    Raises RefusedError for a body that is too large, too slow, damaged, or not complete.
+    """
+    announced = headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limits.body_bytes:
+        raise RefusedError(413, f"the body has {announced} bytes; at most {limits.body_bytes} are allowed")
+    try:
+        body = await asyncio.wait_for(_receive_all(receive, limits.body_bytes, reserve), limits.body_seconds)
+    except asyncio.TimeoutError:
+        raise RefusedError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+    content = inflate(body, headers.get("content-encoding", "").strip().lower(), limits)
+    reserve(max(0, len(content) - len(body)))
+    return content
+
+
+def inflate(body: bytes, encoding: str, limits: RequestLimits) -> bytes:
+    """Return a body without its Content-Encoding. Raises RefusedError for damage and for too large a content."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise RefusedError(415, f"Content-Encoding is {encoding[:64]!r}; expected gzip, deflate or none")
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # finds out whether the header is gzip's or zlib's
+    try:
+        content = stream.decompress(body, limits.body_bytes + 1)
+    except zlib.error as error:
+        raise RefusedError(400, f"the {encoding} body is damaged: {error}") from None
+    if len(content) > limits.body_bytes:
+        raise RefusedError(413, f"the {encoding} body holds more than {limits.body_bytes} bytes")
+    if not stream.eof or stream.unused_data:
+        raise RefusedError(
+            400, f"the {encoding} body is {'incomplete' if not stream.eof else 'followed by other bytes'}"
+        )
+    return content
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a function that gives an application a body that was received, and then what `receive` gives."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _receive_all(receive: Receive, limit: int, reserve: Callable[[int], None]) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RefusedError(400, "the client left before the end of the body")
+        part = message.get("body", b"")
+        reserve(len(part))
+        body += part
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            raise RefusedError(413, f"the body has more than {limit} bytes")
+    return bytes(body)

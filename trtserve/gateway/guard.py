@@ -8,7 +8,6 @@ gets the JSON that was checked, written anew: a second parser could read duplica
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,8 +16,8 @@ from typing import Any, Final
 from pydantic_core import from_json, to_json
 
 from trtserve.client.spec import DEFAULT_MAX_TOKENS
-from trtserve.gateway.refusals import RefusedError
-from trtserve.gateway.settings import Limits
+from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.settings import RequestLimits
 
 INT64 = 1 << 63
 _MAX_NAME = 1024
@@ -79,27 +78,9 @@ class CheckedBody:
         return CheckedBody(content=content, json_length=length, request_id=request_id)
 
 
-def inflate(body: bytes, encoding: str, limits: Limits) -> bytes:
-    """Return a body without its Content-Encoding. Raises RefusedError for damage and for too large a content."""
-    if encoding in ("", "identity"):
-        return body
-    if encoding not in ("gzip", "deflate"):
-        raise RefusedError(415, f"Content-Encoding is {encoding[:64]!r}; expected gzip, deflate or none")
-    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # finds out whether the header is gzip's or zlib's
-    try:
-        content = stream.decompress(body, limits.body_bytes + 1)
-    except zlib.error as error:
-        raise RefusedError(400, f"the {encoding} body is damaged: {error}") from None
-    if len(content) > limits.body_bytes:
-        raise RefusedError(413, f"the {encoding} body holds more than {limits.body_bytes} bytes")
-    if not stream.eof or stream.unused_data:
-        raise RefusedError(
-            400, f"the {encoding} body is {'incomplete' if not stream.eof else 'followed by other bytes'}"
-        )
-    return content
-
-
-def check_infer(body: bytes, json_length: int | None, limits: Limits, *, shared_memory: bool = False) -> CheckedBody:
+def check_infer(
+    body: bytes, json_length: int | None, limits: RequestLimits, *, shared_memory: bool = False
+) -> CheckedBody:
     """Check the body of `infer`: JSON, followed by binary tensors when `json_length` says where they begin.
 
     `shared_memory` lets tensors name a region instead of bringing their data.
@@ -132,7 +113,7 @@ def check_infer(body: bytes, json_length: int | None, limits: Limits, *, shared_
     )
 
 
-def check_generate(body: bytes, limits: Limits, datatypes: Mapping[str, str]) -> CheckedBody:
+def check_generate(body: bytes, limits: RequestLimits, datatypes: Mapping[str, str]) -> CheckedBody:
     """Check the body of `generate` and `generate_stream`: one value or one flat list for each input.
 
     `datatypes` are those of the model's inputs: a key that is none of them is an error, which Triton would ignore.
@@ -159,12 +140,12 @@ def check_generate(body: bytes, limits: Limits, datatypes: Mapping[str, str]) ->
     return CheckedBody(content=_written(head), request_id=_request_id(head))
 
 
-def check_control(body: bytes, limits: Limits) -> CheckedBody:
+def check_control(body: bytes, limits: RequestLimits) -> CheckedBody:
     """Check the body of an operation that is no inference: nothing, or a small JSON object."""
     return CheckedBody(content=_written(parse_object(body, limits)) if body else b"")
 
 
-def parse_object(text: bytes, limits: Limits) -> dict[str, Any]:
+def parse_object(text: bytes, limits: RequestLimits) -> dict[str, Any]:
     """Return a JSON object. Raises RefusedError for anything else; nesting is limited by the parser."""
     if len(text) > limits.json_bytes:
         raise RefusedError(413, f"the JSON has {len(text)} bytes; at most {limits.json_bytes} are allowed")
@@ -206,7 +187,7 @@ class _Tensor:
         return self.elements if self.datatype == "BYTES" else 0
 
 
-def _described(tensor: Mapping[str, Any], limits: Limits) -> _Tensor:
+def _described(tensor: Mapping[str, Any], limits: RequestLimits) -> _Tensor:
     name = _name(tensor)
     datatype = tensor.get("datatype")
     if type(datatype) is not str or datatype not in _SIZES:
@@ -214,7 +195,7 @@ def _described(tensor: Mapping[str, Any], limits: Limits) -> _Tensor:
     return _Tensor(name, datatype, _elements(name, tensor.get("shape"), limits))
 
 
-def _require_few_strings(count: int, limits: Limits) -> None:
+def _require_few_strings(count: int, limits: RequestLimits) -> None:
     if count > limits.strings:
         raise RefusedError(413, f"the request has {count} strings or more; at most {limits.strings} are allowed")
 
@@ -237,7 +218,7 @@ def _check_content(given: Mapping[str, Any], tensor: _Tensor, rest: memoryview, 
     return size
 
 
-def _elements(name: str, shape: Any, limits: Limits) -> int:
+def _elements(name: str, shape: Any, limits: RequestLimits) -> int:
     if type(shape) is not list or len(shape) > _MAX_RANK or not set(map(type, shape)) <= {int}:
         raise RefusedError(400, f"the shape of input {name!r} must be a list of at most {_MAX_RANK} integers")
     if any(not 0 <= size <= _MAX_DIM for size in shape):

@@ -10,10 +10,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from trtserve.client.heartbeats import read_heartbeats
-from trtserve.gateway.gate import Gate
-from trtserve.gateway.paths import Target
-from trtserve.gateway.refusals import RefusedError
-from trtserve.gateway.triton import Triton
+from trtserve.gateway.admission import Gate
+from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.triton import TritonHttp, TritonPath
 from trtserve.process import ProcessId, arguments, tree
 
 _LOG = logging.getLogger(__name__)
@@ -21,10 +20,12 @@ _INTERVAL = 0.5
 _STUB = "triton_python_backend_stub"
 
 
-class Health:
+class TritonHealth:
     """The state of one Triton server and its processes, looked at every half second."""
 
-    def __init__(self, triton: Triton, gate: Gate, process: ProcessId | None, run_folder: Path | None = None) -> None:
+    def __init__(
+        self, triton: TritonHttp, gate: Gate, process: ProcessId | None, run_folder: Path | None = None
+    ) -> None:
         self._triton = triton
         self._gate = gate
         self._process = process
@@ -33,7 +34,7 @@ class Health:
         self._lost: dict[str, str] = {}
         self._ailing: dict[str, str] = {}
 
-    async def problem(self, target: Target) -> str | None:
+    async def problem(self, target: TritonPath) -> str | None:
         """Return why the server, or a model, does not live or is not ready; None when it is."""
         if self._process is not None and not self._process.alive():
             return "tritonserver has ended"

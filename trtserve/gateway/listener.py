@@ -18,8 +18,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from trtserve.gateway.app import HANG_UP, Door
-from trtserve.gateway.settings import DoorSettings, Limits
+from trtserve.gateway.app import HANG_UP, Gateway
+from trtserve.gateway.settings import GatewaySettings, RequestLimits
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -30,15 +30,15 @@ _SILENT_SECONDS = 1
 _PAUSE = 1.0
 
 
-def serve(settings: DoorSettings, listening: socket.socket) -> None:
+def serve(settings: GatewaySettings, listening: socket.socket) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT.
 
     The first signal refuses new requests and waits until those that run have ended; a second one ends at once.
     """
     _raise_file_limit()
-    door = Door(settings)
+    gateway = Gateway(settings)
     config = uvicorn.Config(
-        door,
+        gateway,
         loop="uvloop",
         http=_BoundedProtocol,
         proxy_headers=False,
@@ -53,21 +53,21 @@ def serve(settings: DoorSettings, listening: socket.socket) -> None:
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.private_key,
     )
-    _Server(config, door).run(sockets=[listening])
+    _Server(config, gateway).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, door: Door) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
-        self._door = door
+        self._gateway = gateway
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._door.gate.draining or sig == signal.SIGINT:
+        if self._gateway.gate.draining or sig == signal.SIGINT:
             super().handle_exit(sig, frame)
             return
-        _LOG.info("refusing new requests; %d are running", self._door.gate.running)
-        self._door.gate.draining = True
+        _LOG.info("refusing new requests; %d are running", self._gateway.gate.running)
+        self._gateway.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second: end when the last request has ended."""
-        if self._door.gate.draining and not self._door.gate.running:
+        if self._gateway.gate.draining and not self._gateway.gate.running:
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -150,7 +150,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        self._limits: Limits = config.app.settings.limits  # type: ignore[union-attr]
+        self._limits: RequestLimits = config.app.settings.limits  # type: ignore[union-attr]
         self._timer: TimerHandle | None = None
         self._in_headers = False
         self._header_bytes = 0

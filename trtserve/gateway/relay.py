@@ -13,21 +13,20 @@ from typing import Final
 from aiohttp import ClientResponse
 
 from trtserve.gateway import guard
+from trtserve.gateway.admission import Exchange, Gate
 from trtserve.gateway.asgi import (
     Message,
     Receive,
+    RefusedError,
     Scope,
     Send,
     headers_of,
+    receive_body,
     send_answer,
 )
-from trtserve.gateway.bodies import receive_body
-from trtserve.gateway.gate import Exchange, Gate
-from trtserve.gateway.health import Health
-from trtserve.gateway.paths import Target, find_target
-from trtserve.gateway.refusals import RefusedError
-from trtserve.gateway.settings import DoorSettings
-from trtserve.gateway.triton import Triton
+from trtserve.gateway.health import TritonHealth
+from trtserve.gateway.settings import GatewaySettings
+from trtserve.gateway.triton import TritonHttp, TritonPath, find_target
 
 _LOG = logging.getLogger(__name__)
 # https://www.w3.org/TR/trace-context/#traceparent-header
@@ -38,7 +37,7 @@ _JSON_TYPES = ("", "application/json", "text/plain", "application/x-www-form-url
 _BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
 # Hop by hop, or set by the server itself.
 _NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
-_OWN_ID = "door-"
+_OWN_ID = "gateway-"
 _STREAM = "text/event-stream"
 # What an error contains that is no fault of its request → status. Triton 2.51 answers most errors of models with 400.
 _SERVER_ERRORS = (
@@ -54,7 +53,7 @@ _STOP_AGAIN = 0.5
 class Relay:
     """The application below /v2."""
 
-    def __init__(self, settings: DoorSettings, triton: Triton, gate: Gate, health: Health) -> None:
+    def __init__(self, settings: GatewaySettings, triton: TritonHttp, gate: Gate, health: TritonHealth) -> None:
         self._settings = settings
         self._limits = settings.limits
         self._triton = triton
@@ -75,7 +74,7 @@ class Relay:
             self._triton.forget_models()
 
     async def _pass_on(
-        self, target: Target, scope: Scope, receive: Receive, send: Send, reserve: Callable[[int], None]
+        self, target: TritonPath, scope: Scope, receive: Receive, send: Send, reserve: Callable[[int], None]
     ) -> None:
         """Send a request to Triton when its body has been checked, and the answer to the client."""
         exchange: Exchange = scope["state"]["exchange"]
@@ -113,7 +112,7 @@ class Relay:
             watch.cancel()
 
     async def _checked(
-        self, target: Target, headers: Mapping[str, str], body: bytes, exchange: Exchange
+        self, target: TritonPath, headers: Mapping[str, str], body: bytes, exchange: Exchange
     ) -> tuple[guard.CheckedBody, str]:
         """Return the body for Triton, and the id that it got here because it needs one to be stopped, or no text."""
         if not target.runs_model or target.model is None:

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """Bounds that keep one client from taking the server away from the others."""
 
     connections: int = 4096
@@ -53,8 +53,8 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoorSettings:
-    """One door."""
+class GatewaySettings:
+    """One gateway."""
 
     name: str
     """Name of the server."""
@@ -91,7 +91,7 @@ class DoorSettings:
     """A name that the certificate is for, which clients of this machine expect instead of the host's."""
     open_apis: tuple[str, ...] = ()
     """Groups of Triton's protocol that are closed by default and open here."""
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     @property
     def api_key(self) -> str | None:
@@ -100,7 +100,7 @@ class DoorSettings:
 
     @property
     def endpoint(self) -> Endpoint:
-        """The server for clients on this machine: the door's HTTP, Triton's gRPC, key and certificate."""
+        """The server for clients on this machine: the gateway's HTTP, Triton's gRPC, key and certificate."""
         tls = None
         if self.own and self.certificate is not None:
             tls = Tls(root_certificates=self.certificate, server_name=self.certificate_name)
@@ -122,7 +122,7 @@ class DoorSettings:
             write_private(path, json.dumps(asdict(self), default=str))
 
     @classmethod
-    def read(cls, path: Path) -> DoorSettings:
+    def read(cls, path: Path) -> GatewaySettings:
         """Read what `write` wrote."""
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for name in ("run_folder", "repository", "tokenizer", "key_file", "certificate", "private_key"):
@@ -130,7 +130,7 @@ class DoorSettings:
         for name in ("core_models", "open_apis"):
             content[name] = tuple(content[name])
         content["triton"] = None if content["triton"] is None else ProcessId(**content["triton"])
-        content["limits"] = Limits(**content["limits"])
+        content["limits"] = RequestLimits(**content["limits"])
         return cls(**content)
 
 

@@ -1,23 +1,33 @@
-"""The connection to Triton's own HTTP service."""
+"""Triton's HTTP protocol: its paths, the groups that are closed by default, and the connection to the server.
+
+Source: Triton's docs/protocol. Anything else that a client asks for below /v2 is refused without asking Triton.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import quote
+from typing import Any, Final, Literal
+from urllib.parse import quote, unquote
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from pydantic_core import from_json, to_json
 from yarl import URL
 
 from trtserve.client.tensors import ModelDescription
-from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.asgi import RefusedError
 from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
 
+Group = Literal["shared-memory", "trace", "logging", "model-control"]
+GROUPS: Final[tuple[Group, ...]] = ("shared-memory", "trace", "logging", "model-control")
+"""Operations that change or reveal more than a client of a model needs."""
+_MODEL = r"/v2/models/(?P<model>[^/]{1,1024})"
+_VERSION = r"(?:/versions/\d{1,18})?"
+_REGION = r"(?:/region/[^/]{1,1024})?"
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
 # How long a model's description is believed: with --model-control-mode=explicit it can be loaded anew.
@@ -27,8 +37,74 @@ _IDLE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What the door has to know of a model."""
+class Route:
+    """One kind of path."""
+
+    pattern: re.Pattern[str]
+    methods: tuple[str, ...]
+    operation: str
+    """`infer`, `generate` and `generate_stream` run a model, `live` and `ready` ask for health."""
+    group: Group | None = None
+
+
+def _route(operation: str, pattern: str, *methods: str, group: Group | None = None) -> Route:
+    return Route(pattern=re.compile(pattern), methods=methods, operation=operation, group=group)
+
+
+_ROUTES: Final = (
+    _route("infer", _MODEL + _VERSION + "/infer", "POST"),
+    _route("generate", _MODEL + _VERSION + "/generate", "POST"),
+    _route("generate_stream", _MODEL + _VERSION + "/generate_stream", "POST"),
+    _route("live", "/v2/health/live", "GET", "HEAD"),
+    _route("ready", "/v2/health/ready", "GET", "HEAD"),
+    _route("ready", _MODEL + _VERSION + "/ready", "GET", "HEAD"),
+    _route("metadata", "/v2/?", "GET"),
+    _route("metadata", _MODEL + _VERSION, "GET"),
+    _route("metadata", _MODEL + _VERSION + "/(?:config|stats)", "GET"),
+    _route("metadata", "/v2/models/stats", "GET"),
+    _route("index", "/v2/repository/index", "POST"),
+    _route("control", "/v2/repository/models/(?P<model>[^/]{1,1024})/(?:load|unload)", "POST", group="model-control"),
+    _route("control", f"/v2/(?:system|cuda)sharedmemory{_REGION}/status", "GET", group="shared-memory"),
+    _route("control", f"/v2/(?:system|cuda)sharedmemory{_REGION}/(?:un)?register", "POST", group="shared-memory"),
+    _route("control", f"(?:{_MODEL}|/v2)/trace/setting", "GET", "POST", group="trace"),
+    _route("control", "/v2/logging", "GET", "POST", group="logging"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonPath:
+    """What a request asks for."""
+
+    operation: str
+    path: str
+    """The path as it was sent, for Triton."""
+    model: str | None
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether a model runs."""
+        return self.operation in ("infer", "generate", "generate_stream")
+
+
+def find_target(method: str, path: str, *, open_groups: tuple[str, ...] = ()) -> TritonPath:
+    """Return what a request asks for. Raises RefusedError for paths, methods and groups that are not served."""
+    for route in _ROUTES:
+        found = route.pattern.fullmatch(path)
+        if found is None:
+            continue
+        if route.group is not None and route.group not in open_groups:
+            raise RefusedError(403, f"{route.group} is closed on this server: start it with --open-api {route.group}")
+        if method not in route.methods:
+            allowed = ", ".join(route.methods)
+            raise RefusedError(405, f"{path} expects {allowed}", headers={"allow": allowed})
+        model = found.groupdict().get("model")
+        return TritonPath(operation=route.operation, path=path, model=None if model is None else unquote(model))
+    raise RefusedError(404, "not a path of Triton's HTTP protocol")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonModel:
+    """What the gateway has to know of a model."""
 
     description: ModelDescription
     needs: tuple[str, ...]
@@ -42,13 +118,13 @@ class Model:
         return {name: tensor.datatype for name, tensor in self.description.inputs.items()}
 
 
-class Triton:
+class TritonHttp:
     """Triton's HTTP service, over connections that are kept."""
 
     def __init__(self, address: str, metrics: str) -> None:
         self._address = address
         self._metrics = metrics
-        self._models: dict[str, tuple[float, Model]] = {}
+        self._models: dict[str, tuple[float, TritonModel]] = {}
         # Neither a proxy of the environment nor cookies have a place between two processes of one machine.
         self._session = ClientSession(
             connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
@@ -100,7 +176,7 @@ class Triton:
         async with self.send("GET", "/metrics", seconds=_ANSWER_SECONDS, metrics=True) as response:
             return await response.read()
 
-    async def model(self, name: str) -> Model:
+    async def model(self, name: str) -> TritonModel:
         """Return a model's description. Raises RefusedError with Triton's answer for a model that it does not serve."""
         known = self._models.get(name)
         if known is not None and time.monotonic() - known[0] < _DESCRIPTION_SECONDS:
@@ -151,11 +227,11 @@ class Triton:
             await response.read()
 
 
-def _model(config: Mapping[str, Any]) -> Model:
+def _model(config: Mapping[str, Any]) -> TritonModel:
     description = ModelDescription.from_config(config)
     scheduling = config.get("ensemble_scheduling") or {}
     steps = tuple(step["model_name"] for step in scheduling.get("step", ()))
     called = tuple(value for name, value in description.parameters.items() if name.endswith("_model_name") and value)
     others = steps or ((PREPROCESSING, *called, POSTPROCESSING) if called else ())
     closing_ends = description.decoupled and not steps
-    return Model(description=description, needs=(description.name, *others), closing_ends=closing_ends)
+    return TritonModel(description=description, needs=(description.name, *others), closing_ends=closing_ends)

@@ -37,7 +37,7 @@ _POLL = 0.1
 _DRAIN = 30
 
 
-class Report:
+class StartReport:
     """The Progress of a supervisor in the background: it tells the command that started it, as long as that listens."""
 
     def __init__(self, descriptor: int, own: Progress) -> None:

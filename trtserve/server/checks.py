@@ -16,13 +16,12 @@ from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
 from trtserve.repository.check.files import require_intact
 from trtserve.server.doctor import check_shared_memory, raise_failed, require_machine
-from trtserve.server.doors import is_loopback
 from trtserve.server.engine_fit import require_fitting_engine, require_release
+from trtserve.server.front import ProxyPlan, is_loopback
 from trtserve.server.gpu_checks import require_devices, require_gpu_memory, require_mpirun, require_workers
 from trtserve.server.launch.devices import EngineNodes, fit_engines
 from trtserve.server.memory import require_servable
 from trtserve.server.plan import ServerPlan
-from trtserve.server.proxy import ProxyPlan
 from trtserve.server.repositories import chosen_by, require_sound_files
 from trtserve.server.shutdown import end_server
 from trtserve.server.state import list_servers, recorded_server, transaction_policy

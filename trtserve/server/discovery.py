@@ -123,10 +123,10 @@ def endpoint_of(server: Server) -> Endpoint:
 
 def protected(endpoint: Endpoint, server: Server) -> Endpoint:
     """Return the endpoint with the key and the certificate of a server that this user has started."""
-    door = server.instances[0].door
-    if door is None or not door.settings.is_file():
+    gateway = server.instances[0].gateway
+    if gateway is None or not gateway.settings.is_file():
         return endpoint
-    from trtserve.gateway.settings import DoorSettings
+    from trtserve.gateway.settings import GatewaySettings
 
-    own = DoorSettings.read(door.settings).endpoint
+    own = GatewaySettings.read(gateway.settings).endpoint
     return replace(endpoint, tls=own.tls, api_key=own.api_key)

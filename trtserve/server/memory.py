@@ -26,7 +26,7 @@ _BLS_PROCESS = 20 * 2**20
 _BLS_MODELS = 2
 # The gateway (FastAPI and the OpenAI API) without its tokenizer.
 _DOOR_PROCESS = 28 * 2**20
-# Pre- and postprocessing, and the door: transformers, and tables proportional to tokenizer.json.
+# Pre- and postprocessing, and the gateway: transformers, and tables proportional to tokenizer.json.
 _TOKENIZER_PROCESS = 46 * 2**20
 _TOKENIZER_FACTOR = 12
 # Address space of tritonserver, of which it uses little memory: shared memory and threads. Measured with five models on

@@ -35,7 +35,7 @@ _RATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class MetricsSource:
     """Where metrics come from."""
 
     name: str
@@ -63,20 +63,20 @@ class Reading:
     """
 
 
-def find_source(name: str | None = None, *, store: Store | None = None) -> Source:
+def find_source(name: str | None = None, *, store: Store | None = None) -> MetricsSource:
     """Return the running server `name`, or the only one; ServerNotFoundError or ServerAmbiguousError."""
     store = store or Store()
     server = find_server(name, store=store, hint="Name one of them: trtserve metrics NAME")
-    return Source(name=server.name, address=server.address, server=server, store=store)
+    return MetricsSource(name=server.name, address=server.address, server=server, store=store)
 
 
-def remote_source(host: str, port: int) -> Source:
+def remote_source(host: str, port: int) -> MetricsSource:
     """Return the metrics port of any Triton server."""
     address = Address(host=host, http_port=0, grpc_port=0, metrics_port=port)
-    return Source(name=f"{host}:{port}", address=address)
+    return MetricsSource(name=f"{host}:{port}", address=address)
 
 
-def read_metrics(source: Source) -> Reading:
+def read_metrics(source: MetricsSource) -> Reading:
     """Read once.
 
     Raises ServerDiedError when the server has ended and ServerUnreachableError when the port does not answer.
@@ -95,7 +95,7 @@ def read_metrics(source: Source) -> Reading:
 
 
 def watch_metrics(
-    source: Source, *, interval: float, count: int | None = None, pause: Callable[[float], None]
+    source: MetricsSource, *, interval: float, count: int | None = None, pause: Callable[[float], None]
 ) -> Iterator[Reading]:
     """Yield a reading every `interval` seconds, `count` times or for ever; raises what `read_metrics` raises.
 
@@ -131,7 +131,7 @@ def _growth(before: CoreMetrics, after: CoreMetrics) -> dict[str, float]:
     return grown
 
 
-def _no_answer(source: Source) -> ServerDiedError | ServerUnreachableError:
+def _no_answer(source: MetricsSource) -> ServerDiedError | ServerUnreachableError:
     server = source.server
     if server is not None and is_stopping(server, source.store):
         return ServerDiedError(f"The server {server.name} was stopped.", hint="Start it again: trtserve start --detach")

@@ -16,11 +16,10 @@ from trtserve.host.ports import ipv4_address, is_free, next_free
 from trtserve.nvidia.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository, inspect_repository
-from trtserve.server.doors import DoorPlan, behind_doors, plan_door, require_protected
 from trtserve.server.engine_fit import gpu_triton, require_world_size
+from trtserve.server.front import GatewayPlan, ProxyPlan, behind_gateways, plan_gateway, plan_proxy, require_protected
 from trtserve.server.launch.base import Launch, LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.modes import Single, launch_mode
-from trtserve.server.proxy import ProxyPlan, plan_proxy
 from trtserve.server.repositories import engine_paths, hub_cache
 from trtserve.server.state import log_file, server_name
 from trtserve.server.triton.installation import CONTAINER_TRITON, Triton, find_triton
@@ -41,7 +40,7 @@ class InstancePlan:
     launch: Launch
     container: ContainerRun | None = None
     """The container that the launch runs in."""
-    door: DoorPlan | None = None
+    gateway: GatewayPlan | None = None
     """What answers HTTP clients, or None when Triton does so itself."""
 
 
@@ -139,10 +138,12 @@ def plan_server(
         container = _container(repository, served, spec, launch)
         if container is not None:
             launch = replace(launch, command=in_container(launch.command, container))
-        log, door = log_file(name, store, number), None
+        log, gateway = log_file(name, store, number), None
         if not spec.raw_http:
-            door = plan_door(name, setup.address, number, spec, served, repository.path, store)
-        instances.append(InstancePlan(address=setup.address, log=log, launch=launch, container=container, door=door))
+            gateway = plan_gateway(name, setup.address, number, spec, served, repository.path, store)
+        instances.append(
+            InstancePlan(address=setup.address, log=log, launch=launch, container=container, gateway=gateway)
+        )
     return ServerPlan(
         name=name,
         repository=repository,
@@ -179,17 +180,17 @@ def _bindings(
 
 
 def _addresses(first: Address, spec: ServerSpec) -> list[Address]:
-    """Return the address of each instance, with a door in front of its HTTP service unless that is to be raw."""
+    """Return the address of each instance, with a gateway in front of its HTTP service unless that is to be raw."""
     addresses = instance_addresses(
         first, spec.instances, lambda port: spec.auto_ports and not is_free(first.host, port)
     )
-    return addresses if spec.raw_http else behind_doors(addresses)
+    return addresses if spec.raw_http else behind_gateways(addresses)
 
 
 def on_free_ports(plan: ServerPlan) -> ServerPlan:
     """Return the plan with ports that are free now, for a start that lost one of its ports to another program.
 
-    Without --auto-ports only the ports behind the doors change.
+    Without --auto-ports only the ports behind the gateways change.
     """
     spec = with_free_ports(plan.spec) if plan.spec.auto_ports else plan.spec
     return plan_server(plan.repository, spec, served=plan.served, store=plan.store)

@@ -82,14 +82,14 @@ class _Loading:
 
 
 def require_front(server: Server) -> None:
-    """Raise ServerStartError when a door or the reverse proxy has ended."""
-    for door in (instance.door for instance in server.instances):
-        if door is not None and door.dead:
-            lines = last_lines(door.log)
+    """Raise ServerStartError when a gateway or the reverse proxy has ended."""
+    for gateway in (instance.gateway for instance in server.instances):
+        if gateway is not None and gateway.dead:
+            lines = last_lines(gateway.log)
             error = ServerStartError(
-                f"The door, which answers HTTP requests, has ended. Last lines:\n{lines}", log=door.log
+                f"The gateway, which answers HTTP requests, has ended. Last lines:\n{lines}", log=gateway.log
             )
-            error.killed = was_killed(exit_code(door.process))
+            error.killed = was_killed(exit_code(gateway.process))
             raise error
     if server.proxy is not None and server.proxy.dead:
         lines = last_lines(server.proxy.log)

@@ -81,8 +81,8 @@ def _drain(server: Server, store: Store, seconds: float, progress: Progress) -> 
     if folder.is_dir():
         (folder / DRAINING).touch()  # what refuses requests over gRPC
     for instance in server.instances:
-        if instance.door is not None:
-            terminate(instance.door.process)  # it ends with its last request
+        if instance.gateway is not None:
+            terminate(instance.gateway.process)  # it ends with its last request
     progress.step(f"Refusing new requests; running ones get {seconds:g} s to end …")
     deadline = time.monotonic() + seconds
     idle_since, shown = time.monotonic(), -1

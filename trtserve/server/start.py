@@ -15,10 +15,9 @@ from trtserve.process.interrupts import stop_signals
 from trtserve.programs.shared.run_folder import VARIABLE
 from trtserve.progress import SILENT, Progress
 from trtserve.server.checks import announce_commands, check_before_launch, refuse_running, require_ports
-from trtserve.server.doors import spawn_door, wait_until_it_listens
+from trtserve.server.front import spawn_gateway, start_proxy, wait_until_it_listens, write_proxy
 from trtserve.server.gpu_checks import require_devices, require_mpirun
 from trtserve.server.plan import ServerPlan, on_free_ports
-from trtserve.server.proxy import start_proxy, write_proxy
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all
 from trtserve.server.shutdown import end_server
@@ -86,7 +85,7 @@ def start_once(
     try:
         return _start_on_ports(plan, progress, interrupted, supervisor, before)
     except PortInUseError as error:
-        if attempts == 1 or not (plan.spec.auto_ports or _lost_behind_a_door(plan, error)):
+        if attempts == 1 or not (plan.spec.auto_ports or _lost_behind_a_gateway(plan, error)):
             raise
         progress.warn(f"{error.message} Starting again on other ports.")
         again = on_free_ports(plan)
@@ -98,7 +97,7 @@ def start_once(
     return start_once(again, progress, interrupted, supervisor=supervisor, before=before, attempts=attempts - 1)
 
 
-def _lost_behind_a_door(plan: ServerPlan, error: PortInUseError) -> bool:
+def _lost_behind_a_gateway(plan: ServerPlan, error: PortInUseError) -> bool:
     """Return whether it was the port of Triton's own HTTP service that another program took."""
     inner = (instance.address.inner_http_port for instance in plan.instances)
     return any(port is not None and f":{port}'" in error.message for port in inner)
@@ -124,8 +123,8 @@ def _start_on_ports(
         server = _spawn_all(plan, progress, supervisor, before)
         try:
             for instance, planned in zip(server.instances, plan.instances, strict=True):
-                if instance.door is not None and planned.door is not None:
-                    wait_until_it_listens(planned.door, instance.door)
+                if instance.gateway is not None and planned.gateway is not None:
+                    wait_until_it_listens(planned.gateway, instance.gateway)
             with timed(plan.store, "start", plan.served.engine_bytes):
                 wait_for_all(server, plan, timeout=plan.spec.ready_timeout, interrupted=interrupted, progress=progress)
             require_front(server)
@@ -181,9 +180,9 @@ def _spawn_all(plan: ServerPlan, progress: Progress, supervisor: ProcessId | Non
             )
             server = replace(server, instances=(*server.instances, instance))
             write_state(server, plan.store)
-            if planned.door is not None:
-                door = spawn_door(planned.door, instance.process, bound=bound)
-                server = replace(server, instances=(*server.instances[:-1], replace(instance, door=door)))
+            if planned.gateway is not None:
+                gateway = spawn_gateway(planned.gateway, instance.process, bound=bound)
+                server = replace(server, instances=(*server.instances[:-1], replace(instance, gateway=gateway)))
                 write_state(server, plan.store)
         if plan.proxy is not None:
             server = replace(server, proxy=start_proxy(plan.proxy, bound=bound))

@@ -64,7 +64,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoorState:
+class GatewayState:
     """The process that answers HTTP clients in front of one instance."""
 
     process: ProcessId
@@ -80,8 +80,8 @@ class DoorState:
         return not self.process.alive()
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> DoorState:
-        """Return the door that a state file describes."""
+    def from_json(cls, content: Mapping[str, Any]) -> GatewayState:
+        """Return the gateway that a state file describes."""
         process = ProcessId(**content["process"])
         paths = {name: Path(content[name]) for name in ("log", "settings")}
         return cls(process=process, encrypted=content["encrypted"], **paths)
@@ -102,7 +102,7 @@ class Instance:
     """mpirun's ranks, in their order, or empty without mpirun."""
     container: str | None = None
     """Name of the container that the processes run in."""
-    door: DoorState | None = None
+    gateway: GatewayState | None = None
     """What answers its HTTP clients, or None when Triton does so itself."""
 
     @property
@@ -125,7 +125,7 @@ class Instance:
             stubs=tuple(Stub(**each) for each in content["stubs"]),
             ranks=_identities(content["ranks"]),
             container=content["container"],
-            door=None if content["door"] is None else DoorState.from_json(content["door"]),
+            gateway=None if content["gateway"] is None else GatewayState.from_json(content["gateway"]),
         )
 
 
@@ -216,16 +216,16 @@ class Server:
     @property
     def url(self) -> str:
         """Where clients of this machine send HTTP requests."""
-        door = self.instances[0].door
-        scheme = "https" if door is not None and door.encrypted else "http"
+        gateway = self.instances[0].gateway
+        scheme = "https" if gateway is not None and gateway.encrypted else "http"
         return f"{scheme}://{triton_server.client_host(self.endpoint.host)}:{self.endpoint.http_port}"
 
     @property
     def roots(self) -> tuple[ProcessId, ...]:
         """The processes that were started for it; all others descend from these. What answers clients comes first."""
         proxy = () if self.proxy is None or self.proxy.process is None else (self.proxy.process,)
-        doors = (instance.door.process for instance in self.instances if instance.door is not None)
-        return (*proxy, *doors, *(instance.process for instance in self.instances))
+        gateways = (instance.gateway.process for instance in self.instances if instance.gateway is not None)
+        return (*proxy, *gateways, *(instance.process for instance in self.instances))
 
     @property
     def ports(self) -> set[int]:
@@ -279,9 +279,9 @@ def log_file(name: str, store: Store, instance: int = 1) -> Path:
     return child(store.servers, f"{name}.log" if instance == 1 else f"{name}@{instance}.log")
 
 
-def door_folder(name: str, store: Store) -> Path:
-    """Return the folder with the settings of a server's doors."""
-    return child(store.servers, f"{name}.door")
+def gateway_folder(name: str, store: Store) -> Path:
+    """Return the folder with the settings of a server's gateways."""
+    return child(store.servers, f"{name}.gateway")
 
 
 def run_folder(name: str, store: Store) -> Path:
@@ -351,7 +351,8 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
     recorded = last_record(server.name, store)
     if recorded is None or recorded.shm_prefix == server.shm_prefix:
         shutil.rmtree(child(store.servers, f"{server.name}.proxy"), ignore_errors=True)
-        shutil.rmtree(door_folder(server.name, store), ignore_errors=True)
+        shutil.rmtree(gateway_folder(server.name, store), ignore_errors=True)
+        shutil.rmtree(child(store.servers, f"{server.name}.door"), ignore_errors=True)  # as it was called before
         shutil.rmtree(run_folder(server.name, store), ignore_errors=True)
         ended: dict[str, Any] = {"instances": server.instances, "reason": "", "stopper": None, "ready_since": None}
         if failure is not None:
@@ -370,7 +371,11 @@ def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
 def _read(path: Path) -> Server | None:
     """Return the server of a state file, or None when the file is missing or another version wrote it."""
     try:
-        server = Server.from_json(parse_json(path.read_text(encoding="utf-8")))
+        content = parse_json(path.read_text(encoding="utf-8"))
+        for instance in content["instances"]:
+            if "door" in instance:  # what the gateway was called before 2026-11-26
+                instance["gateway"] = instance.pop("door")
+        server = Server.from_json(content)
     except (FileNotFoundError, KeyError, TypeError, ValueError):
         return None
     return server if server.instances and server.schema == _SCHEMA else None

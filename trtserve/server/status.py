@@ -35,7 +35,7 @@ class Ended:
     """A sentence without its subject's name and full stop."""
     log: Path
     instance: Instance | None = None
-    """The instance whose log explains it; None for a door and the reverse proxy, which have logs of their own."""
+    """The instance whose log explains it; None for a gateway and the reverse proxy, which have logs of their own."""
     ranks: Sequence[int] = ()
     """Its ranks that had ended by then."""
     explained: bool = False
@@ -50,9 +50,9 @@ def ended(server: Server, store: Store) -> Ended | None:
             if failure is not None:  # the process of an executor that has stopped ends soon after
                 return failure
             return Ended(what=what, log=instance.log, instance=instance, ranks=instance.dead_ranks)
-        if instance.door is not None and instance.door.dead:
-            how = how_it_ended(exit_code(instance.door.process))
-            return Ended(what=f"its door, which answers HTTP requests, {how}", log=instance.door.log)
+        if instance.gateway is not None and instance.gateway.dead:
+            how = how_it_ended(exit_code(instance.gateway.process))
+            return Ended(what=f"its gateway, which answers HTTP requests, {how}", log=instance.gateway.log)
     if failure is not None:
         return failure
     if server.proxy is not None and server.proxy.dead:

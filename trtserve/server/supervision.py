@@ -123,8 +123,8 @@ def watch(server: Server, store: Store, interrupted: Callable[[], int], progress
                     return
                 for instance in server.instances:
                     limit_size(instance.log)
-                    if instance.door is not None:
-                        limit_size(instance.door.log)
+                    if instance.gateway is not None:
+                        limit_size(instance.gateway.log)
                 complaint = reason
             except (TrtserveError, OSError) as error:  # a full disk does not end a server that runs
                 complaint = f"the state or the log could not be written: {error}"

@@ -1,22 +1,29 @@
-"""The JSON of answers, whole and in chunks: `text_completion`, `chat.completion` and `chat.completion.chunk`."""
+"""The JSON of answers, whole and in chunks: texts, log-probabilities, and calls of tools."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic_core import to_json
 
-from trtserve.gateway.openai.generation import Piece, Usage
-from trtserve.gateway.openai.log_probs import TokenLogProb, completion_log_probs
-from trtserve.gateway.openai.tools import Call, CallReader
+from trtserve.files import parse_json
 
 DONE = b"data: [DONE]\n\n"
-
 Json = dict[str, Any]
+TokenText = Callable[[int], str]
+_LOWEST = -9999.0
+"""What OpenAI writes for a token that cannot come: JSON has no infinity."""
+_OPENING = "<tool_call>"
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+Call = dict[str, Any]
 
 
 def event(content: Mapping[str, Any]) -> bytes:
@@ -24,7 +31,7 @@ def event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(content) + b"\n\n"
 
 
-def usage_json(usages: Sequence[Usage], prompts: Sequence[Usage]) -> Json | None:
+def usage_json(usages: Sequence[TokenUsage], prompts: Sequence[TokenUsage]) -> Json | None:
     """Return the tokens of all sequences and of each prompt once, or None where the engine did not count them."""
     prompt_tokens = [usage.prompt_tokens for usage in prompts]
     completion_tokens = [usage.completion_tokens for usage in usages]
@@ -32,6 +39,31 @@ def usage_json(usages: Sequence[Usage], prompts: Sequence[Usage]) -> Json | None
         return None
     prompt, completion = sum(filter(None, prompt_tokens)), sum(filter(None, completion_tokens))
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+@dataclass(kw_only=True)
+class TokenUsage:
+    """Tokens of a request, as the engine counted them; None where it did not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def add_output(self, tokens: int) -> None:
+        """Count generated tokens."""
+        self.completion_tokens = (self.completion_tokens or 0) + tokens
+
+
+@dataclass(kw_only=True)
+class TextPiece:
+    """What came at once."""
+
+    text: str = ""
+    tokens: list[TokenLogProb] = field(default_factory=list)
+    """The new tokens, if log-probabilities were requested."""
+    prompt: list[TokenLogProb] = field(default_factory=list)
+    """The tokens of the prompt, if theirs were requested."""
+    finish_reason: str | None = None
+    """`stop` or `length` with the last piece."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +85,7 @@ class Completion:
         """Mean log-probability of its tokens, by which the best of several answers is chosen."""
         return sum(token.log_prob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
-    def add(self, piece: Piece) -> list[Json]:
+    def add(self, piece: TextPiece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
         text = piece.text if self.text else self.echoed + piece.text
         choice = self._choice(text, piece.tokens, start=len(self.text), finish_reason=piece.finish_reason)
@@ -87,7 +119,7 @@ class ChatAnswer:
     begun: bool = False
     """Whether a chunk with the role was sent."""
 
-    def add(self, piece: Piece) -> list[Json]:
+    def add(self, piece: TextPiece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
         text = self.calls.add(piece.text)
         if piece.finish_reason is not None:
@@ -150,3 +182,135 @@ class Envelope:
 
     def _head(self, kind: str) -> Json:
         return {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogProb:
+    """One token, its log-probability, and the likeliest tokens in its place."""
+
+    text: str
+    log_prob: float | None
+    """None for the first token of a prompt, which nothing precedes."""
+    tops: tuple[tuple[str, float], ...] = ()
+    special: bool = False
+    """Whether it is a special token of the prompt, which is not part of the text."""
+
+    def chat(self) -> dict[str, Any]:
+        """Return the entry of `choices[].logprobs.content`."""
+        tops = [_entry(text, log_prob) for text, log_prob in self.tops]
+        assert self.log_prob is not None  # chats have no echo
+        return {**_entry(self.text, self.log_prob), "top_logprobs": tops}
+
+
+def _entry(text: str, log_prob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+
+
+def completion_log_probs(tokens: Sequence[TokenLogProb], start: int) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a completion; `start` is the length of the text before these tokens."""
+    offsets = []
+    for token in tokens:
+        offsets.append(start)
+        start += 0 if token.special else len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.log_prob for token in tokens],
+        "top_logprobs": [dict(token.tops) or None for token in tokens] if any(token.tops for token in tokens) else None,
+        "text_offset": offsets,
+    }
+
+
+def token_log_probs(
+    outputs: Mapping[str, NDArray[Any]], ids: Sequence[int], *, before: int, tops: int, text: TokenText
+) -> list[TokenLogProb]:
+    """Return the entries of new tokens, of which `before` came earlier in the same stream.
+
+    With `tops` all values come from the logits. Otherwise they are the engine's, whose responses repeat those of
+    earlier tokens.
+    """
+    if not ids:
+        return []
+    if tops:
+        logits = outputs["generation_logits"]
+        rows = logits.reshape(-1, logits.shape[-1])[: len(ids)].astype(np.float64)
+        return [_with_tops(row, token, tops, text) for row, token in zip(rows, ids, strict=True)]
+    values = outputs["output_log_probs"].reshape(-1).tolist()
+    new = values[before : before + len(ids)] or values[: len(ids)]
+    return [
+        TokenLogProb(text=text(token), log_prob=max(value, _LOWEST)) for token, value in zip(ids, new, strict=False)
+    ]
+
+
+def prompt_log_probs(logits: NDArray[Any], ids: Sequence[int], *, tops: int, text: TokenText) -> list[TokenLogProb]:
+    """Return the entries of a prompt; the row of a token in `logits` [..., token, vocabulary] is for the next one."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    rest = [_with_tops(row.astype(np.float64), token, tops, text) for row, token in zip(rows, ids[1:], strict=False)]
+    return [TokenLogProb(text=text(ids[0]), log_prob=None), *rest]
+
+
+def _with_tops(logits: NDArray[np.float64], token: int, tops: int, text: TokenText) -> TokenLogProb:
+    highest = float(logits.max())
+    log_probs = np.maximum(logits - highest - np.log(np.exp(logits - highest).sum()), _LOWEST)
+    best = np.argsort(-log_probs, kind="stable")[:tops] if tops else ()
+    return TokenLogProb(
+        text=text(token),
+        log_prob=float(log_probs[token]),
+        tops=tuple((text(int(each)), float(log_probs[each])) for each in best),
+    )
+
+
+class CallReader:
+    """Separates the text of an answer from its calls.
+
+    Text is released as it comes until a call may begin; the rest waits for the end.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """`names` are the tools; without any, all is text."""
+        self._names = names
+        self._text = ""
+        self._released = 0
+
+    def add(self, piece: str) -> str:
+        """Return the text that is certain not to belong to a call."""
+        if not self._names:
+            return piece
+        self._text += piece
+        return self._release(len(self._text) if (at := self._start()) is None else at)
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """Return the rest of the text, and the calls."""
+        at = self._start()
+        calls = [] if at is None else self._calls(self._text[at:])
+        return (self._release(len(self._text)) if at is not None and not calls else ""), calls
+
+    def _release(self, end: int) -> str:
+        start, self._released = self._released, max(self._released, end)
+        return self._text[start:end]
+
+    def _start(self) -> int | None:
+        """Return where a call begins or may begin."""
+        stripped = self._text.lstrip()
+        if stripped.startswith(("{", "[")):
+            return 0
+        at = self._text.find(_OPENING)
+        if at >= 0:
+            return at
+        sizes = range(min(len(self._text), len(_OPENING) - 1), 0, -1)
+        return next((len(self._text) - size for size in sizes if self._text.endswith(_OPENING[:size])), None)
+
+    def _calls(self, text: str) -> list[Call]:
+        found = _CALL.findall(text) or [text]
+        calls: list[Call] = []
+        for each in found:
+            try:
+                content = parse_json(each)
+            except ValueError:
+                return []
+            for call in content if isinstance(content, list) else [content]:
+                arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+                if arguments is None or call.get("name") not in self._names:
+                    return []
+                function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+                calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        return calls

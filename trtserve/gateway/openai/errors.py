@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from trtserve.errors import ServerUnreachableError, TrtserveError
-from trtserve.gateway.refusals import RefusedError
+from trtserve.gateway.asgi import RefusedError
 
 _TYPES = {
     401: "authentication_error",

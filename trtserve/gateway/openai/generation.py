@@ -1,52 +1,35 @@
-"""The answer to one engine request: text, token ids and log-probabilities, piece by piece."""
+"""The answer of the engine to one request: text, token ids and log-probabilities, piece by piece."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from trtserve.client.tensors import Reply
-from trtserve.errors import RequestError
-from trtserve.gateway.openai.engine_call import EngineCall
-from trtserve.gateway.openai.log_probs import TokenLogProb, prompt_log_probs, token_log_probs
-from trtserve.gateway.openai.request import EngineRequest
-from trtserve.gateway.openai.served import Backend, Served
-from trtserve.gateway.openai.stop_strings import StoppedText
+from trtserve.client.grpc_client import infer_request
+from trtserve.client.request import IDS_INPUT
+from trtserve.client.tensors import Reply, stop_tensors
+from trtserve.client.transport import STOP_TIMEOUT
+from trtserve.errors import RequestError, TrtserveError
+from trtserve.gateway.openai.answers import TextPiece, TokenLogProb, TokenUsage, prompt_log_probs, token_log_probs
+from trtserve.gateway.openai.request import EngineRequest, with_adapter_weights
+from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.programs.bls.texts import IncrementalText
+from trtserve.programs.shared.lora_names import NOT_CACHED
 
 _UNFINISHED = ("", "not_finished")
-
-
-@dataclass(kw_only=True)
-class Usage:
-    """Tokens of a request, as the engine counted them; None where it did not say."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-    def add_output(self, tokens: int) -> None:
-        """Count generated tokens."""
-        self.completion_tokens = (self.completion_tokens or 0) + tokens
-
-
-@dataclass(kw_only=True)
-class Piece:
-    """What came at once."""
-
-    text: str = ""
-    tokens: list[TokenLogProb] = field(default_factory=list)
-    """The new tokens, if log-probabilities were requested."""
-    prompt: list[TokenLogProb] = field(default_factory=list)
-    """The tokens of the prompt, if theirs were requested."""
-    finish_reason: str | None = None
-    """`stop` or `length` with the last piece."""
+# A stop that arrives before its request has no effect: it is repeated, ever more rarely, until the request has ended.
+_FIRST_PAUSE = 0.25
+_STOPPED_WITHIN = 60.0
 
 
 async def generate(
-    backend: Backend, served: Served, request: EngineRequest, usage: Usage
-) -> AsyncGenerator[Piece, None]:
+    backend: Backend, served: ServedModel, request: EngineRequest, usage: TokenUsage
+) -> AsyncGenerator[TextPiece, None]:
     """Yield the answer of one request, and count its tokens in `usage`.
 
     A request whose iteration ends early is stopped in the engine.
@@ -78,7 +61,7 @@ async def generate(
         # Releases before 1.2 do not say why an answer ended.
         full = (usage.completion_tokens or 0) >= request.max_tokens
         rest = stopped.add(reader.rest(), last=True)
-        yield Piece(text=rest, tokens=waiting, finish_reason="length" if full and not stopped.stopped else "stop")
+        yield TextPiece(text=rest, tokens=waiting, finish_reason="length" if full and not stopped.stopped else "stop")
     finally:
         if not ended:
             call.abandon()
@@ -87,7 +70,7 @@ async def generate(
 class _IdsReader:
     """Reads responses of the core model."""
 
-    def __init__(self, served: Served, request: EngineRequest, usage: Usage) -> None:
+    def __init__(self, served: ServedModel, request: EngineRequest, usage: TokenUsage) -> None:
         assert served.decoder is not None
         self._served, self._request, self._usage = served, request, usage
         self._decoder = served.decoder
@@ -100,9 +83,9 @@ class _IdsReader:
         self._skip = 0 if request.streams or excludes else len(prompt)
         self._generated = 0
 
-    def read(self, replies: Sequence[Reply]) -> Piece:
+    def read(self, replies: Sequence[Reply]) -> TextPiece:
         """Return what these responses add."""
-        piece, ids = Piece(), list[int]()
+        piece, ids = TextPiece(), list[int]()
         for reply in replies:
             new = _ids(reply)[self._skip :]
             if self._request.tops is not None:
@@ -126,7 +109,7 @@ class _IdsReader:
 class _TextReader:
     """Reads responses of a model that returns text."""
 
-    def __init__(self, served: Served, request: EngineRequest, usage: Usage) -> None:
+    def __init__(self, served: ServedModel, request: EngineRequest, usage: TokenUsage) -> None:
         self._model, self._request, self._usage = served.model, request, usage
         self._cumulative = request.streams and served.model.flag("accumulate_tokens")
         self._seen = ""
@@ -134,9 +117,9 @@ class _TextReader:
             special = served.adds_special
             usage.prompt_tokens = len(served.files.encode(request.prompt.text, special=special))
 
-    def read(self, replies: Sequence[Reply]) -> Piece:
+    def read(self, replies: Sequence[Reply]) -> TextPiece:
         """Return what these responses add."""
-        piece = Piece()
+        piece = TextPiece()
         for reply in replies:
             piece.text += self._new_text(reply)
             piece.finish_reason = _finish_reason(reply) or piece.finish_reason
@@ -160,7 +143,7 @@ class _TextReader:
         return text
 
 
-def _prompt_log_probs(served: Served, request: EngineRequest, replies: Sequence[Reply]) -> list[TokenLogProb]:
+def _prompt_log_probs(served: ServedModel, request: EngineRequest, replies: Sequence[Reply]) -> list[TokenLogProb]:
     """Return the tokens of the prompt; each takes a millisecond. Raises RequestError if their logits did not come."""
     ids, tops = request.prompt.ids, request.tops or 0
     logits = next((reply.outputs["context_logits"] for reply in replies if "context_logits" in reply.outputs), None)
@@ -189,3 +172,106 @@ def _finish_reason(reply: Reply) -> str | None:
     if reason in _UNFINISHED:
         return None
     return "length" if reason == "length" else "stop"
+
+
+class EngineCall:
+    """A request that is running.
+
+    A task of its own reads the responses: cancelling a read cancels the call, and that can crash the gRPC front end of
+    Triton 2.51 when the answer ends at the same moment. A request is stopped by its id instead.
+    """
+
+    def __init__(self, backend: Backend, served: ServedModel, request: EngineRequest) -> None:
+        self._backend, self._served, self._request = backend, served, request
+        self._id = uuid.uuid4().hex
+        self._arrived: asyncio.Queue[Reply | Exception | None] = asyncio.Queue()
+        self._reader = backend.spawn(self._read())
+
+    async def replies(self) -> AsyncIterator[list[Reply]]:
+        """Yield the responses, all that have arrived at a time. Raises RequestError or ServerUnreachableError."""
+        while True:
+            arrived = [await self._arrived.get()]
+            while not self._arrived.empty():
+                arrived.append(self._arrived.get_nowait())
+            if replies := [each for each in arrived if isinstance(each, Reply)]:
+                yield replies
+            if isinstance(error := arrived[-1], Exception):
+                raise error
+            if error is None:
+                return
+
+    def abandon(self) -> None:
+        """Stop the request in the engine, unless it has ended."""
+        if not self._reader.done():
+            self._backend.spawn(self._stop())
+
+    async def _read(self) -> None:
+        try:
+            await self._read_from(self._request)
+        except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
+            self._arrived.put_nowait(error)
+        else:
+            self._arrived.put_nowait(None)
+
+    async def _read_from(self, request: EngineRequest) -> None:
+        model = self._served.model
+        message = infer_request(
+            model.name, list(request.tensors.values()), request_id=self._id, outputs=request.outputs
+        )
+        try:
+            async for reply in self._infer(message, decoupled=model.decoupled, timeout=self._backend.timeout):
+                self._arrived.put_nowait(reply)
+        except RequestError as error:
+            if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
+                raise
+            await self._read_from(with_adapter_weights(self._served, request))
+
+    async def _stop(self) -> None:
+        core = self._served.core
+        if core is None or IDS_INPUT not in core.inputs:  # the LLM API's model sees that its call was cancelled
+            self._reader.cancel()
+            return
+        message = infer_request(core.name, stop_tensors(core), request_id=self._id)
+        deadline, pause = time.monotonic() + _STOPPED_WITHIN, _FIRST_PAUSE
+        while not self._reader.done():
+            if time.monotonic() > deadline:  # the engine hangs
+                self._reader.cancel()
+                return
+            with suppress(TrtserveError):  # the server may be gone
+                async for _ in self._infer(message, decoupled=core.decoupled, timeout=STOP_TIMEOUT):
+                    pass
+            await asyncio.wait({self._reader}, timeout=pause)
+            pause *= 2
+
+    def _infer(self, message: Any, *, decoupled: bool, timeout: float) -> AsyncIterator[Reply]:
+        return self._backend.client.infer(message, decoupled=decoupled, timeout=timeout)
+
+
+class StoppedText:
+    """A growing text without its stop string; an end that may begin one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def add(self, piece: str, *, last: bool = False) -> str:
+        """Return what the next piece adds to the text; `last`: nothing follows, so nothing is held back."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
+            self.stopped = True
+            return text[: min(starts)]
+        keep = 0 if last else max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that `stop` begins with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,8 @@
-"""Build the tensors of one engine request from a body of the OpenAI API."""
+"""From the body of a request to the prompt and the tensors of engine requests."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,21 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from trtserve.client.prompts import end_words
+from trtserve.client.prompts import end_words, find_chat_template, render, without_bos
 from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
 from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import Tensor
 from trtserve.errors import UsageError
-from trtserve.gateway.openai.bodies import Sampling
+from trtserve.gateway.openai.bodies import ChatBody, NamedTool, Sampling
 from trtserve.gateway.openai.errors import ApiError
-from trtserve.gateway.openai.prompts import Prompt
-from trtserve.gateway.openai.served import Served
+from trtserve.gateway.openai.served import ServedModel
 from trtserve.programs.preprocessing.word_lists import Spellings, word_list
 
 _UINT64 = 2**64
 _NO_END = -1
 # Values of 4 bytes in the response of the engine: 256 MiB.
 _MOST_LOGITS = 2**26
+# Encoding a longer text would hold up the answers of everybody else.
+_LONG = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class EngineRequest:
 
 
 def engine_requests(
-    served: Served,
+    served: ServedModel,
     body: Sampling,
     prompt: Prompt,
     *,
@@ -114,7 +116,7 @@ def engine_requests(
     return [request, *(_with_seed(request, options["seed"] + number) for number in range(1, count))]
 
 
-def with_adapter_weights(served: Served, request: EngineRequest) -> EngineRequest:
+def with_adapter_weights(served: ServedModel, request: EngineRequest) -> EngineRequest:
     """Return the request with the weights of its adapter, which the engine does not have in its cache any more."""
     assert served.adapters is not None
     assert request.adapter is not None
@@ -129,7 +131,7 @@ def _with_seed(request: EngineRequest, seed: int) -> EngineRequest:
     return replace(request, tensors={**request.tensors, **seeded})
 
 
-def _options(served: Served, body: Sampling, max_tokens: int, tops: int | None) -> dict[str, Any]:
+def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | None) -> dict[str, Any]:
     """Return options of `trtserve query`: the body's, else those of the model's generation_config.json, else OpenAI's.
 
     The engine's own default is greedy, and its seed is always the same.
@@ -159,7 +161,7 @@ def _options(served: Served, body: Sampling, max_tokens: int, tops: int | None) 
     return {**chosen, "max_tokens": max_tokens}
 
 
-def _require_context_logits(served: Served, tokens: int) -> None:
+def _require_context_logits(served: ServedModel, tokens: int) -> None:
     """Raise ApiError unless the engine returns the logits of so many prompt tokens."""
     what = "echo with logprobs needs log-probabilities of the prompt"
     if not served.takes_ids:
@@ -175,13 +177,13 @@ def _require_context_logits(served: Served, tokens: int) -> None:
         )
 
 
-def _end_id(served: Served) -> int | None:
+def _end_id(served: ServedModel) -> int | None:
     files = served.require_tokenizer("A prompt")
     eos: int | None = files.tokenizer.eos_token_id
     return eos if eos is not None else next(iter(files.end_ids()), None)
 
 
-def _stop_tensors(served: Served, context: RequestContext, body: Sampling, prompt: Prompt) -> dict[str, Tensor]:
+def _stop_tensors(served: ServedModel, context: RequestContext, body: Sampling, prompt: Prompt) -> dict[str, Tensor]:
     """Return the words that end the answer in the engine; the text itself is cut at stop strings later."""
     if not served.takes_ids:
         if body.stop_token_ids:
@@ -200,7 +202,7 @@ def _stop_tensors(served: Served, context: RequestContext, body: Sampling, promp
     return {"stop_words_list": context.model.tensor("stop_words_list", table[0])}
 
 
-def _bias(served: Served, context: RequestContext, body: Sampling) -> dict[str, Tensor]:
+def _bias(served: ServedModel, context: RequestContext, body: Sampling) -> dict[str, Tensor]:
     if not body.logit_bias:
         return {}
     size = served.vocab_size
@@ -225,3 +227,64 @@ def _guide(context: RequestContext, body: Sampling) -> dict[str, Tensor]:
         raise ApiError(
             "This model has no guided decoding, which response_format and the guided_ parameters need."
         ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt."""
+
+    text: str | None = None
+    """Its text, or None for token ids of the client."""
+    ids: tuple[int, ...] = ()
+    """Its token ids, or empty where the server encodes the text."""
+    chat: bool = False
+    """Whether it is a conversation, whose turn may end with any of the model's end tokens."""
+
+
+async def completion_prompt(served: ServedModel, prompt: str | list[int]) -> Prompt:
+    """Return a prompt to continue."""
+    if isinstance(prompt, str):
+        if not served.takes_ids:
+            return Prompt(text=prompt)
+        return Prompt(text=prompt, ids=await _encode(served, prompt, special=served.adds_special))
+    if served.takes_ids:
+        return Prompt(ids=tuple(prompt))
+    # The model takes text: special tokens in it would be added twice.
+    files = served.require_tokenizer("A prompt of token ids")
+    return Prompt(text=files.decode(prompt))
+
+
+async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
+    """Return the conversation in the model's chat template.
+
+    A model without a template gets the last message alone: it continues texts and follows no conversation.
+    """
+    files = served.require_tokenizer("A conversation")
+    tools = [tool.model_dump(exclude_defaults=True) for tool in body.usable_tools]
+    template = find_chat_template(files, tools=bool(tools))
+    if template is None:
+        if tools and not body.must_call:
+            raise ApiError("tools need a chat template, and this model has none.", param="tools")
+        return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True)
+    tokens = files.special_tokens()
+    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+    variables = {**body.chat_template_kwargs, **({"tools": tools, "tool_choice": choice} if tools else {})}
+    try:
+        # A template may compute for seconds, up to its limit, while others are answered.
+        text = await asyncio.to_thread(render, template, body.messages, tokens, **variables)
+    except UsageError as error:
+        raise ApiError(error.message, param="messages") from None
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ApiError(f"The model's chat template cannot render these messages: {error}", param="messages") from None
+    if not served.takes_ids:
+        return Prompt(
+            text=without_bos(text, files, tokens.get("bos_token")) if served.adds_special else text, chat=True
+        )
+    return Prompt(text=text, ids=await _encode(served, text, special=False), chat=True)
+
+
+async def _encode(served: ServedModel, text: str, *, special: bool) -> tuple[int, ...]:
+    files = served.require_tokenizer("A prompt")
+    if len(text) > _LONG:
+        return tuple(await asyncio.to_thread(files.encode, text, special=special))
+    return tuple(files.encode(text, special=special))

@@ -10,8 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from trtserve.gateway.openai.answering import Answering, Sequenced
+from trtserve.gateway.openai.answering import Answering, Measures, Sequenced
 from trtserve.gateway.openai.answers import (
+    CallReader,
     ChatAnswer,
     Completion,
     Envelope,
@@ -24,11 +25,8 @@ from trtserve.gateway.openai.bodies import (
     Sampling,
 )
 from trtserve.gateway.openai.errors import ApiError, OpenAIRoute
-from trtserve.gateway.openai.measures import Measures
-from trtserve.gateway.openai.prompts import Prompt, chat_prompt, completion_prompt
-from trtserve.gateway.openai.request import EngineRequest, engine_requests
-from trtserve.gateway.openai.served import Backend, Served
-from trtserve.gateway.openai.tools import CallReader
+from trtserve.gateway.openai.request import EngineRequest, Prompt, chat_prompt, completion_prompt, engine_requests
+from trtserve.gateway.openai.served import Backend, ServedModel
 
 COMPLETION_TOKENS = 16
 """Most tokens of a completion that does not say, as in OpenAI's API."""
@@ -130,7 +128,7 @@ class Paths:
         """Refuse any other path."""
         raise ApiError(f"Unknown request URL: {request.method} /v1/{path}.", status=404, code="unknown_url")
 
-    async def _find(self, request: Request, name: str) -> tuple[Served, str | None]:
+    async def _find(self, request: Request, name: str) -> tuple[ServedModel, str | None]:
         served, adapter = await self._backend.find(name)
         if self._require is not None:
             await self._require(request, served.model.name)
@@ -138,7 +136,7 @@ class Paths:
 
     def _requests(
         self,
-        served: Served,
+        served: ServedModel,
         body: Sampling,
         prompt: Prompt,
         count: int,
@@ -164,7 +162,7 @@ class Paths:
         self,
         request: Request,
         body: Sampling,
-        served: Served,
+        served: ServedModel,
         sequences: list[Sequenced],
         envelope: Envelope,
         *,
@@ -194,14 +192,14 @@ def _key_check(keys: Collection[str]) -> Callable[[Request], None]:
     return check
 
 
-def _described(served: Served) -> list[Json]:
+def _described(served: ServedModel) -> list[Json]:
     """Return the entries of a model and its adapters."""
     head = {"object": "model", "created": served.created, "owned_by": "trtserve", "max_model_len": served.max_seq_len}
     parents = {name: None if name == served.name else served.name for name in served.names}
     return [{"id": name, **head, "parent": parent} for name, parent in parents.items()]
 
 
-def _echoed(served: Served, prompt: Prompt) -> str:
+def _echoed(served: ServedModel, prompt: Prompt) -> str:
     if prompt.text is not None:
         return prompt.text
     return served.require_tokenizer("echo").decode(prompt.ids)

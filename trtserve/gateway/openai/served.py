@@ -38,7 +38,7 @@ _SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class ServedModel:
     """A model as clients of the OpenAI API see it."""
 
     name: str
@@ -80,7 +80,7 @@ class Served:
     def require_tokenizer(self, what: str) -> TokenizerFiles:
         """Return the tokenizer. Raises ApiError if the endpoint has none, because `what` needs it."""
         if self.files is None:
-            raise ApiError(f"{what} needs the model's tokenizer; start `trtserve door` with --tokenizer DIR.")
+            raise ApiError(f"{what} needs the model's tokenizer; start `trtserve gateway` with --tokenizer DIR.")
         return self.files
 
 
@@ -91,7 +91,7 @@ class Backend:
         self._endpoint = endpoint
         self._tokenizer = tokenizer
         self._lock = asyncio.Lock()
-        self._served: tuple[Served, ...] = ()
+        self._served: tuple[ServedModel, ...] = ()
         self.timeout = timeout
         """Longest time for one answer, in seconds."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -119,7 +119,7 @@ class Backend:
         """The model repository, if it is on this machine."""
         return self._endpoint.repository
 
-    async def models(self) -> tuple[Served, ...]:
+    async def models(self) -> tuple[ServedModel, ...]:
         """Return the models. Raises ServerUnreachableError or RequestError while the server cannot describe them."""
         async with self._lock:
             if not self._served:
@@ -134,7 +134,7 @@ class Backend:
                 return
             await asyncio.sleep(_RETRY)
 
-    async def find(self, name: str) -> tuple[Served, str | None]:
+    async def find(self, name: str) -> tuple[ServedModel, str | None]:
         """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither."""
         models = await self.models()
         for served in models:
@@ -149,7 +149,7 @@ class Backend:
         )
 
 
-def _describe_all(endpoint: Endpoint, tokenizer: Path | None) -> tuple[Served, ...]:
+def _describe_all(endpoint: Endpoint, tokenizer: Path | None) -> tuple[ServedModel, ...]:
     """Describe every alias, that of the endpoint first; a repository without one is described by its standard models.
 
     Loading a tokenizer takes a second or two.
@@ -165,7 +165,7 @@ def _describe_all(endpoint: Endpoint, tokenizer: Path | None) -> tuple[Served, .
         return tuple(_describe(text, endpoint, tokenizer, client) for text in texts)
 
 
-def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None, client: SyncClient) -> Served:
+def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None, client: SyncClient) -> ServedModel:
     names = text.parameters
     core_name = names.get("tensorrt_llm_model_name") or CORE_MODEL
     preprocessing = names.get("preprocessing_model_name") or PREPROCESSING
@@ -180,7 +180,7 @@ def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None
         engine = read_json_object(path, RequestError)
     vocab_size = engine.get("pretrained_config", {}).get("vocab_size")
     table = names.get("lora_table") or "lora.json"
-    return Served(
+    return ServedModel(
         name=text.name,
         model=core if ids and core is not None else text,
         core=core,

@@ -49,7 +49,7 @@ from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
 from trtserve.server.background import start_arguments, start_in_background
 from trtserve.server.checks import access_warnings
-from trtserve.server.doors import require_protected
+from trtserve.server.front import require_protected
 from trtserve.server.plan import with_free_ports
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server

@@ -61,9 +61,9 @@ def check_triton() -> Finding:
 
 
 def check_faults() -> Finding:
-    """Name the known security faults of the embedded Triton, which `start` therefore keeps behind its door."""
+    """Name the known security faults of the embedded Triton, which `start` therefore keeps behind its gateway."""
     faults = known_faults(EMBEDDED_TAG) if has_triton() else None
-    text = "none" if faults is None else f"{faults} `trtserve start` keeps it behind a door (docs/security.md)"
+    text = "none" if faults is None else f"{faults} `trtserve start` keeps it behind a gateway (docs/security.md)"
     return _finding("known faults", "ok", text)
 
 

@@ -84,7 +84,7 @@ def require_options(spec: ServerSpec, kind: str) -> None:
     if given := given_flags(spec, ON_THIS_MACHINE[kind]):
         several = "are for servers" if len(given) > 1 else "is for a server"
         raise UsageError(
-            f"{listing(given)} {several} on this machine: --{kind} starts Triton without supervisor, door and proxy.",
+            f"{listing(given)} {several} on this machine: --{kind} starts Triton without supervisor, gateway or proxy.",
             hint=INSTEAD[kind],
         )
 

@@ -46,7 +46,7 @@ _KEPT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class LoadFailure:
     """One reason why the server did not start."""
 
     model: str | None
@@ -57,7 +57,7 @@ class Failure:
         return self.message if self.model is None else f"model {self.model}: {self.message}"
 
 
-def failures(text: str) -> list[Failure]:
+def failures(text: str) -> list[LoadFailure]:
     """Return why models failed to load, in the order of the log; else the log's other error lines."""
     lines = significant(text)
     found = [failure for line in lines if (failure := _failure(line)) is not None]
@@ -68,14 +68,14 @@ def failures(text: str) -> list[Failure]:
             for failure in found
         ]
     if not found:
-        found = [Failure(model=None, message=plain(line)) for line in lines if _ERROR_LINE.match(line)]
+        found = [LoadFailure(model=None, message=plain(line)) for line in lines if _ERROR_LINE.match(line)]
     return list(dict.fromkeys(found))
 
 
-def fatal(text: str) -> Failure | None:
+def fatal(text: str) -> LoadFailure | None:
     """Return a failure after which Triton 2.51 waits forever instead of ending: a stub without model.py."""
     match = _STUB_FAILED.search(text)
-    return None if match is None else Failure(model=None, message=plain(match[1]))
+    return None if match is None else LoadFailure(model=None, message=plain(match[1]))
 
 
 def loaded(text: str) -> set[str]:
@@ -217,12 +217,12 @@ def follow(log: Path, *, position: int, ended: Callable[[], bool], pause: Callab
         pause()
 
 
-def _failure(line: str) -> Failure | None:
+def _failure(line: str) -> LoadFailure | None:
     for pattern in (_LOAD_FAILED, _POLL_FAILED):
         if match := pattern.search(line):
-            return Failure(model=match[1], message=_reason(match[2]))
+            return LoadFailure(model=match[1], message=_reason(match[2]))
     if match := _SOCKET.search(line) or _USAGE.match(line):
-        return Failure(model=None, message=_reason(match[1]))
+        return LoadFailure(model=None, message=_reason(match[1]))
     return None
 
 

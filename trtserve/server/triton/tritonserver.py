@@ -54,7 +54,7 @@ class Address:
     grpc_port: int
     metrics_port: int
     inner_http_port: int | None = None
-    """Port on loopback of Triton's own HTTP service when a door listens on `http_port`; None: there is no door."""
+    """Port on loopback of Triton's own HTTP service when a gateway listens on `http_port`, else None."""
 
     @property
     def ports(self) -> dict[str, int]:
@@ -68,7 +68,7 @@ class Address:
 
     @property
     def metrics_host(self) -> str:
-        """Interface of the metrics port: behind a door, which serves the page too, it is not exposed."""
+        """Interface of the metrics port: behind a gateway, which serves the page too, it is not exposed."""
         return self.host if self.inner_http_port is None else LOOPBACK
 
     @property

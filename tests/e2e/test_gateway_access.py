@@ -43,7 +43,7 @@ def server(home: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRTSERVE_API_KEY", KEY)
         patch.setenv("HF_TOKEN", TOKEN)
-        with running_server(write_echo_repository(home), home=home, name="guarded", door=True, **options) as server:
+        with running_server(write_echo_repository(home), home=home, name="guarded", gateway=True, **options) as server:
             yield server
 
 

@@ -1,4 +1,4 @@
-"""The door's limits, with small ones, in front of a stand-in for Triton that answers as slowly as a test wants."""
+"""The gateway's limits, with small ones, in front of a stand-in for Triton that answers as slowly as a test wants."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.doors import HOST, RunningDoor, running_door
+from tests.support.gateways import HOST, RunningGateway, running_gateway
 from tests.support.waiting import wait_until
-from trtserve.gateway.settings import Limits
+from trtserve.gateway.settings import RequestLimits
 
-LIMITS = Limits(
+LIMITS = RequestLimits(
     connections=20,
     requests=2,
     request_seconds=2.0,
@@ -60,7 +60,7 @@ class Triton(ThreadingHTTPServer):
         self.forget()
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing of connections that the door has ended."""
+        """Say nothing of connections that the gateway has ended."""
 
     def forget(self) -> None:
         """Begin anew for another test."""
@@ -127,19 +127,19 @@ def triton(behind: Triton) -> Iterator[Triton]:
 
 
 @pytest.fixture(scope="module")
-def door(behind: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDoor]:
-    folder = tmp_path_factory.mktemp("door")
-    with running_door(folder, int(behind.server_address[1]), model="m", limits=LIMITS) as door:
-        yield door
+def gateway(behind: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    folder = tmp_path_factory.mktemp("gateway")
+    with running_gateway(folder, int(behind.server_address[1]), model="m", limits=LIMITS) as gateway:
+        yield gateway
 
 
 def begin(connection: http.client.HTTPConnection, text: str) -> None:
     connection.request("POST", GENERATE, json.dumps({"text_input": text}), {"Content-Type": "application/json"})
 
 
-def raw(door: RunningDoor, sent: bytes) -> bytes:
-    """Send bytes, and return what comes until the door hangs up."""
-    with socket.create_connection((HOST, door.port), timeout=30) as connection:
+def raw(gateway: RunningGateway, sent: bytes) -> bytes:
+    """Send bytes, and return what comes until the gateway hangs up."""
+    with socket.create_connection((HOST, gateway.port), timeout=30) as connection:
         connection.sendall(sent)
         received = b""
         with suppress(ConnectionResetError):  # it hung up before it had read everything
@@ -148,79 +148,79 @@ def raw(door: RunningDoor, sent: bytes) -> bytes:
         return received
 
 
-def test_slow_headers_and_bodies_are_cut_off(door: RunningDoor) -> None:
-    assert raw(door, b"") == b""
-    assert raw(door, b"POST /v2 HTTP/1.1\r\nHost: localhost\r\n") == b""
+def test_slow_headers_and_bodies_are_cut_off(gateway: RunningGateway) -> None:
+    assert raw(gateway, b"") == b""
+    assert raw(gateway, b"POST /v2 HTTP/1.1\r\nHost: localhost\r\n") == b""
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode()
-    assert raw(door, head + b"{").startswith(b"HTTP/1.1 408 ")
-    assert raw(door, head.replace(GENERATE.encode(), COMPLETIONS) + b"{").startswith(b"HTTP/1.1 408 ")
+    assert raw(gateway, head + b"{").startswith(b"HTTP/1.1 408 ")
+    assert raw(gateway, head.replace(GENERATE.encode(), COMPLETIONS) + b"{").startswith(b"HTTP/1.1 408 ")
 
 
-def test_large_headers_and_many_chunks_are_refused(door: RunningDoor) -> None:
+def test_large_headers_and_many_chunks_are_refused(gateway: RunningGateway) -> None:
     head = b"GET /v2/health/live HTTP/1.1\r\nConnection: close\r\nHost: localhost\r\nX: "
-    assert b" 200 " in raw(door, head + b"y" * 60_000 + b"\r\n\r\n")
-    assert b" 200 " not in raw(door, head + b"y" * 66_000 + b"\r\n\r\n")
+    assert b" 200 " in raw(gateway, head + b"y" * 60_000 + b"\r\n\r\n")
+    assert b" 200 " not in raw(gateway, head + b"y" * 66_000 + b"\r\n\r\n")
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    assert raw(door, head + b"1\r\nx\r\n" * 60).startswith(b"HTTP/1.1 400 ")
-    assert b" 200 " not in raw(door, head + b"2\r\n{}\r\n0\r\nX: y\r\n\r\n")
+    assert raw(gateway, head + b"1\r\nx\r\n" * 60).startswith(b"HTTP/1.1 400 ")
+    assert b" 200 " not in raw(gateway, head + b"2\r\n{}\r\n0\r\nX: y\r\n\r\n")
 
 
-def test_large_bodies_are_refused_before_they_arrive(door: RunningDoor) -> None:
+def test_large_bodies_are_refused_before_they_arrive(gateway: RunningGateway) -> None:
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**12}\r\n\r\n".encode()
-    assert raw(door, head).startswith(b"HTTP/1.1 413 ")
-    assert raw(door, head.replace(GENERATE.encode(), COMPLETIONS)).startswith(b"HTTP/1.1 413 ")
+    assert raw(gateway, head).startswith(b"HTTP/1.1 413 ")
+    assert raw(gateway, head.replace(GENERATE.encode(), COMPLETIONS)).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS.decode()])
-def test_bodies_have_a_limit_on_their_memory_together(door: RunningDoor, path: str) -> None:
-    with door.connected() as connection:
+def test_bodies_have_a_limit_on_their_memory_together(gateway: RunningGateway, path: str) -> None:
+    with gateway.connected() as connection:
         connection.request("POST", path, b" " * (LIMITS.buffered_bytes + 1), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         assert answer.status == 503
         assert b"too many large requests" in answer.read()
 
 
-def test_too_many_requests_get_503_and_a_hint(door: RunningDoor, triton: Triton) -> None:
+def test_too_many_requests_get_503_and_a_hint(gateway: RunningGateway, triton: Triton) -> None:
     with ExitStack() as stack:
-        busy = [stack.enter_context(door.connected()) for _ in range(LIMITS.requests)]
+        busy = [stack.enter_context(gateway.connected()) for _ in range(LIMITS.requests)]
         for connection in busy:
             begin(connection, "hang")
         wait_until(lambda: len(triton.bodies) == LIMITS.requests)
-        with door.connected() as late:
+        with gateway.connected() as late:
             begin(late, "hello")
             answer = late.getresponse()
             assert answer.status == 503
             assert answer.headers["Retry-After"]
-        assert door.status("/v2/health/live") == 200
+        assert gateway.status("/v2/health/live") == 200
         triton.release.set()
         assert [connection.getresponse().status for connection in busy] == [200, 200]
 
 
-def test_more_connections_than_allowed_are_closed(door: RunningDoor) -> None:
+def test_more_connections_than_allowed_are_closed(gateway: RunningGateway) -> None:
     with ExitStack() as stack:
         for _ in range(LIMITS.connections):
-            connection = stack.enter_context(door.connected())
+            connection = stack.enter_context(gateway.connected())
             connection.request("GET", "/v2/health/live")
             connection.getresponse().read()
-        assert door.status("/v2/health/live") is None
-    wait_until(lambda: door.status("/v2/health/live") == 200)
+        assert gateway.status("/v2/health/live") is None
+    wait_until(lambda: gateway.status("/v2/health/live") == 200)
 
 
-def test_connections_wait_while_no_file_descriptor_is_left(door: RunningDoor) -> None:
-    soft, hard = resource.prlimit(door.process.pid, resource.RLIMIT_NOFILE)
-    with door.connected() as connection:
-        resource.prlimit(door.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+def test_connections_wait_while_no_file_descriptor_is_left(gateway: RunningGateway) -> None:
+    soft, hard = resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE)
+    with gateway.connected() as connection:
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE, (3, hard))
         try:
             connection.request("GET", "/v2/health/live")
-            wait_until(lambda: "connections wait" in door.log.read_text())
+            wait_until(lambda: "connections wait" in gateway.log.read_text())
         finally:
-            resource.prlimit(door.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+            resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
         assert connection.getresponse().status == 200
 
 
-def test_a_request_that_takes_too_long_is_ended(door: RunningDoor, triton: Triton) -> None:
+def test_a_request_that_takes_too_long_is_ended(gateway: RunningGateway, triton: Triton) -> None:
     assert not triton.bodies
-    with door.connected() as connection:
+    with gateway.connected() as connection:
         begin(connection, "hang")
         answer = connection.getresponse()
         assert answer.status == 504
@@ -228,7 +228,7 @@ def test_a_request_that_takes_too_long_is_ended(door: RunningDoor, triton: Trito
 
 
 def are_over(count: Callable[[], int]) -> bool:
-    """Return whether nothing is counted for three times as long as the door takes to repeat a stop."""
+    """Return whether nothing is counted for three times as long as the gateway takes to repeat a stop."""
     before = count()
     time.sleep(1.5)
     return count() == before
@@ -240,12 +240,12 @@ def test_a_stop_is_repeated_but_not_while_another_client_waits_for_the_same_id(t
     def stops() -> int:
         return sum(b'"stop"' in each for each in triton.bodies)
 
-    with running_door(tmp_path, int(triton.server_address[1]), model="ensemble", core_models=("core",)) as door:
-        with door.connected() as first:
+    with running_gateway(tmp_path, int(triton.server_address[1]), model="ensemble", core_models=("core",)) as gateway:
+        with gateway.connected() as first:
             first.request("POST", path, body, {"Content-Type": "application/json"})
             wait_until(lambda: triton.bodies)
         wait_until(lambda: stops() >= 2)
-        with door.connected() as second:
+        with gateway.connected() as second:
             second.request("POST", path, body, {"Content-Type": "application/json"})
             wait_until(lambda: len(triton.bodies) - stops() == 2)
             wait_until(lambda: are_over(stops), 10)
@@ -253,20 +253,20 @@ def test_a_stop_is_repeated_but_not_while_another_client_waits_for_the_same_id(t
             assert second.getresponse().status == 200
 
 
-def test_a_client_that_does_not_read_is_cut_off(door: RunningDoor, triton: Triton) -> None:
-    with door.connected() as connection:
+def test_a_client_that_does_not_read_is_cut_off(gateway: RunningGateway, triton: Triton) -> None:
+    with gateway.connected() as connection:
         begin(connection, "flood")
         assert triton.left.wait(60)
 
 
-def test_the_first_signal_drains_and_the_second_ends(door: RunningDoor, triton: Triton) -> None:
-    with door.connected() as connection:
+def test_the_first_signal_drains_and_the_second_ends(gateway: RunningGateway, triton: Triton) -> None:
+    with gateway.connected() as connection:
         begin(connection, "hang")
         wait_until(lambda: triton.bodies)
-        os.kill(door.process.pid, signal.SIGTERM)
-        wait_until(lambda: door.status("/v2/health/ready") == 503)
-        with door.connected() as late:
+        os.kill(gateway.process.pid, signal.SIGTERM)
+        wait_until(lambda: gateway.status("/v2/health/ready") == 503)
+        with gateway.connected() as late:
             begin(late, "hello")
             assert late.getresponse().status == 503
-        os.kill(door.process.pid, signal.SIGTERM)
-        wait_until(lambda: not door.process.alive())
+        os.kill(gateway.process.pid, signal.SIGTERM)
+        wait_until(lambda: not gateway.process.alive())

@@ -1,4 +1,4 @@
-"""What the door asks Triton."""
+"""What the gateway asks Triton."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import socket
 
 import pytest
 
-from trtserve.gateway.refusals import RefusedError
-from trtserve.gateway.triton import Triton
+from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.triton import TritonHttp
 
 
 def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtserve.gateway.triton._ANSWER_SECONDS", 0.1)
 
     async def ask(address: str) -> None:
-        triton = Triton(address, address)
+        triton = TritonHttp(address, address)
         try:
             assert not await triton.is_ready()
             with pytest.raises(RefusedError, match="does not answer"):

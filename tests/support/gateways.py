@@ -1,4 +1,4 @@
-"""A door in front of a server that a test has already."""
+"""A gateway in front of a server that a test has already."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.waiting import wait_until
-from trtserve.gateway.settings import DoorSettings
+from trtserve.gateway.settings import GatewaySettings
 from trtserve.host.ports import free_ports
 from trtserve.process import (
     Command,
@@ -24,8 +24,8 @@ HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class RunningDoor:
-    """A door that answers."""
+class RunningGateway:
+    """A gateway that answers."""
 
     port: int
     process: ProcessId
@@ -48,23 +48,23 @@ class RunningDoor:
 
 
 @contextmanager
-def running_door(folder: Path, http_port: int, *, grpc_port: int = 1, **settings: Any) -> Iterator[RunningDoor]:
-    """A door for the Triton on these ports; `settings` are further fields of DoorSettings."""
+def running_gateway(folder: Path, http_port: int, *, grpc_port: int = 1, **settings: Any) -> Iterator[RunningGateway]:
+    """A gateway for the Triton on these ports; `settings` are further fields of GatewaySettings."""
     (port,) = free_ports(HOST, 1)
-    DoorSettings(
-        name="door",
+    GatewaySettings(
+        name="gateway",
         host=HOST,
         port=port,
         triton_http=f"{HOST}:{http_port}",
         triton_grpc=f"{HOST}:{grpc_port}",
         metrics=f"{HOST}:1",
         **settings,
-    ).write(folder / "door.json")
-    command = Command(argv=(sys.executable, "-m", "trtserve.gateway", str(folder / "door.json")), cwd=folder)
-    log = folder / "door.log"
-    door = RunningDoor(port, spawn(command, log=log), log)
+    ).write(folder / "gateway.json")
+    command = Command(argv=(sys.executable, "-m", "trtserve.gateway", str(folder / "gateway.json")), cwd=folder)
+    log = folder / "gateway.log"
+    gateway = RunningGateway(port, spawn(command, log=log), log)
     try:
-        wait_until(lambda: door.status("/v2/health/live") == 200)
-        yield door
+        wait_until(lambda: gateway.status("/v2/health/live") == 200)
+        yield gateway
     finally:
-        stop(door.process, grace=0)
+        stop(gateway.process, grace=0)

@@ -1,4 +1,4 @@
-"""What the door lets through to Triton, and what it refuses."""
+"""What the gateway lets through to Triton, and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient import http as tritonclient
 
+from trtserve.gateway.asgi import RefusedError, inflate
 from trtserve.gateway.guard import (
     CheckedBody,
     check_control,
     check_generate,
     check_infer,
-    inflate,
 )
-from trtserve.gateway.paths import GROUPS, find_target
-from trtserve.gateway.refusals import RefusedError
-from trtserve.gateway.settings import Limits
+from trtserve.gateway.settings import RequestLimits
+from trtserve.gateway.triton import GROUPS, find_target
 
-LIMITS = Limits()
-SMALL = Limits(body_bytes=1000, json_bytes=500, elements=100, strings=4)
+LIMITS = RequestLimits()
+SMALL = RequestLimits(body_bytes=1000, json_bytes=500, elements=100, strings=4)
 DATATYPES = {
     "text_input": "BYTES",
     "max_tokens": "INT32",

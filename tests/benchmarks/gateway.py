@@ -1,6 +1,6 @@
-"""What the door adds to a request and to a streamed token: the same requests to it and to Triton, in pairs.
+"""What the gateway adds to a request and to a streamed token: the same requests to it and to Triton, in pairs.
 
-`python -m tests.benchmarks.door` prints medians of the differences. The model does no arithmetic.
+`python -m tests.benchmarks.gateway` prints medians of the differences. The model does no arithmetic.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def main() -> None:
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_server(write_echo_repository(Path(folder)), home=Path(folder), name="echo", door=True) as server,
+        running_server(write_echo_repository(Path(folder)), home=Path(folder), name="echo", gateway=True) as server,
     ):
-        door = server.instances[0].door
-        assert door is not None
+        gateway = server.instances[0].gateway
+        assert gateway is not None
         ports = (server.address.triton_http[1], server.address.http_port)
         whole = [_request(port) for port in ports]
         streams = [_stream(port, asked.tokens) for port in ports]
@@ -91,7 +91,7 @@ def _added(pair: list[Callable[[], None]], count: int) -> float:
 
 
 def _eight(pair: list[Callable[[], None]]) -> float:
-    """Return the median difference in seconds between eight streams at once through the door and without it."""
+    """Return the median difference in seconds between eight streams at once through the gateway and without it."""
 
     def together(send: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -109,9 +109,9 @@ def _eight(pair: list[Callable[[], None]]) -> float:
 def _memory(server: Server) -> float:
     import psutil
 
-    door = server.instances[0].door
-    assert door is not None
-    return float(psutil.Process(door.process.pid).memory_info().rss)
+    gateway = server.instances[0].gateway
+    assert gateway is not None
+    return float(psutil.Process(gateway.process.pid).memory_info().rss)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which requests the door holds to its limits on time."""
+"""Which requests the gateway holds to its limits on time."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import threading
 
 import pytest
 
-from trtserve.gateway.app import HANG_UP, Door
+from trtserve.gateway.admission import Gate
+from trtserve.gateway.app import HANG_UP, Gateway
 from trtserve.gateway.asgi import (
     Message,
     Receive,
+    RefusedError,
     Scope,
     Send,
 )
-from trtserve.gateway.gate import Gate
-from trtserve.gateway.refusals import RefusedError
-from trtserve.gateway.settings import DoorSettings, Limits
+from trtserve.gateway.settings import GatewaySettings, RequestLimits
 
 
 def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last event of a stream waits for its client too, and the server that stops waits for the event."""
-    settings = DoorSettings(
-        name="door",
+    settings = GatewaySettings(
+        name="gateway",
         host="127.0.0.1",
         port=1,
         triton_http="127.0.0.1:1",
         triton_grpc="127.0.0.1:1",
         metrics="127.0.0.1:1",
         model="m",
-        limits=Limits(stalled_seconds=0.1),
+        limits=RequestLimits(stalled_seconds=0.1),
     )
 
     async def fail(_scope: Scope, _receive: Receive, send: Send, _exchange: object) -> None:
@@ -37,8 +37,8 @@ def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
         raise RefusedError(503, "the model has ended")
 
     async def run() -> None:
-        door = Door(settings)
-        monkeypatch.setattr(door, "_serve", fail)
+        gateway = Gateway(settings)
+        monkeypatch.setattr(gateway, "_serve", fail)
         running, hung_up = list[int](), asyncio.Event()
 
         async def receive() -> Message:
@@ -46,21 +46,21 @@ def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.body":
-                running.append(door.gate.running)
+                running.append(gateway.gate.running)
                 await hung_up.wait()
 
         scope = {"type": "http", "method": "GET", "path": "/v2", "headers": [], "extensions": {HANG_UP: hung_up.set}}
-        sweeping = asyncio.create_task(door.gate.sweep())
-        await asyncio.wait_for(door(scope, receive, send), 60)
+        sweeping = asyncio.create_task(gateway.gate.sweep())
+        await asyncio.wait_for(gateway(scope, receive, send), 60)
         sweeping.cancel()
         assert running == [1]
-        assert door.gate.running == 0
+        assert gateway.gate.running == 0
 
     asyncio.run(run())
 
 
 def test_the_memory_of_large_bodies_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, given, reserved = Gate(Limits()), threading.Event(), list[int]()
+    gate, given, reserved = Gate(RequestLimits()), threading.Event(), list[int]()
 
     def give() -> None:
         reserved.append(gate._reserved)
@@ -73,6 +73,6 @@ def test_the_memory_of_large_bodies_is_given_back_once(monkeypatch: pytest.Monke
         await asyncio.to_thread(given.wait, 60)
         sweeping.cancel()
 
-    monkeypatch.setattr("trtserve.gateway.gate.give_memory_back", give)
+    monkeypatch.setattr("trtserve.gateway.admission.give_memory_back", give)
     asyncio.run(run())
     assert reserved == [0]

@@ -1,4 +1,4 @@
-"""The door in front of a real Triton: its protocol passes unnoticed, what would crash Triton does not."""
+"""The gateway in front of a real Triton: its protocol passes unnoticed, what would crash Triton does not."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ FOREVER = {"text_input": "forever", "max_tokens": 1, "stream": True}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("door")
+    return tmp_path_factory.mktemp("gateway")
 
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
-    with running_server(write_echo_repository(root), home=root / "home", name="echo", door=True) as server:
+    with running_server(write_echo_repository(root), home=root / "home", name="echo", gateway=True) as server:
         yield server
 
 
 @contextmanager
 def connected(server: Server, *, inner: bool = False) -> Iterator[http.client.HTTPConnection]:
-    """A connection to the door, or to Triton's own HTTP service."""
+    """A connection to the gateway, or to Triton's own HTTP service."""
     port = server.address.triton_http[1] if inner else server.address.http_port
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
         yield connection
@@ -228,7 +228,7 @@ def test_pages_of_other_sites_are_refused(server: Server) -> None:
     assert ask(server, "POST", path, body, {**JSON, "Origin": own})[0] == 200
 
 
-def test_other_pages_of_the_door(server: Server) -> None:
+def test_other_pages_of_the_gateway(server: Server) -> None:
     assert ask(server, "GET", "/health") == (200, b'{"status":"ready"}')
     assert "version" in json.loads(ask(server, "GET", "/version")[1])
     assert b"nv_inference_request_success" in ask(server, "GET", "/metrics")[1]
@@ -272,19 +272,19 @@ def test_a_dead_stub_makes_its_model_not_ready_and_ends_its_requests(server: Ser
     assert ask(server, "GET", "/v2/health/live")[0] == 200
 
 
-def test_the_door_finishes_its_requests_before_it_ends(server: Server) -> None:
-    door = server.instances[0].door
-    assert door is not None
+def test_the_gateway_finishes_its_requests_before_it_ends(server: Server) -> None:
+    gateway = server.instances[0].gateway
+    assert gateway is not None
     body = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 100, "streaming": True, "id": "last"}
     with connected(server) as connection, connected(server) as other:
         connection.request("POST", "/v2/models/core_slow/generate_stream", json.dumps(body), JSON)
         wait_until(lambda: "began last" in trace(server))
         other.request("GET", "/v2/health/ready")
         other.getresponse().read()
-        os.kill(door.process.pid, signal.SIGTERM)
+        os.kill(gateway.process.pid, signal.SIGTERM)
         assert eventually(lambda: _answer(other) == 503)
         assert connection.getresponse().read().count(b"data:") == 100
-    wait_until(lambda: not door.process.alive())
+    wait_until(lambda: not gateway.process.alive())
 
 
 def _answer(connection: http.client.HTTPConnection) -> int:

@@ -1,20 +1,68 @@
-"""The requests that are running: how many are let in, how long they may take, and when the last one has ended."""
+"""Which requests are let in: who may send them, how many run, and how long they may take."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Final
+from urllib.parse import urlsplit
 
-from trtserve.gateway.refusals import RefusedError
-from trtserve.gateway.settings import Limits
+from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.settings import RequestLimits
 from trtserve.host.machine import give_memory_back
 
+_OPEN_PATHS: Final = ("/", "/health", "/v2/health/live", "/v2/health/ready")
+"""Load balancers ask these without a key, and browsers ask for the page; they reveal nothing."""
 _SWEEP = 0.5
 # Bytes of bodies at the same time after which glibc may keep much that is free again.
 _MANY_BYTES = 16 << 20
+
+
+class Access:
+    """The rules of one gateway."""
+
+    def __init__(self, key: str | None, *, loopback: bool) -> None:
+        """`loopback` says that only this machine can connect, so that other names in Host are a page's trick."""
+        self._key = None if key is None else key.encode()
+        self._loopback = loopback
+
+    def check(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raise RefusedError for a request that is not allowed."""
+        host = headers.get("host", "")
+        if self._loopback and not _is_local(host):
+            raise RefusedError(
+                421, f"the Host {host[:200]!r} is not this machine, and the server listens on loopback only"
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            raise RefusedError(403, "pages of other sites may not use this server")
+        if self._key is not None and path not in _OPEN_PATHS and not self._has_key(headers):
+            text = "send the API key of this server: Authorization: Bearer KEY"
+            raise RefusedError(401, text, headers={"www-authenticate": "Bearer"})
+
+    def _has_key(self, headers: Mapping[str, str]) -> bool:
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        return self._key is not None and hmac.compare_digest(given.encode("latin-1"), self._key)
+
+
+def _is_local(host: str) -> bool:
+    """Return whether a Host header names this machine; HTTP/1.0 clients send none."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "") if host else "localhost"
+    except ValueError:  # an open bracket
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(eq=False)
@@ -28,11 +76,11 @@ class Exchange:
     closing_ends: bool = True
     """Whether Triton ends the request when its connection is closed."""
     request_id: str = ""
-    """The id that the client or the door gave it."""
+    """The id that the client or the gateway gave it."""
     sending_since: float | None = None
     """When the part of the answer was handed over that the client has not read yet."""
     refusal: RefusedError | None = None
-    """Why the door ended it."""
+    """Why the gateway ended it."""
     hang_up: Callable[[], None] | None = None
     """Closes the connection without waiting for the client."""
 
@@ -46,7 +94,7 @@ class Exchange:
 class Gate:
     """Lets requests in while there is room and the server is not stopping."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self._open: set[Exchange] = set()
         self._running: set[Exchange] = set()

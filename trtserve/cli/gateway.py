@@ -1,4 +1,4 @@
-"""`trtserve door`: OpenAI's API in front of a Triton server that something else started."""
+"""`trtserve gateway`: OpenAI's API in front of a Triton server that something else started."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trtserve.errors import UsageError
 from trtserve.specs import ServerSpec
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT, METRICS_PORT
 
-DOOR_PORT = 9000
+GATEWAY_PORT = 9000
 _TRITON = "The Triton server"
 
 
-def door(
+def gateway(
     *,
     url: Annotated[str, typer.Option("--url", "-u", metavar="HOST:PORT", help="gRPC port of the Triton server.")] = (
         f"localhost:{GRPC_PORT}"
     ),
-    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on.", min=1)] = DOOR_PORT,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on.", min=1)] = GATEWAY_PORT,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -70,13 +70,13 @@ def door(
     `trtserve start` does the same for its own servers.
 
     Examples:
-        trtserve door --url gpu-server:8001 --tokenizer ./Llama-3.1-8B-Instruct
-        trtserve door --repository /models/triton --port 8080 --ui
+        trtserve gateway --url gpu-server:8001 --tokenizer ./Llama-3.1-8B-Instruct
+        trtserve gateway --repository /models/triton --port 8080 --ui
     """
     from trtserve.gateway.listener import serve
-    from trtserve.gateway.settings import DoorSettings, Limits
+    from trtserve.gateway.settings import GatewaySettings, RequestLimits
     from trtserve.host.ports import ipv4_address, listening_socket
-    from trtserve.server.doors import require_protected
+    from trtserve.server.front import require_protected
     from trtserve.server.triton.tritonserver import client_host
 
     host = ipv4_address(access.host)
@@ -85,8 +85,8 @@ def door(
     for flag, folder in (("--tokenizer", tokenizer), ("--repository", repository)):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{flag} is {folder}, which is not a folder on this machine.")
-    settings = DoorSettings(
-        name="door",
+    settings = GatewaySettings(
+        name="gateway",
         host=host,
         port=port,
         triton_http=f"{triton}:{http_port}",
@@ -100,7 +100,7 @@ def door(
         key_file=access.api_key_file,
         certificate=access.tls_certificate,
         private_key=access.tls_key,
-        limits=Limits(requests=access.max_requests),
+        limits=RequestLimits(requests=access.max_requests),
     )
     with listening_socket(host, port) as listening:
         scheme = "http" if access.tls_certificate is None else "https"

@@ -1,0 +1,297 @@
+"""What answers clients in front of the Tritons of a server: a gateway for each, and nginx for several."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from pathlib import Path
+
+from trtserve.errors import PortInUseError, ServerStartError, UsageError
+from trtserve.files import writing
+from trtserve.gateway.settings import (
+    MIB,
+    GatewaySettings,
+    RequestLimits,
+    certificate_name,
+    read_key,
+    require_key,
+    write_private,
+)
+from trtserve.host.ports import free_ports, taken_meanwhile
+from trtserve.process import Command, ProcessId, exit_code, find_sbin_program, run, spawn, stop, was_killed
+from trtserve.repository.profiles import CORE
+from trtserve.repository.served import ServedRepository
+from trtserve.server.render import render
+from trtserve.server.state import GatewayState, ProxyState, gateway_folder, log_file, run_folder
+from trtserve.server.triton import server_log
+from trtserve.server.triton.server_log import indented, last_lines
+from trtserve.server.triton.tritonserver import LOOPBACK, Address, client_host
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
+
+_LISTEN_TIMEOUT = 20.0
+_POLL = 0.05
+NGINX = "nginx"
+_CHECK_TIMEOUT = 30.0
+_LAST_LINES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayPlan:
+    """A gateway before it runs."""
+
+    settings: GatewaySettings
+    file: Path
+    """Where the settings are written."""
+    log: Path
+    key: str | None = field(default=None, repr=False)
+    """API key that is written to the settings' key file, or None when the user has such a file."""
+
+    @property
+    def command(self) -> Command:
+        """The command that runs it, in a folder without other modules, which Python would import from there."""
+        return Command(argv=(sys.executable, "-m", "trtserve.gateway", str(self.file)), cwd=self.file.parent)
+
+
+def require_protected(spec: ServerSpec, address: str) -> None:
+    """Raise UsageError for a server that anyone may use or listen to, at an address that other machines can reach."""
+    if spec.no_auth or is_loopback(address):
+        return
+    if spec.raw_http:
+        raise UsageError(
+            f"--raw-http on {spec.host} lets everyone on the network crash this server.",
+            hint="Leave --raw-http out, or say with --no-auth that you trust this network.",
+        )
+    if spec.api_key is None and spec.api_key_file is None:
+        raise UsageError(
+            f"--host {spec.host} can be reached by other machines, and this server would answer everyone.",
+            hint="Give --api-key-file FILE (or TRTSERVE_API_KEY), or say with --no-auth that you trust this network.",
+        )
+    if spec.tls_certificate is None and not spec.no_tls:
+        raise UsageError(
+            f"--host {spec.host} can be reached by other machines: the API key and all prompts would be readable.",
+            hint="Give --tls-certificate and --tls-key, or --no-tls when a proxy in front encrypts.",
+        )
+
+
+def behind_gateways(addresses: Collection[Address]) -> list[Address]:
+    """Return the addresses with a port on loopback for each Triton's own HTTP service."""
+    inner = free_ports(LOOPBACK, len(addresses))
+    return [replace(address, inner_http_port=port) for address, port in zip(addresses, inner, strict=True)]
+
+
+def plan_gateway(
+    name: str, address: Address, number: int, spec: ServerSpec, served: ServedRepository, repository: Path, store: Store
+) -> GatewayPlan:
+    """Return the gateway of one instance. Raises UsageError for a key, or a file, that cannot be used."""
+    folder = gateway_folder(name, store)
+    key_file = None if spec.api_key_file is None else spec.api_key_file.expanduser().absolute()
+    if key_file is not None:
+        read_key(key_file)
+    elif spec.api_key is not None:
+        require_key(spec.api_key)
+        key_file = folder / "key"
+    certificate, private_key = _absolute(spec.tls_certificate), _absolute(spec.tls_key)
+    named = None
+    if certificate is not None and private_key is not None:
+        named = certificate_name(certificate, private_key)
+    host, port = address.triton_http
+    settings = GatewaySettings(
+        name=name,
+        host=address.host,
+        port=address.http_port,
+        triton_http=f"{host}:{port}",
+        triton_grpc=f"{client_host(address.host)}:{address.grpc_port}",
+        metrics=f"{address.metrics_host}:{address.metrics_port}",
+        model=served.model,
+        core_models=tuple(core.name for core in served.core_models) or tuple({CORE} & set(served.models)),
+        repository=repository.absolute(),
+        run_folder=run_folder(name, store),
+        ui=spec.ui,
+        key_file=key_file,
+        certificate=certificate,
+        private_key=private_key,
+        certificate_name=named,
+        open_apis=spec.open_api,
+        limits=RequestLimits(
+            requests=spec.max_requests,
+            request_seconds=spec.request_timeout,
+            body_bytes=spec.max_request_mib * MIB,
+            json_bytes=min(RequestLimits.json_bytes, spec.max_request_mib * MIB),
+            buffered_bytes=max(RequestLimits.buffered_bytes, spec.max_request_mib * MIB),
+        ),
+    )
+    return GatewayPlan(
+        settings=settings,
+        file=folder / f"{number}.json",
+        log=log_file(f"{name}@gateway", store, number),
+        key=spec.api_key,
+    )
+
+
+def spawn_gateway(plan: GatewayPlan, triton: ProcessId, *, bound: bool) -> GatewayState:
+    """Start the process of a gateway, in front of the Triton that descends from `triton`."""
+    folder = plan.file.parent
+    with writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if plan.key is not None:
+            write_private(folder / "key", plan.key + "\n")
+    replace(plan.settings, triton=triton).write(plan.file)
+    process = spawn(plan.command, log=plan.log, bound=bound)
+    encrypted = plan.settings.certificate is not None
+    return GatewayState(process=process, log=plan.log, settings=plan.file, encrypted=encrypted)
+
+
+def wait_until_it_listens(plan: GatewayPlan, gateway: GatewayState) -> None:
+    """Wait for a gateway. Raises PortInUseError or ServerStartError when it ends, or does not listen in time."""
+    deadline = time.monotonic() + _LISTEN_TIMEOUT
+    address = client_host(plan.settings.host), plan.settings.port
+    while True:
+        if not gateway.process.alive():
+            raise _gateway_ended(plan, gateway.process)
+        with socket.socket() as probe:
+            probe.settimeout(_POLL)
+            if probe.connect_ex(address) == 0 and gateway.process.alive():
+                return
+        if time.monotonic() > deadline:
+            raise ServerStartError(f"The gateway did not listen within {_LISTEN_TIMEOUT:g} s.", log=plan.log)
+        time.sleep(_POLL)
+
+
+def _gateway_ended(plan: GatewayPlan, identity: ProcessId) -> PortInUseError | ServerStartError:
+    lines = last_lines(plan.log)
+    if exit_code(identity) == PortInUseError.code:
+        return PortInUseError(
+            f"The HTTP port {plan.settings.port} cannot be opened:\n{lines}", hint=taken_meanwhile("--http-port")
+        )
+    error = ServerStartError(f"The gateway, which answers HTTP requests, has ended. Last lines:\n{lines}", log=plan.log)
+    error.killed = was_killed(exit_code(identity))
+    return error
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can connect to a server at an IPv4 address."""
+    return ip_address(address).is_loopback
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().absolute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyPlan:
+    """A reverse proxy before it runs."""
+
+    file: Path
+    """The configuration; nginx keeps its working files next to it."""
+    content: str
+    log: Path
+    host: str
+    http_port: int
+    grpc_port: int
+    executable: Path | None
+    """nginx, or None when it is not installed."""
+
+    @property
+    def command(self) -> Command:
+        """The command that runs it."""
+        name = NGINX if self.executable is None else str(self.executable)
+        return Command(argv=(name, "-e", "stderr", "-p", str(self.file.parent), "-c", str(self.file)))
+
+
+def plan_proxy(name: str, addresses: Sequence[Address], spec: ServerSpec, store: Store) -> ProxyPlan:
+    """Return the proxy of the instances at `addresses`. Raises UsageError when its ports are also an instance's."""
+    used = {port for address in addresses for port in address.ports.values()}
+    http_port, grpc_port = spec.proxy_port, spec.proxy_port + 1
+    if not used.isdisjoint((http_port, grpc_port)):
+        raise UsageError(
+            f"--proxy-port {http_port} (and {grpc_port} for gRPC) is also a port of an instance.",
+            hint=f"Choose --proxy-port {max(used) + 1}.",
+        )
+    file = store.servers / f"{name}.proxy" / "nginx.conf"
+    return ProxyPlan(
+        file=file,
+        content=proxy_config(addresses, file=file, http_port=http_port, grpc_port=grpc_port),
+        log=log_file(f"{name}@proxy", store),
+        host=addresses[0].host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        executable=find_sbin_program(NGINX),
+    )
+
+
+def proxy_config(addresses: Sequence[Address], *, file: Path, http_port: int, grpc_port: int) -> str:
+    """Return a configuration of nginx, for `file`, that needs no root: one HTTP and one gRPC port for all instances."""
+    return render(
+        "nginx.conf.j2",
+        folder=str(file.parent),
+        host=addresses[0].host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        instances=[
+            {"host": client_host(each.host), "http_port": each.http_port, "grpc_port": each.grpc_port}
+            for each in addresses
+        ],
+    )
+
+
+def write_proxy(proxy: ProxyPlan) -> None:
+    """Write the configuration and have nginx check it, if it is installed.
+
+    Raises ServerStartError with its complaints.
+    """
+    with writing(proxy.file):
+        proxy.file.parent.mkdir(parents=True, exist_ok=True)
+        proxy.file.write_text(proxy.content, encoding="utf-8")
+    if proxy.executable is None:
+        return
+    try:
+        checked = run(Command(argv=(*proxy.command.argv, "-t")), timeout=_CHECK_TIMEOUT)
+    except TimeoutError as error:
+        raise ServerStartError(
+            f"nginx did not read its configuration, {proxy.file}: {error}", hint="Look at `nginx -t`."
+        ) from error
+    if checked.code != 0:
+        lines = indented(checked.stderr.splitlines()[-_LAST_LINES:])
+        raise ServerStartError(f"nginx refuses its configuration, {proxy.file}:\n{lines}")
+
+
+def start_proxy(proxy: ProxyPlan, *, bound: bool) -> ProxyState:
+    """Run nginx until it listens; without nginx, return its ports without a process.
+
+    Raises PortInUseError when a port was taken in the meantime and ServerStartError when nginx ends for another reason.
+    """
+    identity = None
+    if proxy.executable is not None:
+        identity = spawn(proxy.command, log=proxy.log, bound=bound)
+        try:
+            _wait_until_it_listens(proxy, identity)
+        except BaseException:
+            stop(identity, grace=_POLL)
+            raise
+    return ProxyState(
+        file=proxy.file, log=proxy.log, http_port=proxy.http_port, grpc_port=proxy.grpc_port, process=identity
+    )
+
+
+def _wait_until_it_listens(proxy: ProxyPlan, identity: ProcessId) -> None:
+    """nginx opens its ports and then writes its process id."""
+    deadline = time.monotonic() + _LISTEN_TIMEOUT
+    pid = proxy.file.parent / "pid"
+    while not (pid.is_file() and pid.read_text(encoding="utf-8").strip() == str(identity.pid)):
+        text = server_log.read(proxy.log)
+        if "Address already in use" in text:  # nginx would try again for some seconds
+            raise PortInUseError(
+                f"The reverse proxy cannot listen:\n{indented(text.splitlines()[:2])}",
+                hint=taken_meanwhile("another --proxy-port"),
+            )
+        if not identity.alive():
+            lines = indented(text.splitlines()[-_LAST_LINES:]) or "  (nothing was written)"
+            raise ServerStartError(f"The reverse proxy (nginx) has ended. Last lines:\n{lines}", log=proxy.log)
+        if time.monotonic() > deadline:
+            raise ServerStartError(f"nginx did not listen within {_LISTEN_TIMEOUT:g} s.", log=proxy.log)
+        time.sleep(_POLL)
