@@ -21,7 +21,7 @@ from trtserve.artifacts import Checkpoint, Engine, Model
 from trtserve.client.endpoint import Endpoint
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
-from trtserve.pipeline.convert.lora import convert_adapter
+from trtserve.pipeline.lora import convert_adapter
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

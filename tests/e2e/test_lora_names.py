@@ -17,7 +17,7 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.text_requests import answers, ask, is_idle, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.pipeline.convert.lora import convert_adapter
+from trtserve.pipeline.lora import convert_adapter
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
 

@@ -32,7 +32,7 @@ from trtserve.errors import (
     TrtserveError,
     UnsupportedModelError,
 )
-from trtserve.pipeline.import_ import import_model, plan_model
+from trtserve.pipeline.model import import_model, plan_model
 from trtserve.progress import Task, Unit
 from trtserve.store import Store
 from trtserve.store.hub import RemoteFile
@@ -427,7 +427,7 @@ def _start_and_kill(source: str, *, at_bytes: int) -> Path:
     """Kill a process that imports when `at_bytes` of the weights are on disk; returns the part that it left."""
     # Small blocks, so that a part is on disk long before the end.
     small_blocks = "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 4096"
-    code = f"{small_blocks}; from trtserve.pipeline.import_ import import_model; import_model({source!r})"
+    code = f"{small_blocks}; from trtserve.pipeline.model import import_model; import_model({source!r})"
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) as process:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:

@@ -16,7 +16,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import MANIFEST, Model
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, NetworkError
-from trtserve.pipeline.import_ import download_folder, import_model
+from trtserve.pipeline.model import download_folder, import_model
 from trtserve.store import Store
 from trtserve.store.hub import RemoteFile, Revision, answers
 

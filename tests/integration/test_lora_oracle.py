@@ -14,7 +14,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, engine_of
 from trtserve.executor import api
-from trtserve.pipeline.convert.lora import CONFIG, WEIGHTS, convert_adapter
+from trtserve.pipeline.lora import CONFIG, WEIGHTS, convert_adapter
 from trtserve.specs import BuildSpec, ConvertSpec
 
 # PEFT asks transformers for a name that this has renamed.

@@ -28,8 +28,7 @@ from trtserve.errors import (
 )
 from trtserve.nvidia.converters import Toolkit, tool_command
 from trtserve.nvidia.releases.containers import latest_container
-from trtserve.pipeline.convert import convert_model, plan_conversion, verification
-from trtserve.pipeline.convert.nvidia import converter_command
+from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec
 
 VERSIONS = {"0.12": "0.12.0", "0.16": "0.16.0", "0.18": "0.18.2", "0.20": "0.20.0", "1.0": "1.0.0", "1.2": "1.2.1"}
@@ -166,8 +165,8 @@ def test_a_reused_checkpoint_is_verified_too(
 ) -> None:
     install(doubles, monkeypatch, "1.0")
     # The real comparison needs PyTorch; this one finds that the double did not write the model's numbers.
-    monkeypatch.setattr(verification, "plan_check", lambda *_, **__: Comparison())
-    monkeypatch.setattr(verification, "run_check", failing)
+    monkeypatch.setattr("trtserve.pipeline.parity.plan_check", lambda *_, **__: Comparison())
+    monkeypatch.setattr("trtserve.pipeline.parity.run_check", failing)
     words = ["convert", str(models["llama"]), "--converter", "upstream"]
     assert run(words) == 0
     made = Path(capsys.readouterr().out.strip())
@@ -284,7 +283,7 @@ def test_a_converter_script_can_be_named(
     (model / "config.json").write_text(json.dumps(config))
     spec = ConvertSpec(converter="upstream", trtllm_script=script, tp_size=2)
     plan = plan_conversion(Model(path=model), spec)
-    line = str(converter_command(plan, tmp_path / "made"))
+    line = str(plan.command(tmp_path / "made"))
     assert f"{examples}/models/core/llama/convert_checkpoint.py --model_dir {model}" in line
     with pytest.raises(UnsupportedModelError, match="NewForCausalLM") as caught:
         plan_conversion(Model(path=model), ConvertSpec(converter="upstream"))

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from trtserve.artifacts import Model
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import convert_model, plan_own_conversion
 from trtserve.specs import ConvertSpec, DType
 from trtserve.store import Store
 
@@ -35,7 +35,7 @@ def limit_memory(allowance: int) -> int:
 def run(model: Path, out: Path, tp_size: int, dtype: DType, allowance: int) -> dict[str, object]:
     """Convert within the limit, then check that loading the complete model would exceed it."""
     spec = ConvertSpec(tp_size=tp_size, dtype=dtype)
-    plan = plan_conversion(Model(path=model), spec)
+    plan = plan_own_conversion(Model(path=model), spec)
     base = limit_memory(plan.largest_tensor + allowance)
     convert_model(Model(path=model), spec, out=out, store=Store(out.parent / "home"))
     try:

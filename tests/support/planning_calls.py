@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from trtserve.pipeline import import_plan
-from trtserve.pipeline import importing as pipeline
+from trtserve.pipeline import importing
 
-# The planning function of each stage, in every module that calls it.
 _PLANNERS = {
-    "model": [(import_plan, "plan_model")],
-    "conversion": [(import_plan, "plan_conversion")],
-    "build": [(import_plan, "plan_build"), (pipeline, "plan_build")],
-    "repository": [(import_plan, "plan_repository")],
+    "model": "plan_model",
+    "conversion": "plan_conversion",
+    "build": "plan_build",
+    "repository": "plan_repository",
 }
 ONCE = dict.fromkeys(_PLANNERS, 1)
 
@@ -32,7 +30,6 @@ def count_planning_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for stage, places in _PLANNERS.items():
-        for module, name in places:
-            monkeypatch.setattr(module, name, counting(stage, getattr(module, name)))
+    for stage, name in _PLANNERS.items():
+        monkeypatch.setattr(importing, name, counting(stage, getattr(importing, name)))
     return counted

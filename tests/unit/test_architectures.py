@@ -20,7 +20,7 @@ from trtserve.checkpoint.architectures.parts.windows import attention_windows
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases.converters import convertible_family
-from trtserve.pipeline.convert import plan_conversion
+from trtserve.pipeline.convert import plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 LLAMA3 = FAMILIES["llama3"].config["rope_scaling"] | {"original_max_position_embeddings": 8192}
@@ -270,7 +270,7 @@ def test_old_llama_spelling_is_recognised(tmp_path: Path) -> None:
         for name in ("LlamaForCausalLM", "LLaMAForCausalLM")
     ]
     spec = ConvertSpec(trtllm_version="1.2")
-    usual, first = (plan_conversion(Model(path=folder), spec) for folder in folders)
+    usual, first = (plan_own_conversion(Model(path=folder), spec) for folder in folders)
     assert first.config == usual.config
     assert first.config["architecture"] == "LlamaForCausalLM"
     assert first.headers == usual.headers

@@ -203,7 +203,7 @@ def test_rank_files_are_checked_first(
 ) -> None:
     source = convert_tiny(tmp_path, tp_size=2)
     command = ["build", str(source.path), "--max-seq-len", "64", "--out", str(tmp_path / "engine"), *flags]
-    monkeypatch.setattr("trtserve.pipeline.build._require_memory_and_disk", None)  # never reached
+    monkeypatch.setattr("trtserve.pipeline.build.BuildPlan._require_memory_and_disk", None)  # never reached
     last = source.path / "rank1.safetensors"
     with last.open("r+b") as file:
         file.truncate(last.stat().st_size - 1000)

@@ -11,8 +11,8 @@ import pytest
 
 from trtserve.cli import import_ as command_line
 from trtserve.cli import run
-from trtserve.pipeline.imported_names import as_json
-from trtserve.pipeline.importing import ImportSpec
+from trtserve.pipeline.import_records import as_json
+from trtserve.pipeline.import_spec import ImportSpec
 from trtserve.specs import (
     BUILDER_FIELDS,
     BuildSpec,

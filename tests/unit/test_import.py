@@ -21,7 +21,7 @@ from trtserve.errors import (
 )
 from trtserve.host.machine import free_disk
 from trtserve.host.resources import require_disk
-from trtserve.pipeline.import_ import import_model, plan_model
+from trtserve.pipeline.model import import_model, plan_model
 from trtserve.store import Store
 
 

@@ -19,7 +19,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError
-from trtserve.pipeline.build.inspect import describe
+from trtserve.pipeline.inspect import describe
 from trtserve.store import Store
 
 RELEASES = ("24.08", "24.09", "24.12", "25.04", "25.10", "26.07")

@@ -22,7 +22,6 @@ from trtserve.artifacts import (
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
-from trtserve.pipeline.import_ import download_folder
 from trtserve.pipeline.inventory import (
     disk_usage,
     freed_bytes,
@@ -30,6 +29,7 @@ from trtserve.pipeline.inventory import (
     plan_removal,
     remove,
 )
+from trtserve.pipeline.model import download_folder
 from trtserve.server.state import write_state
 from trtserve.store import (
     NameRecord,

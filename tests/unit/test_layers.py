@@ -57,7 +57,7 @@ CONFINED = {
     "fastapi": ("gateway",),
     "uvicorn": ("gateway",),
     "tritonclient": ("repository", "client", "server", "bench"),
-    "huggingface_hub": ("pipeline/import_", "store/hub"),
+    "huggingface_hub": ("store/hub",),
     "torch": (
         "executor/torch/",
         "pipeline/parity/original.py",

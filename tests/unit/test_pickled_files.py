@@ -15,8 +15,8 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.pickled_files import PickledFile
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
-from trtserve.pipeline.convert import convert_model, plan_conversion
-from trtserve.pipeline.import_ import import_model
+from trtserve.pipeline.convert import convert_model, plan_own_conversion
+from trtserve.pipeline.model import import_model
 from trtserve.specs import ConvertSpec
 
 
@@ -53,7 +53,7 @@ def test_import_refers_to_the_files(tmp_path: Path) -> None:
     _, copy = pickled(tmp_path, shards=2)
     model = import_model(str(copy), out=tmp_path / "model")
     assert (model.path / "pytorch_model-1.bin").resolve() == (copy / "pytorch_model-1.bin").resolve()
-    assert plan_conversion(model, ConvertSpec()).moves
+    assert plan_own_conversion(model, ConvertSpec()).moves
 
 
 @pytest.mark.needs("torch")
@@ -151,7 +151,7 @@ def test_missing_torch_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return None if name == "torch" else find_spec(name)
 
     monkeypatch.setattr("trtserve.checkpoint.pickled_files.find_spec", without)
-    for use in (lambda: plan_conversion(Model(path=folder), ConvertSpec()), lambda: import_model(str(folder))):
+    for use in (lambda: plan_own_conversion(Model(path=folder), ConvertSpec()), lambda: import_model(str(folder))):
         with pytest.raises(MissingDependencyError, match="only PyTorch can read") as caught:
             use()
         assert "[oracle]" in str(caught.value.hint)

@@ -11,14 +11,8 @@ from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.pipeline.estimate import Question, plan_needs
-from trtserve.pipeline.importing import (
-    ImportSpec,
-    engine_destination,
-    import_to_repository,
-    plan_import,
-    require_resources,
-    warn_about_resources,
-)
+from trtserve.pipeline.import_spec import ImportSpec, engine_destination
+from trtserve.pipeline.importing import import_to_repository, plan_import, require_resources, warn_about_resources
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 
@@ -82,7 +76,7 @@ def test_an_interrupted_import_says_which_stages_are_kept(tmp_path: Path, monkey
     def interrupted(*_arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trtserve.pipeline.importing.run_build", interrupted)
+    monkeypatch.setattr("trtserve.pipeline.build.BuildPlan.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         import_to_repository(spec(folder), progress=progress)
     assert "Completed stages were kept: model, convert." in progress.lines[-1]

@@ -20,8 +20,7 @@ from trtserve.executor.steps import draft_memory, engine_needs_of
 from trtserve.host.machine import AddressSpace
 from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model, plan_conversion
-from trtserve.pipeline.convert.conversion_plan import convert_memory
+from trtserve.pipeline.convert import convert_memory, convert_model, plan_own_conversion
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
 from trtserve.repository.served import ServedRepository
 from trtserve.server.memory import fitting_tokens, require_servable, server_needs, serving_note
@@ -294,7 +293,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_convert_and_build_refuse_before_writing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_conversion(Model(path=folder), ConvertSpec())
+    plan = plan_own_conversion(Model(path=folder), ConvertSpec())
     assert plan.memory_bytes == convert_memory(plan.moves, "float16") > 2**20
     monkeypatch.setattr(FREE, lambda: plan.memory_bytes - 1)
     with pytest.raises(MemoryLimitError, match=r"needs \d+ MiB of memory; \d+ MiB are free"):

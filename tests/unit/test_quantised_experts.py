@@ -22,7 +22,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import convert_model, plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 EXPERTS = EXPERT_SIZES | {"num_local_experts": 4}
@@ -54,7 +54,7 @@ def test_pipeline_stages_with_different_quantised_modules_are_refused(tmp_path: 
     """Layers have the numbers of their stage in the names that say what is left as floats."""
     model = write_quantised_model(tmp_path, "awq", kept=r"layers\.1\.self_attn")
     with pytest.raises(UsageError, match=r"attention\.qkv is quantised in some layers"):
-        plan_conversion(Model(path=model.folder), ConvertSpec(pp_size=2))
+        plan_own_conversion(Model(path=model.folder), ConvertSpec(pp_size=2))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_pipeline_stages_with_different_quantised_modules_are_refused(tmp_path: 
 def test_partially_quantised_experts_are_refused(tmp_path: Path, kept: str, message: str) -> None:
     model = write_quantised_model(tmp_path, "awq", "mixtral", kept=rf"{ROUTERS}|{kept}\.", **EXPERTS)
     with pytest.raises(UnsupportedModelError, match=message):
-        plan_conversion(Model(path=model.folder), ConvertSpec())
+        plan_own_conversion(Model(path=model.folder), ConvertSpec())
 
 
 def test_four_bit_experts(tmp_path: Path) -> None:
@@ -119,6 +119,6 @@ def test_fp8_experts(tmp_path: Path) -> None:
 
 def test_old_loaders_lack_4_bit_experts(tmp_path: Path) -> None:
     model = Model(path=write_quantised_model(tmp_path, "awq", "mixtral", **EXPERTS).folder)
-    assert plan_conversion(model, ConvertSpec(trtllm_version="1.0")).packed
+    assert plan_own_conversion(model, ConvertSpec(trtllm_version="1.0")).packed
     with pytest.raises(UnsupportedModelError, match=r"0\.16: .* 4-bit experts"):
-        plan_conversion(model, ConvertSpec(trtllm_version="0.16"))
+        plan_own_conversion(model, ConvertSpec(trtllm_version="0.16"))

@@ -39,7 +39,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import convert_model, plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 # Which of 32 inputs comes where in the kernels' order, and which of 8 codes (TensorRT-LLM, cutlass_preprocessors.cpp).
@@ -229,7 +229,7 @@ def test_refused_quantisations(made: Made, tmp_path: Path, quantization: object,
     config = json.loads((made("awq").folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     with pytest.raises(UnsupportedModelError, match=message) as caught:
-        plan_conversion(Model(path=tmp_path), ConvertSpec())
+        plan_own_conversion(Model(path=tmp_path), ConvertSpec())
     assert "--converter upstream" in str(caught.value.hint) or "desc_act" in message
 
 
@@ -243,20 +243,20 @@ def test_refused_quantisations(made: Made, tmp_path: Path, quantization: object,
 )
 def test_refused_options(made: Made, spec: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        plan_conversion(Model(path=made("gptq").folder), ConvertSpec(**spec))
+        plan_own_conversion(Model(path=made("gptq").folder), ConvertSpec(**spec))
 
 
 @pytest.mark.parametrize(("scheme", "counts"), [("gptq", True), ("fp8", False), (None, False)])
 def test_gpu_sm_affects_only_4_bit_weights(made: Made, tmp_path: Path, scheme: str | None, counts: bool) -> None:
     model = Model(path=made(scheme).folder if scheme else write_tiny_model(tmp_path / "model"))
-    plans = [plan_conversion(model, ConvertSpec(gpu_sm=gpu_sm)) for gpu_sm in (80, 90)]
+    plans = [plan_own_conversion(model, ConvertSpec(gpu_sm=gpu_sm)) for gpu_sm in (80, 90)]
     assert (plans[0].fingerprint != plans[1].fingerprint) is counts
 
 
 def test_padded_sizes_are_refused(tmp_path: Path) -> None:
     model = write_quantised_model(tmp_path, "gptq", intermediate_size=192)
     with pytest.raises(UsageError, match=r"mlp\.fc\.weight has size 192, which is not a multiple of 128"):
-        plan_conversion(Model(path=model.folder), ConvertSpec(tp_size=2))
+        plan_own_conversion(Model(path=model.folder), ConvertSpec(tp_size=2))
 
 
 @pytest.mark.parametrize(("inputs", "fits"), [(288, False), (384, True)])
@@ -283,7 +283,7 @@ def test_gptq_zero_biases_are_skipped(made: Made, tmp_path: Path) -> None:
     def add_bias(tensors: dict[str, Array]) -> None:
         tensors[f"{KEY}.bias"] = np.zeros(128, np.float16)
 
-    assert plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, add_bias)), ConvertSpec()).packed
+    assert plan_own_conversion(Model(path=rewritten(made("gptq"), tmp_path, add_bias)), ConvertSpec()).packed
 
 
 CACHE_SCALES = ["self_attn.k_proj.k_scale", "self_attn.k_scale", "self_attn.q_scale", "self_attn.kv_scale"]
@@ -294,7 +294,7 @@ def test_kv_cache_scales_are_skipped(made: Made, tmp_path: Path, name: str) -> N
     def add_scale(tensors: dict[str, Array]) -> None:
         tensors[f"model.layers.1.{name}"] = np.ones((), np.float32)
 
-    plan = plan_conversion(Model(path=rewritten(made("fp8"), tmp_path, add_scale)), ConvertSpec())
+    plan = plan_own_conversion(Model(path=rewritten(made("fp8"), tmp_path, add_scale)), ConvertSpec())
     assert plan.packed
     assert plan.narrow_cache is ("q_scale" not in name)
 
@@ -307,7 +307,7 @@ def test_modelopt_hf_quant_config_is_read(made: Made, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": described}))
-    plan = plan_conversion(Model(path=folder), ConvertSpec())
+    plan = plan_own_conversion(Model(path=folder), ConvertSpec())
     assert plan.config["quantization"]["quant_algo"] == "FP8"
     assert plan.config["quantization"]["kv_cache_quant_algo"] is None
     assert plan.narrow_cache
@@ -330,16 +330,16 @@ def test_autogptq_quantize_config_is_read(made: Made, tmp_path: Path) -> None:
     """Its older exports have no quantization_config, and a file of weights with a name of its own."""
     folder = rewritten(made("gptq"), tmp_path, lambda _: None)
     config = json.loads((folder / "config.json").read_text())
-    expected = plan_conversion(Model(path=folder), ConvertSpec())
+    expected = plan_own_conversion(Model(path=folder), ConvertSpec())
     described = config.pop("quantization_config")
     del described["quant_method"]
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "quantize_config.json").write_text(json.dumps(described | {"damp_percent": 0.01}))
-    plan = plan_conversion(Model(path=folder), ConvertSpec())
+    plan = plan_own_conversion(Model(path=folder), ConvertSpec())
     assert (plan.config, plan.headers) == (expected.config, expected.headers)
     (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"gptq_model-4bit-128g\.safetensors; expected") as caught:
-        plan_conversion(Model(path=folder), ConvertSpec())
+        plan_own_conversion(Model(path=folder), ConvertSpec())
     assert "rename it, or link it, to model.safetensors" in (caught.value.hint or "")
 
 
@@ -414,7 +414,7 @@ def test_damaged_sources(
     made: Made, tmp_path: Path, change: Callable[[dict[str, Array]], None], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, change)), ConvertSpec())
+        plan_own_conversion(Model(path=rewritten(made("gptq"), tmp_path, change)), ConvertSpec())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint import streaming
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import convert_model, plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 
@@ -21,7 +21,7 @@ def convert(folder: Path, out: Path, **spec: Any) -> Checkpoint:
 
 def test_every_source_is_read_once_in_file_order(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "hf", "llama3", shards=2)
-    plan = plan_conversion(Model(path=folder), ConvertSpec(tp_size=4))
+    plan = plan_own_conversion(Model(path=folder), ConvertSpec(tp_size=4))
     places = [(move.source.file.path, move.source.entry.begin) for move in plan.moves]
     assert places == sorted(places)
     assert len(set(places)) == len(places)
@@ -29,7 +29,7 @@ def test_every_source_is_read_once_in_file_order(tmp_path: Path) -> None:
 
 def test_blocks_fill_every_rank_file_exactly(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "hf", vocab_size=321, num_key_value_heads=1)
-    plan = plan_conversion(Model(path=folder), ConvertSpec(tp_size=4, dtype="float32"))
+    plan = plan_own_conversion(Model(path=folder), ConvertSpec(tp_size=4, dtype="float32"))
     spans: list[list[tuple[int, int]]] = [[] for _ in plan.sizes]
     for block in (block for move in plan.moves for block in move.blocks):
         spans[block.rank].append((block.offset, block.offset + block.rows * block.columns * 4))
@@ -64,7 +64,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
 
 def test_a_small_model_is_converted_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    plan = plan_conversion(Model(path=write_tiny_model(tmp_path / "hf")), ConvertSpec())
+    plan = plan_own_conversion(Model(path=write_tiny_model(tmp_path / "hf")), ConvertSpec())
     assert streaming.process_count(plan.moves) == 1
     monkeypatch.setattr(streaming, "WORTH", plan.source_bytes)
     assert streaming.process_count(plan.moves) == 2

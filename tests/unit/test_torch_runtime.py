@@ -29,7 +29,7 @@ from trtserve.errors import (
 from trtserve.executor.loaders import device_of, engine_files, read_engine_config
 from trtserve.executor.torch import runtime as torch
 from trtserve.pipeline.build import build_engine, plan_build
-from trtserve.pipeline.build.inspect import describe
+from trtserve.pipeline.inspect import describe
 from trtserve.specs import BuildSpec
 
 needs_torch = pytest.mark.needs("torch")

@@ -61,7 +61,6 @@ def build(
         find_checkpoint,
         plan_build,
         require_complete,
-        run_build,
     )
 
     spec = replace(spec, builder_flags=(*spec.builder_flags, *(flags or ())))
@@ -73,7 +72,7 @@ def build(
         if dry_run and not plan.reused:
             require_complete(source)  # as a build does
         if not dry_run:
-            engine = run_build(plan, progress)
+            engine = plan.run(progress)
             facts = dict(engine.manifest.facts) if engine.manifest else {}
     if json:
         print_json("build", {"path": str(plan.path), "reused": plan.reused, **_described(plan, source.path), **facts})

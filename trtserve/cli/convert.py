@@ -29,7 +29,7 @@ from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.convert import ConversionPlan
+    from trtserve.pipeline.conversion import ConversionPlan
 
 
 def convert(
@@ -59,7 +59,7 @@ def convert(
         trtserve convert llama-2-7b --quantize int8 --out ./checkpoint
         trtserve convert llama-2-7b --converter upstream -- --load_by_shard
     """
-    from trtserve.pipeline.convert import find_model, plan_conversion, run_conversion
+    from trtserve.pipeline.convert import find_model, plan_conversion
 
     if flags and not spec.upstream:
         raise UsageError(
@@ -74,16 +74,13 @@ def convert(
         source = find_model(model, progress=progress)
         plan = plan_conversion(source, spec, name=name, out=out, verify=CheckSpec() if verify else None)
         if not dry_run:
-            run_conversion(plan, progress)
+            plan.run(progress)
     result = {"path": str(plan.path), "reused": plan.reused, "verified": verify and not dry_run, **_described(plan)}
     if json:
         print_json("convert", result)
     elif dry_run:
-        runs = []
-        if spec.upstream:
-            from trtserve.pipeline.convert.nvidia import converter_command
-
-            runs.append(f"command   {converter_command(plan, plan.path)}")
+        command = plan.command(plan.path)
+        runs = [] if command is None else [f"command   {command}"]
         print_block("\n".join([*_lines(plan), *runs, f"to        {plan.path}"]))
     else:
         print_data(str(plan.path))
@@ -107,13 +104,9 @@ def _described(plan: ConversionPlan) -> dict[str, object]:
 
 def _lines(plan: ConversionPlan) -> list[str]:
     ranks = len(plan.sizes)
-    if plan.spec.upstream:
-        source, runs = "by NVIDIA's tool", "the command below is run"
-    else:
-        tensors = len(plan.moves) + len(plan.packed)
-        source, runs = f"{tensors} tensors, {format_bytes(plan.source_bytes)}", "no external command is run"
+    runs = "the command below is run" if plan.by_nvidia else "no external command is run"
     return [
-        f"convert   {plan.config.architecture}, {source}",
+        f"convert   {plan.config.architecture}, {plan.source}",
         f"as        {plan.spec.dtype}, quantization {plan.config.quantization.quant_algo or 'none'}",
         f"ranks     {ranks} (tp {plan.spec.tp_size} × pp {plan.spec.pp_size}), {format_bytes(plan.total_bytes)}",
         "state     reused: it exists already" if plan.reused else f"state     to be made; {runs}",

@@ -36,7 +36,7 @@ from trtserve.specs.repository import REPOSITORY
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.importing import ImportSpec
+    from trtserve.pipeline.import_spec import ImportSpec
 
 
 _SOURCE_HELP = "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, or a folder."
@@ -86,7 +86,7 @@ def import_(
         trtserve import llama-2-7b --quantize int8 --max-batch-size 8
         trtserve import meta-llama/Llama-3.1-8B-Instruct --tp-size 2 --name llama
     """
-    from trtserve.pipeline.resolving import resolve_import
+    from trtserve.pipeline.import_spec import resolve_import
 
     require_one_place(out, into)
     progress = TerminalProgress(quiet=quiet)
@@ -132,19 +132,18 @@ def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool, quiet: boo
 
 
 def _download(spec: ImportSpec, progress: TerminalProgress, *, json: bool, dry_run: bool) -> None:
-    from trtserve.pipeline.import_ import plan_model, pull_model
-    from trtserve.pipeline.llmapi_import import uses_llmapi
+    from trtserve.pipeline.model import plan_model
 
     plan = plan_model(
         spec.source,
         name=spec.name,
         out=spec.out,
         own_tokenizer=spec.tokenizer is None,
-        any_architecture=spec.convert.converter == "upstream" or uses_llmapi(spec),
+        any_architecture=spec.any_architecture,
         progress=progress,
     )
     if not dry_run:
-        model = pull_model(plan, progress=progress)
+        model = plan.run(progress)
         facts = model.manifest.spec if model.manifest else {}
         if json:
             print_json("import", {"path": str(model.path), "name": model.name, **facts})

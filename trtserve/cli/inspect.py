@@ -19,7 +19,7 @@ from trtserve.errors import counted
 from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.build.inspect import Description
+    from trtserve.pipeline.inspect import Description
 
 
 def inspect(
@@ -42,7 +42,7 @@ def inspect(
         trtserve inspect llama-2-7b
         trtserve inspect ./engine --json
     """
-    from trtserve.pipeline.build.inspect import describe
+    from trtserve.pipeline.inspect import describe
 
     found = describe(engine, progress=TerminalProgress(quiet=quiet))
     if json:

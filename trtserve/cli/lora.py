@@ -16,7 +16,7 @@ from trtserve.cli.options import (
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.convert.lora import AdapterPlan
+    from trtserve.pipeline.lora import AdapterPlan
 
 
 def lora(
@@ -43,7 +43,7 @@ def lora(
         trtserve lora ./poet-lora
         trtserve lora org/poet-lora --storage-type bfloat16 --name poet
     """
-    from trtserve.pipeline.convert.lora import build_options, plan_adapter, run_adapter_conversion
+    from trtserve.pipeline.lora import build_options, plan_adapter, run_adapter_conversion
 
     progress = TerminalProgress(quiet=quiet)
     plan = plan_adapter(adapter, name=name, out=out, storage_type=storage_type)

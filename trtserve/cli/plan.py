@@ -26,10 +26,10 @@ if TYPE_CHECKING:
         GpuAnswer,
         MachineFit,
         ModelNeed,
-        StageNeed,
     )
     from trtserve.pipeline.gpu_fit import GpuFit
     from trtserve.pipeline.gpus import Gpu
+    from trtserve.pipeline.stages import StageNeeds
 
 _CONVERT = Fields(
     "tp_size",
@@ -150,7 +150,7 @@ def _print(needs: ModelNeed) -> None:
         print_block("\n".join(_gpu_lines(needs.gpu)))
 
 
-def _row(stage: StageNeed) -> tuple[str, str, str, str]:
+def _row(stage: StageNeeds) -> tuple[str, str, str, str]:
     sizes = ("-" if size is None else format_bytes(size) for size in (stage.disk, stage.memory))
     time = _NOT_MEASURED if stage.seconds is None else _duration(stage.seconds)
     disk, memory = sizes

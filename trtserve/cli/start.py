@@ -28,7 +28,7 @@ from trtserve.specs.server import GPUS, SUPERVISION
 
 if TYPE_CHECKING:
     from trtserve.artifacts import ModelRepository
-    from trtserve.pipeline.importing import Stage
+    from trtserve.pipeline.stages import StageSummary as Stage
     from trtserve.server.plan import ServerPlan
     from trtserve.server.state import Server
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import UsageError
+from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
-from trtserve.pipeline.resolving import resolve_import
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.options import Spec, options_of

@@ -10,7 +10,7 @@ from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
 from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime
 from trtserve.host.resources import available_memory
 from trtserve.pipeline.estimate import Question, plan_needs, require_fit
-from trtserve.pipeline.import_.known_models import KnownModel, known_models
+from trtserve.pipeline.known_models import KnownModel, known_models
 from trtserve.specs import BuildSpec, ConvertSpec
 
 Fit = Literal["yes", "int8", "int4", "no"]

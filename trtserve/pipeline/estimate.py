@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from trtserve.artifacts import Model, looks_like
 from trtserve.checkpoint.memory import rank_weights
@@ -25,7 +25,7 @@ from trtserve.files import is_weights
 from trtserve.host.machine import free_disk
 from trtserve.host.resources import available_memory, require_disk
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import ConversionPlan, plan_conversion
+from trtserve.pipeline.convert import OwnConversion, plan_own_conversion
 from trtserve.pipeline.gpu_fit import (
     FIRST_BFLOAT16,
     FIRST_FP8,
@@ -39,10 +39,10 @@ from trtserve.pipeline.gpu_fit import (
     unable,
 )
 from trtserve.pipeline.gpus import Gpu, own_gpu
-from trtserve.pipeline.import_ import ModelPlan, plan_model
-from trtserve.pipeline.import_.known_models import plan_known_model
-from trtserve.pipeline.import_.outlines import outline_model
-from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, import_memory, memory_needs
+from trtserve.pipeline.known_models import outline_model, plan_known_model
+from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, memory_needs
+from trtserve.pipeline.model import ModelPlan, plan_model
+from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.progress import SILENT, Progress
 from trtserve.server.memory import fitting_tokens
 from trtserve.specs import (
@@ -52,23 +52,10 @@ from trtserve.specs import (
     RuntimeName,
 )
 from trtserve.store import Store
-from trtserve.store.rates import Runs, expected_seconds, read_rates
+from trtserve.store.rates import expected_seconds, read_rates
 from trtserve.store.sources import parse_source
 
-StageName = Literal["import", "convert", "build", "repo", "start"]
-
-_MANIFESTS = 64 * 2**10
 _REPOSITORY = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageNeed:
-    """What one stage needs, or None where this machine does not run it."""
-
-    stage: StageName
-    disk: int | None  # bytes that it adds
-    memory: int | None  # bytes at its peak
-    seconds: float | None  # from runs measured here; None before the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +102,7 @@ class ModelNeed:
     precision: str | None  # this and the next two: of the engine on this machine; None in a plan for GPUs
     engine_bytes: int | None
     kv_bytes_per_token: int | None
-    stages: tuple[StageNeed, ...]
+    stages: tuple[StageNeeds, ...]
     machine: MachineFit | None  # None in a plan for GPUs
     gpu: GpuAnswer | None  # None in a plan for this machine
     problem: str | None = None  # why this machine cannot build it
@@ -162,9 +149,8 @@ def plan_needs(
     converter = "NVIDIA's convert_checkpoint.py, a part of TensorRT-LLM" if question.convert.upstream else None
     if question.convert.quantize in CALIBRATED:
         converter = "NVIDIA ModelOpt, on a machine with an NVIDIA GPU"
-    runs = read_rates(store)
     serving = question.gpu is None and need is not None
-    stages = _stages(model, question, conversion, missing, need if serving else None, runs)
+    stages = _stages(model, conversion, need if serving else None, store)
     if serving and name is None:  # an imported model has its files already
         try:
             disk = sum(stage.disk or 0 for stage in stages)
@@ -270,9 +256,9 @@ def _location(source: str, store: Store, progress: Progress) -> tuple[str, str |
     return source, None
 
 
-def _conversion(model: ModelPlan, spec: ConvertSpec, files: Path) -> ConversionPlan:
+def _conversion(model: ModelPlan, spec: ConvertSpec, files: Path) -> OwnConversion:
     """Plan our own conversion; for one by NVIDIA's tools, replace the sizes by those its checkpoint will have."""
-    plain = plan_conversion(
+    plain = plan_own_conversion(
         model.artifact,
         replace(spec, quantize="none") if spec.upstream else spec,
         store=model.store,
@@ -283,7 +269,7 @@ def _conversion(model: ModelPlan, spec: ConvertSpec, files: Path) -> ConversionP
         return plain
     config = checkpoint_config(read_hf_config(files), spec)
     ranks = spec.tp_size * spec.pp_size
-    return replace(plain, config=config, sizes=[rank_weights(config).loaded] * ranks)
+    return replace(plain, asked=spec, config=config, sizes=[rank_weights(config).loaded] * ranks)
 
 
 def _deployment(model: ModelPlan, question: Question) -> Deployment:
@@ -310,37 +296,27 @@ def _engine_need(model: ModelPlan, question: Question) -> tuple[MemoryNeeds | No
 
 
 def _stages(
-    model: ModelPlan, question: Question, conversion: ConversionPlan, missing: int, need: MemoryNeeds | None, runs: Runs
-) -> tuple[StageNeed, ...]:
-    ours = not question.convert.upstream
-    convert = StageNeed(
-        stage="convert",
-        disk=conversion.total_bytes + _MANIFESTS,
-        memory=conversion.memory_bytes if ours else None,
-        seconds=expected_seconds(runs, "convert", conversion.source_bytes) if ours else None,
-    )
-    pull = StageNeed(
-        stage="import",
-        disk=missing + _MANIFESTS,
-        memory=import_memory(need.engine) if need else None,
-        seconds=expected_seconds(runs, "pull", missing),
-    )
+    model: ModelPlan, conversion: OwnConversion, need: MemoryNeeds | None, store: Store
+) -> tuple[StageNeeds, ...]:
+    pull, convert = model.needs, conversion.needs
+    if conversion.asked.upstream:  # memory and time of NVIDIA's tools are unknown
+        convert = replace(convert, memory=None, seconds=None)
     if need is None:
         return pull, convert
+    runs, engine = read_rates(store), need.engine
     small = sum(file.size for file in model.files if not is_weights(file.name))
-    engine = need.engine
     return (
-        pull,
+        replace(pull, memory=need.build),
         convert,
-        StageNeed(
+        StageNeeds(
             stage="build",
-            disk=engine.disk_bytes + _MANIFESTS,
+            disk=engine.disk_bytes + MANIFEST_BYTES,
             memory=engine.memory_bytes,
             seconds=expected_seconds(runs, "build", engine.disk_bytes),
         ),
         # Engine files are hard links; both processing models have the tokenizer.
-        StageNeed(stage="repo", disk=_REPOSITORY + 2 * small, memory=None, seconds=None),
-        StageNeed(
+        StageNeeds(stage="repo", disk=_REPOSITORY + 2 * small, memory=None, seconds=None),
+        StageNeeds(
             stage="start",
             disk=0,
             memory=need.server.total,
@@ -364,7 +340,7 @@ def _machine(model: ModelPlan, question: Question, need: MemoryNeeds, store: Sto
     )
 
 
-def _gpu_answer(conversion: ConversionPlan, question: Question) -> GpuAnswer | None:
+def _gpu_answer(conversion: OwnConversion, question: Question) -> GpuAnswer | None:
     gpu = question.gpu
     if gpu is None:
         return None

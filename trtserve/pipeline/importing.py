@@ -1,61 +1,111 @@
-"""Run all import stages, reusing results that already exist."""
+"""Import: plan all stages from model to repository in one pass, and run them, reusing results that already exist."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from trtserve.artifacts import (
-    MANIFEST,
-    Engine,
-    Model,
-    ModelRepository,
-)
+from trtserve.artifacts import MANIFEST, Artifact, Engine, Model, ModelRepository, load_artifact
+from trtserve.checkpoint.architectures import parameter_count
+from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import DiskSpaceError, MemoryLimitError
-from trtserve.executor.runtimes import RUNTIMES
+from trtserve.executor.runtimes import RUNTIMES, choose_runtime
+from trtserve.executor.steps import draft_memory
 from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_disk
+from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline import inventory
-from trtserve.pipeline.build import plan_build, run_build
-from trtserve.pipeline.convert import ConversionPlan, run_conversion
+from trtserve.pipeline.build import BuildPlan, plan_build
+from trtserve.pipeline.checkpoint_config import checkpoint_config
+from trtserve.pipeline.conversion import ConversionPlan
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.pipeline.gpu_fit import require_gpu_memory
-from trtserve.pipeline.import_ import pull_model
-from trtserve.pipeline.import_plan import (
-    ImportPlan,
-    Stage,
-    plan_engine_repository,
-    plan_import,
-    plan_model_repository,
-    plan_stages,
-)
-from trtserve.pipeline.import_spec import ImportSpec
-from trtserve.pipeline.imported_names import record_of, take_name
-from trtserve.pipeline.memory import require_enough_memory
+from trtserve.pipeline.import_records import record_of, take_name
+from trtserve.pipeline.import_spec import ENGINE_DEST_PATH, ImportSpec, llmapi_repository_spec
+from trtserve.pipeline.memory import Deployment, MemoryNeeds, memory_needs, require_enough_memory
+from trtserve.pipeline.model import ModelPlan, plan_model
+from trtserve.pipeline.model_files import is_convertible
+from trtserve.pipeline.stages import StagePlan, StageSummary, summary
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.assembling import assemble_repository, check_tokenizer
-from trtserve.store import Store
-
-__all__ = [
-    "ENGINE_DEST_PATH",
-    "ImportPlan",
-    "ImportSpec",
-    "Stage",
-    "engine_destination",
-    "import_to_repository",
-    "plan_import",
-    "require_resources",
-    "run_import",
-    "warn_about_resources",
-]
-
-ENGINE_DEST_PATH = "ENGINE_DEST_PATH"
+from trtserve.repository.assembling import engine_models, plan_repository, require_fitting
+from trtserve.repository.engines import read_engine
+from trtserve.repository.llmapi import llmapi_models, plan_llmapi_repository
+from trtserve.repository.profiles import profile
+from trtserve.repository.publishing import RepositoryPlan, assemble_repository, require_addable_spec
+from trtserve.repository.settings import resolve_settings, settings_of, spelled_as
+from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files
+from trtserve.specs.runtime import Runtime
+from trtserve.store import Store, reusable
 
 
-def engine_destination(name: str) -> Path | None:
-    """Return `$ENGINE_DEST_PATH/<name>`, where engines outlive the store, or None when the variable is not set."""
-    folder = os.environ.get(ENGINE_DEST_PATH)
-    return (Path(folder).expanduser() / name).absolute() if folder else None
+@dataclass(frozen=True, kw_only=True)
+class ImportPlan:
+    """The plan of an import, before anything is downloaded. A stage's plan is None until its inputs are available."""
+
+    spec: ImportSpec
+    store: Store
+    runtime: str
+    model: ModelPlan
+    deployment: Deployment | None = None  # None without an engine whose size can be planned
+    needs: MemoryNeeds | None = None  # of `deployment`
+    conversion: ConversionPlan | None = None
+    build: BuildPlan | None = None
+    repository: RepositoryPlan | None = None
+
+    @property
+    def has_engine(self) -> bool:
+        """False for the LLM API, which loads the Hugging Face folder."""
+        return not RUNTIMES[self.runtime].folder_loader
+
+    @property
+    def builds(self) -> bool:
+        """True when an engine must be built."""
+        return self.has_engine and (self.build is None or not self.build.reused)
+
+    @property
+    def converts(self) -> bool:
+        """True when a checkpoint must be made; an engine that exists needs none."""
+        return self.builds and (self.conversion is None or not self.conversion.reused)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of the checkpoint; its weights keep its dtype, even where the engine packs them."""
+        if self.conversion is not None and self.conversion.total_bytes:
+            return self.conversion.total_bytes
+        if self.deployment is None:
+            return self.model.weight_bytes
+        config = checkpoint_config(self.model.config, self.spec.convert)
+        return parameter_count(config) * numpy_dtype(CODES[config.dtype]).itemsize
+
+    @property
+    def engine_bytes(self) -> int:
+        """Size of the engine; where it cannot be planned, the size of the weights."""
+        return self.model.weight_bytes if self.needs is None else self.needs.engine.disk_bytes
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Peak memory of build and server, or None where the engine cannot be planned."""
+        # The memory of trtllm-build is an estimate: it is shown, but nothing is refused because of it.
+        return None if self.needs is None else max(self.needs.total, self.needs.engine.peak_memory)
+
+    def stages(self) -> list[StageSummary]:
+        """Return the stages in order, as a dry run shows them."""
+        rows = [self.model.describe()]
+        if self.has_engine:
+            rows += [
+                _described("convert", self.conversion, self.checkpoint_bytes, done=not self.converts),
+                _described("build", self.build, self.engine_bytes, done=not self.builds),
+            ]
+        path, done = (None, False) if self.repository is None else (self.repository.path, self.repository.reused)
+        return [*rows, summary("repo", path, 0, done=done)]
+
+
+def _described(stage: str, plan: StagePlan[Artifact] | None, size: int, *, done: bool) -> StageSummary:
+    """Describe a stage that may have no plan yet, or that is not needed any more."""
+    row = summary(stage, None, size, done=done) if plan is None else plan.describe()
+    return summary(stage, plan.path if plan else None, size, done=done, command=row["command"])
 
 
 def import_to_repository(
@@ -76,7 +126,149 @@ def import_to_repository(
     with store.in_use(spec.name, spec.tokenizer, draft, spec.draft_tokenizer):
         plan = plan_import(spec, store=store, token=token, progress=progress)
         require_resources(plan)
-        return run_import(plan, token=token, record=record, progress=progress)
+        return run_import(plan, record=record, progress=progress)
+
+
+def plan_import(
+    spec: ImportSpec, *, store: Store | None = None, token: str | None = None, progress: Progress = SILENT
+) -> ImportPlan:
+    """Plan an import as far as it can be planned before the weights are here, and estimate the rest from `config.json`.
+
+    Errors of all stages, including the last, are raised here: UsageError for settings, sizes and limits that cannot
+    work, RepositoryError for a tokenizer or draft engine that does not fit, ArtifactError when a destination is taken,
+    and what `plan_model`, `plan_conversion` and `plan_build` raise.
+    """
+    store = store or Store()
+    runtime = choose_runtime(spec.build.runtime, progress, container=spec.build.container)
+    _require_possible(spec, runtime)
+    model = plan_model(
+        spec.source,
+        name=spec.name,
+        store=store,
+        token=token,
+        own_tokenizer=spec.tokenizer is None,
+        any_architecture=spec.any_architecture,
+        progress=progress,
+    )
+    plan = ImportPlan(spec=spec, store=store, runtime=runtime.name, model=model)
+    if not plan.has_engine:
+        return replace(
+            plan, repository=_plan_repository(plan, model.artifact, None, progress) if model.reused else None
+        )
+    if not _only_nvidia_converts(spec, runtime, model.config):
+        plan = replace(plan, deployment=_deployment(spec, model))
+    if model.reused or model.folder is not None:
+        plan = _plan_stages(plan, progress)
+    if plan.deployment is not None:
+        needs = memory_needs(plan.deployment, plan.build.engine if plan.build else None)
+        plan = replace(plan, needs=needs)
+        require_fitting(needs.engine.config_outline(), spec.repository, draft=spec.draft)
+    return plan
+
+
+def _require_possible(spec: ImportSpec, runtime: Runtime) -> None:
+    """Raise what can be known from the options alone: settings that cannot work, and destinations that are taken."""
+    if not runtime.folder_loader:
+        asked = spec.repository
+        models = engine_models(asked, draft=spec.draft is not None)
+        resolve_settings(settings_of(asked), profile(asked.release), spelled=spelled_as(asked))
+        if spec.engine_out is not None:
+            reusable(Engine, spec.engine_out, "")  # raises if something else is in its place
+        if spec.out is not None:
+            reusable(ModelRepository, spec.out, "")
+    else:
+        asked = llmapi_repository_spec(spec)
+        models = llmapi_models(asked)
+    if spec.into is not None:
+        require_addable_spec(spec.into, asked, models, runtime=runtime.name)
+    if spec.tokenizer is not None:
+        own_tokenizer_files(spec.tokenizer)
+
+
+def _only_nvidia_converts(spec: ImportSpec, runtime: Runtime, config: Mapping[str, Any]) -> bool:
+    """Return whether only NVIDIA's converter supports the model.
+
+    Raises UnsupportedModelError when no tool converts the model, or when the embedded runtime cannot run it.
+    """
+    if spec.convert.converter != "upstream" or is_convertible(config):
+        return False
+    runtime.require_model(config)
+    if spec.convert.trtllm_script is None:
+        require_converter(str(config["architectures"][0]))
+    return True
+
+
+def _deployment(spec: ImportSpec, model: ModelPlan) -> Deployment:
+    asked = spec.repository
+    kv_tokens = asked.max_tokens_in_paged_kv_cache
+    return Deployment(
+        hf=model.config,
+        convert=spec.convert,
+        build=spec.build,
+        kv_tokens=kv_tokens,
+        tokenizers=asked.preprocessing_instance_count + asked.postprocessing_instance_count,
+        bls=asked.bls_instance_count or 1,
+        tokenizer_bytes=next((file.size for file in model.files if file.name == "tokenizer.json"), 0),
+        draft=draft_memory(read_engine(spec.draft.path), kv_tokens) if spec.draft else 0,
+    )
+
+
+def _plan_stages(plan: ImportPlan, progress: Progress) -> ImportPlan:
+    """Plan conversion, build and repository of a model whose files are on this machine.
+
+    The build needs the config of the checkpoint, which is known beforehand unless only NVIDIA's converter knows the
+    architecture. The repository needs the files of engine and model: it is planned here only if both exist.
+    """
+    spec, store, model = plan.spec, plan.store, plan.model
+    conversion = plan_conversion(
+        model.artifact,
+        spec.convert,
+        name=spec.name,
+        store=store,
+        verify=spec.verify,
+        files=None if model.reused else model.folder,
+    )
+    build = repository = None
+    if plan.deployment is not None or conversion.reused:
+        build = plan_build(
+            conversion.artifact,
+            spec.build,
+            name=spec.name,
+            out=spec.engine_out,
+            store=store,
+            # Prefer the config that NVIDIA's converter wrote.
+            config=None if conversion.reused and conversion.by_nvidia else conversion.config,
+        )
+    if build is not None and build.reused and model.reused:
+        engine = Engine(path=build.path, manifest=load_artifact(Engine, build.path).manifest)
+        repository = _plan_repository(plan, model.artifact, engine, progress)
+    return replace(plan, conversion=conversion, build=build, repository=repository)
+
+
+def _plan_repository(plan: ImportPlan, model: Model, engine: Engine | None, progress: Progress) -> RepositoryPlan:
+    """Plan the repository of an engine, or for the LLM API of a model; the files of both must exist."""
+    spec = plan.spec
+    if engine is None:
+        return plan_llmapi_repository(
+            model,
+            llmapi_repository_spec(spec),
+            tp_size=spec.convert.tp_size,
+            pp_size=spec.convert.pp_size,
+            out=spec.out,
+            into=spec.into,
+            store=plan.store,
+            progress=progress,
+        )
+    return plan_repository(
+        engine,
+        spec.tokenizer_of(model),
+        spec.repository,
+        draft=spec.draft,
+        draft_tokenizer=spec.draft_tokenizer,
+        out=spec.out,
+        into=spec.into,
+        store=plan.store,
+    )
 
 
 def require_resources(plan: ImportPlan) -> None:
@@ -114,9 +306,7 @@ def warn_about_resources(plan: ImportPlan, progress: Progress) -> None:
         progress.warn(f"This machine is too small for the import. {error.message} {error.hint or ''}".rstrip())
 
 
-def run_import(
-    plan: ImportPlan, *, token: str | None = None, record: bool = True, progress: Progress = SILENT
-) -> ModelRepository:
+def run_import(plan: ImportPlan, *, record: bool = True, progress: Progress = SILENT) -> ModelRepository:
     """Run the stages of `plan`, planning stages whose inputs were not available earlier.
 
     Remember the repository under its name if `record`.
@@ -125,17 +315,15 @@ def run_import(
     if not plan.has_engine:
         loader = RUNTIMES[plan.runtime].folder_loader
         progress.step(f"Nothing is converted or built: {loader} loads the Hugging Face folder")
-    model = pull_model(plan.model, token=token, progress=progress)
+    model = plan.model.run(progress)
     if plan.has_engine and plan.conversion is None:
-        plan = plan_stages(plan)
+        plan = _plan_stages(plan, progress)
     checkpoint = engine = None
     try:
         if plan.conversion is not None:
             checkpoint, engine = plan.conversion.path, _make_engine(plan, plan.conversion, model, progress)
-            repository = plan.repository if plan.build is not None and plan.build.path == engine.path else None
-            repository = repository or plan_engine_repository(spec, model, engine, store)
-        else:
-            repository = plan.repository or plan_model_repository(plan, model, progress)
+        known = engine is None or (plan.build is not None and plan.build.path == engine.path)
+        repository = (plan.repository if known else None) or _plan_repository(plan, model, engine, progress)
         made = assemble_repository(repository, progress)
     except KeyboardInterrupt:
         done = [row["stage"] for row in plan.stages() if row["path"] and (Path(row["path"]) / MANIFEST).exists()]
@@ -161,12 +349,12 @@ def _make_engine(plan: ImportPlan, conversion: ConversionPlan, model: Model, pro
         progress.step(
             f"Checkpoint {conversion.path} is reused" if conversion.reused else "No checkpoint is needed any more"
         )
-        return run_build(build, progress)
+        return build.run(progress)
     if plan.deployment is not None:
         # Fail on a broken tokenizer before the long work.
         check_tokenizer(spec.tokenizer_of(model), conversion.config.vocab_size)
-    checkpoint = run_conversion(conversion, progress)
-    if build is None or (conversion.toolkit is not None and not conversion.reused):
+    checkpoint = conversion.run(progress)
+    if build is None or (conversion.by_nvidia and not conversion.reused):
         # Use the config that NVIDIA's converter wrote; it may differ from the prediction.
         build = plan_build(checkpoint, spec.build, name=spec.name, out=spec.engine_out, store=plan.store)
-    return run_build(replace(build, checkpoint=checkpoint), progress)
+    return replace(build, checkpoint=checkpoint).run(progress)

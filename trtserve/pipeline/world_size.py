@@ -8,14 +8,10 @@ from typing import cast
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import UsageError, counted
-from trtserve.pipeline.imported_names import as_json, recorded_spec
-from trtserve.pipeline.importing import (
-    ImportSpec,
-    Stage,
-    import_to_repository,
-    plan_import,
-    warn_about_resources,
-)
+from trtserve.pipeline.import_records import as_json, recorded_spec
+from trtserve.pipeline.import_spec import ImportSpec
+from trtserve.pipeline.importing import import_to_repository, plan_import, warn_about_resources
+from trtserve.pipeline.stages import StageSummary as Stage
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import wants_rebuild

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from trtserve.errors import ArtifactError, UsageError
-from trtserve.pipeline.imported_names import recorded_spec
+from trtserve.pipeline.import_records import recorded_spec
 from trtserve.specs.command_line import given_values
 from trtserve.store import Store
 

@@ -22,16 +22,9 @@ from trtserve.errors import PortInUseError, UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import choose_runtime
 from trtserve.host.ports import ipv4_address, is_free
-from trtserve.pipeline.imported_names import as_json, pinned_source
-from trtserve.pipeline.importing import (
-    ImportPlan,
-    ImportSpec,
-    Stage,
-    engine_destination,
-    plan_import,
-    require_resources,
-    run_import,
-)
+from trtserve.pipeline.import_records import as_json, pinned_source
+from trtserve.pipeline.import_spec import ImportSpec, engine_destination
+from trtserve.pipeline.importing import ImportPlan, plan_import, require_resources, run_import
 from trtserve.pipeline.setup_file.clusters import (
     WrittenJob,
     has_files,
@@ -45,6 +38,7 @@ from trtserve.pipeline.setup_file.content import (
     Setup,
     in_keys,
 )
+from trtserve.pipeline.stages import StageSummary as Stage
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
 from trtserve.server.background import start_arguments, start_in_background

@@ -1,9 +1,11 @@
-"""The models that have an alias: their shapes are in known_models.yaml, so that they can be planned without network."""
+"""Models without their weights: the shapes of those with an alias (known_models.yaml), and headers of safetensors."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +13,16 @@ from typing import Any
 
 from trtserve.checkpoint.architectures import described, text_model
 from trtserve.checkpoint.placement import source_shapes
+from trtserve.checkpoint.source import INDEX
+from trtserve.errors import CorruptFileError, UnsupportedModelError
+from trtserve.files import is_weights
 from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.import_.model_plan import (
-    SINGLE,
-    ModelFiles,
-    ModelPlan,
-    stored_files,
-)
+from trtserve.pipeline.model import ModelPlan
+from trtserve.pipeline.model_files import CONFIG, SINGLE, ModelFiles, stored_files
+from trtserve.progress import SILENT, Progress
 from trtserve.specs import ConvertSpec
-from trtserve.store import Store
+from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile
 from trtserve.store.sources import ALIASES, Source
 
@@ -96,3 +98,39 @@ def tensor_table(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hf = text_model(config)
     return source_shapes(convertible_family(hf).targets(described(hf, checkpoint_config(hf, ConvertSpec()))))
+
+
+def outline_model(plan: ModelPlan, folder: Path, *, token: str | None = None, progress: Progress = SILENT) -> None:
+    """Fill `folder` with what `plan_conversion` reads from a model that is not here: config, index, and headers.
+
+    The weight files have their full size but are sparse, so that they use no disk.
+    """
+    (folder / CONFIG).write_text(json.dumps(dict(plan.config)), encoding="utf-8")
+    if (revision := plan.revision) is None:
+        _write_outline(folder / SINGLE, tensor_table(plan.config))
+        return
+    places: dict[str, str] = {}
+    weights = [file for file in plan.files if is_weights(file.name)]
+    if any(file.name.endswith(".bin") for file in weights):
+        raise UnsupportedModelError(
+            f"The weights of {revision.repository} are .bin files; their tensors cannot be listed without a download.",
+            hint="Pull the model first (import --download-only), then plan it by its name.",
+        )
+    with progress.task(f"Reading {len(weights)} headers of {revision.repository}", total=len(weights)) as task:
+        for file in weights:
+            table = hub.tensor_table(revision, file, token=token)
+            places |= dict.fromkeys(table, file.name)
+            _write_outline(folder / file.name, table)
+            task.advance(1)
+    if any(file.name == INDEX for file in plan.files):
+        (folder / INDEX).write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+
+
+def _write_outline(path: Path, table: dict[str, dict[str, Any]]) -> None:
+    text = json.dumps(table).encode()
+    size = max((int(entry["data_offsets"][1]) for entry in table.values()), default=0)
+    if size < 0:
+        raise CorruptFileError(f"The header of {path.name} names negative offsets.")
+    with path.open("wb") as handle:
+        handle.write(struct.pack("<Q", len(text)) + text)
+        handle.truncate(8 + len(text) + size)

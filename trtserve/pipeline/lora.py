@@ -28,9 +28,10 @@ from trtserve.errors import (
 )
 from trtserve.files import read_json_object
 from trtserve.host.machine import format_bytes
-from trtserve.pipeline.import_ import download_folder
+from trtserve.pipeline.model import download_folder
+from trtserve.pipeline.stages import destination
 from trtserve.progress import SILENT, Progress
-from trtserve.store import Store, hub, publish, reusable
+from trtserve.store import Store, hub, publish
 from trtserve.store.sources import Source, parse_source
 
 SCHEMA = 1
@@ -103,7 +104,7 @@ def plan_adapter(
     folder = Path(source.location) if revision is None else None
     inputs = _folder_inputs(Path(source.location)) if revision is None else _hub_inputs(revision)
     digest = fingerprint(stage="lora", schema=SCHEMA, storage_type=storage_type, **inputs)
-    path = (out or store.destination(Adapter, source.name, digest)).absolute()
+    path, reused = destination(Adapter, source.name, digest, out=out, store=store)
     config = _source_config(folder, revision, store, token)
     pairs, unmatched = ([], []) if folder is None else match_names(_names(folder))
     return AdapterPlan(
@@ -117,7 +118,7 @@ def plan_adapter(
         unmatched=tuple(unmatched),
         fingerprint=digest,
         path=path,
-        reused=reusable(Adapter, path, digest) is not None,
+        reused=reused,
     )
 
 

@@ -22,12 +22,13 @@ from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.loaders import naming_problem
 from trtserve.pipeline.gpu_fit import require_gpu_memory
 from trtserve.pipeline.memory import build_addresses
+from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress
 from trtserve.server.memory import serving_note
 from trtserve.specs import BuildSpec
 from trtserve.specs.command_line import PLACE, given_values
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
-from trtserve.store import Store, publish, reusable
+from trtserve.store import Store, publish
 from trtserve.store.rates import expected_seconds, read_rates, timed
 
 SCHEMA = 5
@@ -67,6 +68,65 @@ class BuildPlan:
             },
         )
 
+    @property
+    def artifact(self) -> Engine:
+        """The Engine that `run` returns; it need not exist yet."""
+        return Engine(path=self.path, manifest=self.manifest)
+
+    @property
+    def needs(self) -> StageNeeds:
+        """Disk, memory and time of a build."""
+        size = self.engine.disk_bytes
+        return StageNeeds(
+            stage="build",
+            disk=size + MANIFEST_BYTES,
+            memory=self.engine.memory_bytes,
+            seconds=expected_seconds(read_rates(self.store), self.engine.timed_stage, size),
+        )
+
+    def describe(self) -> StageSummary:
+        """Return the stage as a dry run shows it."""
+        command = self.engine.command(self.checkpoint.path, self.path)
+        return summary("build", self.path, self.engine.disk_bytes, done=self.reused, command=command)
+
+    def run(self, progress: Progress = SILENT) -> Engine:
+        """Build the engine, or reuse the one that exists.
+
+        Raises CorruptFileError, MemoryLimitError, DiskSpaceError or BuildError; nothing is left behind then.
+        """
+        if not self.reused:
+            require_complete(self.checkpoint)
+            _require_names(self.checkpoint, self.engine)
+        for note in self.engine.notes:
+            progress.step(note)
+        if self.reused:
+            progress.step(f"Engine {self.path} is reused")
+        if (too_large := serving_note(self.engine)) is not None:
+            progress.warn(too_large)
+
+        def produce(folder: Path) -> Manifest:
+            require_gpu_memory(self.engine, self.spec, progress)
+            self._require_memory_and_disk(folder)
+            log = self.store.root / "logs" / f"build-{self.path.name}.log"
+            seconds = self.needs.seconds
+            with timed(self.store, self.engine.timed_stage, self.engine.disk_bytes):
+                measured = self.engine.build(self.checkpoint, folder, log=log, progress=progress, seconds=seconds)
+            return replace(self.manifest, facts={**self.manifest.facts, **measured})
+
+        return publish(Engine, self.path, self.manifest, produce)
+
+    def _require_memory_and_disk(self, folder: Path) -> None:
+        engine = self.engine
+        require_memory(
+            engine.memory_bytes,
+            "Building this engine needs",
+            lambda free: _advice(engine, self.spec, self.runtime, free),
+            mapped=build_addresses(engine),
+        )
+        narrower = self.runtime.narrower if engine.config.quantization.algorithm is None else ""
+        smaller = f"Convert with {narrower} for a smaller engine." if narrower else ""
+        require_disk(folder.parent, engine.disk_bytes, "The engine", smaller=smaller)
+
 
 def find_checkpoint(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Checkpoint:
     """Return the checkpoint in a folder, or of an imported name. Raises ModelNotFoundError when there is neither."""
@@ -102,7 +162,7 @@ def plan_build(
         limits=asdict(engine.limits),
         settings=engine.settings(),
     )
-    path = (out or store.destination(Engine, name, identity)).absolute()
+    path, reused = destination(Engine, name, identity, out=out, store=store)
     return BuildPlan(
         spec=spec,
         checkpoint=checkpoint,
@@ -111,7 +171,7 @@ def plan_build(
         name=name,
         store=store,
         path=path,
-        reused=reusable(Engine, path, identity) is not None,
+        reused=reused,
         fingerprint=identity,
     )
 
@@ -126,36 +186,7 @@ def build_engine(
     progress: Progress = SILENT,
 ) -> Engine:
     """Plan a build and run it."""
-    return run_build(plan_build(checkpoint, spec, name=name, out=out, store=store, progress=progress), progress)
-
-
-def run_build(plan: BuildPlan, progress: Progress = SILENT) -> Engine:
-    """Build the engine of `plan`, or reuse the one that exists.
-
-    Raises CorruptFileError, MemoryLimitError, DiskSpaceError or BuildError; nothing is left behind then.
-    """
-    if not plan.reused:
-        require_complete(plan.checkpoint)
-        _require_names(plan.checkpoint, plan.engine)
-    for note in plan.engine.notes:
-        progress.step(note)
-    if plan.reused:
-        progress.step(f"Engine {plan.path} is reused")
-    if (too_large := serving_note(plan.engine)) is not None:
-        progress.warn(too_large)
-    manifest = plan.manifest
-
-    def produce(folder: Path) -> Manifest:
-        require_gpu_memory(plan.engine, plan.spec, progress)
-        _require_memory_and_disk(plan, folder)
-        stage, size = plan.engine.timed_stage, plan.engine.disk_bytes
-        seconds = expected_seconds(read_rates(plan.store), stage, size)
-        log = plan.store.root / "logs" / f"build-{plan.path.name}.log"
-        with timed(plan.store, stage, size):
-            measured = plan.engine.build(plan.checkpoint, folder, log=log, progress=progress, seconds=seconds)
-        return replace(manifest, facts={**manifest.facts, **measured})
-
-    return publish(Engine, plan.path, manifest, produce)
+    return plan_build(checkpoint, spec, name=name, out=out, store=store, progress=progress).run(progress)
 
 
 def require_complete(checkpoint: Checkpoint) -> None:
@@ -173,19 +204,6 @@ def _require_names(checkpoint: Checkpoint, engine: EnginePlan) -> None:
         raise UnsupportedModelError(
             f"{checkpoint.path} does not load in TensorRT-LLM {version}: {problem.what}.", hint=problem.fix
         )
-
-
-def _require_memory_and_disk(plan: BuildPlan, folder: Path) -> None:
-    engine = plan.engine
-    require_memory(
-        engine.memory_bytes,
-        "Building this engine needs",
-        lambda free: _advice(engine, plan.spec, plan.runtime, free),
-        mapped=build_addresses(engine),
-    )
-    narrower = plan.runtime.narrower if engine.config.quantization.algorithm is None else ""
-    smaller = f"Convert with {narrower} for a smaller engine." if narrower else ""
-    require_disk(folder.parent, engine.disk_bytes, "The engine", smaller=smaller)
 
 
 def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, free: int) -> str:

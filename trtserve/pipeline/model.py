@@ -1,10 +1,10 @@
-"""Bring a model into the store: plan it from its small files, pull or link the weights, and publish it."""
+"""The model stage: plan a model from its small files, pull or link the weights, and publish it in the store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trtserve.artifacts import Model
@@ -12,13 +12,8 @@ from trtserve.errors import CorruptFileError, LockedError
 from trtserve.files import is_weights, locked
 from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_disk
-from trtserve.pipeline.import_.model_plan import (
-    ModelFiles,
-    ModelPlan,
-    folder_files,
-    planned_files,
-    stored_files,
-)
+from trtserve.pipeline.model_files import ModelFiles, folder_files, planned_files, stored_files
+from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
 from trtserve.store import (
     Store,
@@ -27,10 +22,58 @@ from trtserve.store import (
     publish,
     reusable,
 )
-from trtserve.store.rates import timed
+from trtserve.store.rates import expected_seconds, read_rates, timed
 from trtserve.store.sources import Source, other_meaning, parse_source
 
-__all__ = ["ModelPlan", "download_folder", "import_model", "plan_model", "pull_model"]
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan(ModelFiles):
+    """A model before its weights are here, and where they go."""
+
+    store: Store
+    path: Path
+    reused: bool  # the artefact exists
+    missing_bytes: int  # still to be pulled over the network
+    token: str | None = field(default=None, repr=False)  # of the hub; None: the usual places of huggingface_hub
+
+    @property
+    def artifact(self) -> Model:
+        """The Model that `run` returns; it need not exist yet."""
+        return Model(path=self.path, manifest=self.manifest)
+
+    @property
+    def needs(self) -> StageNeeds:
+        """Disk and time of the download."""
+        seconds = expected_seconds(read_rates(self.store), "pull", self.missing_bytes)
+        return StageNeeds(stage="import", disk=self.missing_bytes + MANIFEST_BYTES, memory=None, seconds=seconds)
+
+    def describe(self) -> StageSummary:
+        """Return the stage as a dry run shows it."""
+        return summary("model", self.path, self.missing_bytes, done=self.reused)
+
+    def run(self, progress: Progress = SILENT) -> Model:
+        """Pull or link the files and publish them as a Model; an existing one is reused.
+
+        A local folder is linked, never changed, and its weights are never copied.
+        """
+        if (existing := reusable(Model, self.path, self.fingerprint)) is not None:
+            progress.step(f"Model {existing.path} is reused")
+            return existing
+        if self.folder is not None or self.revision is None:
+            return publish(Model, self.path, self.manifest, lambda staging: _link_folder(self, staging))
+        with download_folder(self.store, self.revision, progress) as folder:
+            # Another process may have published it while this one waited for the folder.
+            if reusable(Model, self.path, self.fingerprint) is None:
+                with timed(self.store, "pull", self.missing_bytes):
+                    _pull_all(self, self.revision, folder, progress)
+
+            def link(staging: Path) -> None:
+                for file in self.files:
+                    link_or_copy(folder / file.name, staging / file.name)
+
+            model = publish(Model, self.path, self.manifest, link)
+            self.store.remove_folder(folder)
+        return model
 
 
 def import_model(
@@ -55,7 +98,7 @@ def import_model(
         any_architecture=any_architecture,
         progress=progress,
     )
-    return pull_model(plan, token=token, progress=progress)
+    return plan.run(progress)
 
 
 def plan_model(
@@ -82,12 +125,12 @@ def plan_model(
         progress.warn(other)
     needs = {"own_tokenizer": own_tokenizer, "any_architecture": any_architecture}
     found = folder_files(parsed, **needs) if parsed.kind != "hub" else _hub_files(parsed, store, token, progress, needs)
-    path = (out or store.destination(Model, found.name, found.fingerprint)).absolute()
-    reused, missing = reusable(Model, path, found.fingerprint) is not None, 0
+    path, reused = destination(Model, found.name, found.fingerprint, out=out, store=store)
+    missing = 0
     if found.revision is not None and found.folder is None and not reused:
         downloads = store.download(found.revision.repository, found.revision.commit)
         missing = sum(file.size - hub.pulled_bytes(file, downloads) for file in found.files)
-    return ModelPlan(**vars(found), store=store, path=path, reused=reused, missing_bytes=missing)
+    return ModelPlan(**vars(found), store=store, path=path, reused=reused, missing_bytes=missing, token=token)
 
 
 def _hub_files(
@@ -111,54 +154,14 @@ def _hub_files(
     return ModelFiles(source=source, revision=revision, files=files, config=config)
 
 
-def pull_model(plan: ModelPlan, *, token: str | None = None, progress: Progress = SILENT) -> Model:
-    """Pull or link the files of `plan` and publish them as a Model; an existing one is reused.
-
-    A local folder is linked, never changed, and its weights are never copied.
-    """
-    if (existing := reusable(Model, plan.path, plan.fingerprint)) is not None:
-        progress.step(f"Model {existing.path} is reused")
-        return existing
-    if plan.folder is not None or plan.revision is None:
-        return publish(Model, plan.path, plan.manifest, lambda staging: _link_folder(plan, staging))
-    with download_folder(plan.store, plan.revision, progress) as folder:
-        # Another process may have published it while this one waited for the folder.
-        if reusable(Model, plan.path, plan.fingerprint) is None:
-            with timed(plan.store, "pull", plan.missing_bytes):
-                _pull_all(plan, plan.revision, folder, token, progress)
-
-        def link(staging: Path) -> None:
-            for file in plan.files:
-                link_or_copy(folder / file.name, staging / file.name)
-
-        model = publish(Model, plan.path, plan.manifest, link)
-        plan.store.remove_folder(folder)
-    return model
-
-
-@contextmanager
-def download_folder(store: Store, revision: hub.Revision, progress: Progress = SILENT) -> Iterator[Path]:
-    """Yield the folder that collects files of a revision, locked for this process; waits for another one to end."""
-    folder = store.download(revision.repository, revision.commit)
-    lock = store.lock_of(folder)
-    with ExitStack() as held:
-        try:
-            held.enter_context(locked(lock, wait=False))
-        except LockedError:
-            progress.step(f"Waiting for another process that pulls {revision.repository}")
-            held.enter_context(locked(lock))
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-
-
-def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress) -> None:
+def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, progress: Progress) -> None:
     done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
     require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}", option="TRTSERVE_HOME")
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(plan.total_bytes - done)}"
     try:
         with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
             for file in plan.files:
-                _fetch(revision, file, folder, token, progress, task)
+                _fetch(revision, file, folder, plan.token, progress, task)
     except KeyboardInterrupt:
         kept = sum(hub.pulled_bytes(file, folder) for file in plan.files)
         progress.step(f"Interrupted. {format_bytes(kept)} are kept in {folder}. Run the same command again to resume.")
@@ -200,3 +203,18 @@ def _link_folder(plan: ModelPlan, staging: Path) -> None:
             target.symlink_to(source.resolve())
         else:
             link_or_copy(source, target, copy=not is_weights(file.name))
+
+
+@contextmanager
+def download_folder(store: Store, revision: hub.Revision, progress: Progress = SILENT) -> Iterator[Path]:
+    """Yield the folder that collects files of a revision, locked for this process; waits for another one to end."""
+    folder = store.download(revision.repository, revision.commit)
+    lock = store.lock_of(folder)
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(lock, wait=False))
+        except LockedError:
+            progress.step(f"Waiting for another process that pulls {revision.repository}")
+            held.enter_context(locked(lock))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder

@@ -15,8 +15,8 @@ from trtserve.artifacts import (
     load_artifact,
 )
 from trtserve.errors import ArtifactError, UsageError
-from trtserve.pipeline.import_ import ModelPlan
 from trtserve.pipeline.import_spec import ImportSpec
+from trtserve.pipeline.model import ModelPlan
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.command_line import spec_of

@@ -1,17 +1,20 @@
-"""The plan of a conversion: which tensor goes where, how large the checkpoint becomes, and where it is published."""
+"""Hugging Face model → TensorRT-LLM unified checkpoint: `config.json` and one `rankN.safetensors` per rank.
+
+Our own converter streams: every source tensor is read once, cut for all ranks, and written to its place.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trtserve.artifacts import (
     Checkpoint,
-    Manifest,
     Model,
     fingerprint,
 )
@@ -25,30 +28,39 @@ from trtserve.checkpoint.placement import (
     moves,
     unknown_sources,
 )
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
-from trtserve.checkpoint.source import read_hf_config, read_source, vision_bytes
-from trtserve.checkpoint.streaming import Move, buffered_bytes, needs_numpy, process_count
-from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
-from trtserve.checkpoint.unified import HEAD
-from trtserve.errors import UnsupportedModelError, UsageError, listing
-from trtserve.nvidia.releases.converters import convertible_family
-from trtserve.nvidia.releases.loaders import loading_releases, name_in_release
-from trtserve.pipeline.checkpoint_config import (
-    checkpoint_config,
-    expected_config,
-    resolve_dtype,
-    resolve_release,
+from trtserve.checkpoint.source import read_hf_config, read_source, same_values, vision_bytes
+from trtserve.checkpoint.streaming import (
+    Move,
+    buffered_bytes,
+    carry_out,
+    created,
+    load_types,
+    needs_numpy,
+    process_count,
 )
+from trtserve.checkpoint.tensor_files import DTYPES, TensorFile
+from trtserve.checkpoint.unified import HEAD
+from trtserve.errors import ConversionError, UsageError, counted, listing
+from trtserve.host.machine import format_bytes
+from trtserve.host.resources import require_disk, require_memory, to_be_mapped
+from trtserve.nvidia.releases import NEWEST, RELEASES
+from trtserve.nvidia.releases.converters import convertible_family
+from trtserve.nvidia.releases.loaders import loading_releases, name_in_release, problems
+from trtserve.pipeline.checkpoint_config import checkpoint_config, resolve_dtype, resolve_release
+from trtserve.pipeline.conversion import SCHEMA, ConversionPlan, smaller_checkpoint
+from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, destination
+from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec, ConvertSpec
-from trtserve.store import Store, require_name, reusable
+from trtserve.store import Store, require_name
+from trtserve.store.rates import expected_seconds, read_rates, timed
 
 if TYPE_CHECKING:
     from trtserve.checkpoint.architectures.base import Target
     from trtserve.checkpoint.repacking import Repack
     from trtserve.checkpoint.source import SourceTensor
-    from trtserve.nvidia.converters import Toolkit
 
-SCHEMA = 5
 # Fields of ConvertSpec that decide what our own converter writes.
 _OWN_SETTINGS = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
 # These count only where they are set, so that checkpoints from before they existed are found again.
@@ -63,34 +75,22 @@ _UNPICKLING = 130 * 2**20  # PyTorch, which imports NumPy
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionPlan:
-    """The plan of a conversion by our own converter or, with a `toolkit`, by NVIDIA's."""
+class OwnConversion(ConversionPlan):
+    """A conversion by our own converter: every source tensor is read once, cut for all ranks, and written."""
 
-    asked: ConvertSpec  # as the user gave it
-    spec: ConvertSpec  # with dtype and release decided, and without what makes no difference
-    model: Model
-    name: str
-    store: Store
-    path: Path  # of the checkpoint
-    reused: bool  # it exists
-    fingerprint: str
-    config: CheckpointConfig  # of the checkpoint; what is expected of NVIDIA's tools
-    sizes: Sequence[int]  # bytes of each rank's file; what is expected of NVIDIA's tools
-    verify: CheckSpec | None = None  # compare the checkpoint with the model before it is published, or reused
-    toolkit: Toolkit | None = None
-    headers: Sequence[bytes] = ()  # of each rank's file
-    moves: Sequence[Move] = ()  # tensors that are copied or cast
-    packed: Sequence[Packed] = ()  # tensors that need more work than that
-    placement: Placement | None = None
+    by_nvidia: ClassVar[bool] = False
+
+    headers: Sequence[bytes]  # of each rank's file
+    moves: Sequence[Move]  # tensors that are copied or cast
+    packed: Sequence[Packed]  # tensors that need more work than that
+    placement: Placement
     vision_bytes: int = 0  # tensors for images, which are left out
     narrow_cache: bool = False  # the model has an 8-bit KV cache, whose scales are left out
-    left_out: Sequence[str] = ()  # tensors that the index does not name, or that --ignore-tensors matches
     tied: tuple[SourceTensor, SourceTensor] | None = None  # the embedding and a stored head that it replaces
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all rank files."""
-        return sum(self.sizes)
+    def source(self) -> str:
+        return f"{len(self.moves) + len(self.packed)} tensors, {format_bytes(self.source_bytes)}"
 
     @property
     def source_bytes(self) -> int:
@@ -104,15 +104,23 @@ class ConversionPlan:
         return sum(map(math.prod, itertools.chain((move.source.entry.shape for move in self.moves), packed)))
 
     @property
+    def largest_tensor(self) -> int:
+        packed = (work.largest_source for work in self.packed)
+        return max(itertools.chain((move.source.entry.size for move in self.moves), packed), default=0)
+
+    @property
     def memory_bytes(self) -> int:
         """Peak memory of the conversion's processes."""
         return convert_memory(self.moves, self.spec.dtype, repacking=[work.memory_bytes for work in self.packed])
 
     @property
-    def largest_tensor(self) -> int:
-        """Bytes of the largest source tensor."""
-        packed = (work.largest_source for work in self.packed)
-        return max(itertools.chain((move.source.entry.size for move in self.moves), packed), default=0)
+    def needs(self) -> StageNeeds:
+        return StageNeeds(
+            stage="convert",
+            disk=self.total_bytes + MANIFEST_BYTES,
+            memory=self.memory_bytes,
+            seconds=expected_seconds(read_rates(self.store), "convert", self.source_bytes),
+        )
 
     @property
     def releases(self) -> str:
@@ -122,51 +130,90 @@ class ConversionPlan:
         found = loading_releases(self.config)
         return f"{found[0]} … {found[-1]}" if found else "(no release)"
 
-    @property
-    def manifest(self) -> Manifest:
-        """Manifest of the checkpoint; a run adds what it measures."""
-        facts: dict[str, Any] = {"model": str(self.model.path.absolute())}
-        if self.toolkit is not None:
-            spec, tools = _all_settings(self.spec), {"tensorrt_llm": self.toolkit.version}
-        else:
-            spec, tools = _own_settings(self.spec), {"checkpoint format": f"TensorRT-LLM {self.releases}"}
-            facts |= {
-                "bytes": self.total_bytes,
-                "parameters": self.parameters,
-                "largest_tensor": self.largest_tensor,
-                **({"left_out": list(self.left_out)} if self.left_out else {}),
-            }
-        return Manifest(
-            kind="checkpoint",
-            name=self.name,
-            fingerprint=self.fingerprint,
-            inputs={self.model.name: self.model.fingerprint},
-            spec=spec,
-            tools=tools,
-            facts=facts,
+    def recorded(self) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        facts: dict[str, Any] = {
+            "bytes": self.total_bytes,
+            "parameters": self.parameters,
+            "largest_tensor": self.largest_tensor,
+            **({"left_out": list(self.left_out)} if self.left_out else {}),
+        }
+        return _own_settings(self.spec), {"checkpoint format": f"TensorRT-LLM {self.releases}"}, facts
+
+    def report(self, progress: Progress) -> None:
+        if self.asked.gpu_sm != ConvertSpec().gpu_sm and "trtserve" not in self.config.content:
+            progress.step("--gpu-sm makes no difference: it orders 4-bit weights (AWQ, GPTQ), and this model has none")
+        if self.asked.dtype == "auto" and not self.reused:
+            _report_cast(self, progress)
+        if self.left_out:
+            progress.step(f"Left out of the checkpoint, as the model works without them: {listing(self.left_out)}")
+        if self.vision_bytes:
+            progress.step(
+                f"The model's vision tensors are left out ({format_bytes(self.vision_bytes)}): it reads text only"
+            )
+        if self.spec.trtllm_version is None:
+            _report_releases(self, progress)
+        if self.tied is not None and not self.reused and not same_values(*self.tied):
+            embedding, head = (tensor.name for tensor in self.tied)
+            progress.warn(
+                f"{head} differs from {embedding}, but config.json ties them: {embedding} is used for both, as in "
+                "transformers. If the model has a head of its own, set tie_word_embeddings to false in its config.json."
+            )
+        if self.narrow_cache:
+            progress.step(
+                f"The model's 8-bit KV cache is left out: keys and values of a GPU engine are {self.spec.dtype}"
+            )
+
+    def write(self, folder: Path, progress: Progress) -> tuple[CheckpointConfig, dict[str, Any]]:
+        require_memory(
+            self.memory_bytes,
+            "This conversion needs",
+            lambda _: "Free some memory: no setting needs less.",
+            mapped=to_be_mapped(*convert_libraries(self.moves)),
         )
+        require_disk(folder.parent, self.total_bytes, "The checkpoint", smaller=smaller_checkpoint(self.spec.dtype))
+        ranks = counted(len(self.sizes), "rank")
+        text = f"Converting to {self.spec.dtype}, {ranks}, {format_bytes(self.total_bytes)}"
+        if self.spec.quantize != "none":
+            progress.step(f"The {self.spec.quantize} weights are made when the engine is built")
+        load_types(self.moves, self.spec.dtype)
+        with (
+            timed(self.store, "convert", self.source_bytes),
+            created(folder, self.headers, self.sizes) as files,
+            progress.task(text, total=self.source_bytes, unit="bytes") as task,
+        ):
+            carry_out(self.moves, files, self.spec.dtype, task.advance)
+            for work in self.packed:
+                work.write(self.placement, files)
+                task.advance(work.source_bytes)
+        (folder / "config.json").write_text(json.dumps(self.config.content, indent=4) + "\n", encoding="utf-8")
+        # Read the headers back as a loader would, before the checkpoint counts as complete.
+        for rank, size in enumerate(self.sizes):
+            path = folder / f"rank{rank}.safetensors"
+            if path.stat().st_size != size or not TensorFile(path).entries:
+                raise ConversionError(f"{path.name} has {path.stat().st_size} bytes after writing; expected {size}.")
+        return self.config, {}
 
-    @property
-    def artifact(self) -> Checkpoint:
-        """The Checkpoint that `run_conversion` returns; it need not exist yet."""
-        return Checkpoint(path=self.path, manifest=self.manifest)
+
+def find_model(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Model:
+    """Return the model in a folder, or the one imported under a name.
+
+    Raises ModelNotFoundError when there is neither.
+    """
+    return (store or Store()).find(Model, name_or_folder, progress=progress)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The inputs of both converters."""
-
-    spec: ConvertSpec
-    model: Model
-    name: str
-    out: Path | None
-    store: Store
-    verify: CheckSpec | None
-
-    def destination(self, digest: str) -> tuple[Path, bool]:
-        """Return the checkpoint's folder, and whether the checkpoint exists."""
-        path = (self.out or self.store.destination(Checkpoint, self.name, digest)).absolute()
-        return path, reusable(Checkpoint, path, digest) is not None
+def convert_model(
+    model: Model,
+    spec: ConvertSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    verify: CheckSpec | None = None,
+    progress: Progress = SILENT,
+) -> Checkpoint:
+    """Plan a conversion and run it."""
+    return plan_conversion(model, spec, name=name, out=out, store=store, verify=verify).run(progress)
 
 
 def plan_conversion(
@@ -178,26 +225,39 @@ def plan_conversion(
     store: Store | None = None,
     verify: CheckSpec | None = None,
     files: Path | None = None,
-    headers_only: bool = False,
 ) -> ConversionPlan:
     """Plan a conversion from configs and headers; only errors in the values of tensors are found later.
 
-    `files` is the folder to read from, where the model is not published yet; with `headers_only` its files hold
-    no values. UnsupportedModelError, ConversionError, CorruptFileError, or UsageError for sizes that do not divide.
+    `files` is the folder to read from, where the model is not published yet. Raises UnsupportedModelError,
+    ConversionError, CorruptFileError, or UsageError for sizes that do not divide.
     """
-    job = _Job(spec=spec, model=model, name=name or model.name, out=out, store=store or Store(), verify=verify)
-    require_name(job.name)
-    files = files or model.path
-    hf: Mapping[str, Any] = read_hf_config(files)
-    if spec.upstream:
-        return _plan_nvidia_conversion(job, hf)
-    return _plan_own_conversion(job, hf, files, headers_only=headers_only)
+    if not spec.upstream:
+        return plan_own_conversion(model, spec, name=name, out=out, store=store, verify=verify, files=files)
+    from trtserve.pipeline.convert_nvidia import plan_nvidia_conversion  # loads what launches processes and containers
+
+    hf = read_hf_config(files or model.path)
+    return plan_nvidia_conversion(
+        model, spec, hf, name=name or model.name, out=out, store=store or Store(), verify=verify
+    )
 
 
-def _plan_own_conversion(job: _Job, hf: Mapping[str, Any], files: Path, *, headers_only: bool) -> ConversionPlan:
-    hf = architectures.text_model(hf)
+def plan_own_conversion(
+    model: Model,
+    spec: ConvertSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    verify: CheckSpec | None = None,
+    files: Path | None = None,
+    headers_only: bool = False,
+) -> OwnConversion:
+    """Plan a conversion by our own converter; with `headers_only` the files hold no values."""
+    name, store, files, asked = name or model.name, store or Store(), files or model.path, spec
+    require_name(name)
+    hf = architectures.text_model(read_hf_config(files))
     family = convertible_family(hf)
-    stored, spec = source_quantization(hf), job.spec
+    stored = source_quantization(hf)
     spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
     if stored is None or stored.method == "fp8":
         # The GPU decides the order of 4-bit weights only: a checkpoint without them is the same for all.
@@ -226,20 +286,20 @@ def _plan_own_conversion(job: _Job, hf: Mapping[str, Any], files: Path, *, heade
         from trtserve.checkpoint.quantized_tensors import is_cache_scale
 
         narrow_cache = stored.narrow_cache or any(map(is_cache_scale, sources))
-    digest = fingerprint(stage="convert", schema=SCHEMA, spec=_own_settings(spec), model=job.model.fingerprint)
-    path, reused = job.destination(digest)
-    return ConversionPlan(
-        asked=job.spec,
+    digest = fingerprint(stage="convert", schema=SCHEMA, spec=_own_settings(spec), model=model.fingerprint)
+    path, reused = destination(Checkpoint, name, digest, out=out, store=store)
+    return OwnConversion(
+        asked=asked,
         spec=spec,
-        model=job.model,
-        name=job.name,
-        store=job.store,
+        model=model,
+        name=name,
+        store=store,
         path=path,
         reused=reused,
         fingerprint=digest,
         config=config,
         sizes=placement.sizes,
-        verify=job.verify,
+        verify=verify,
         headers=placement.headers,
         moves=moves(match(targets, moved, unused), placement, moved),
         packed=packed,
@@ -327,60 +387,29 @@ def _own_settings(spec: ConvertSpec) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key in (*_OWN_SETTINGS, *later)}
 
 
-def _all_settings(spec: ConvertSpec) -> dict[str, Any]:
-    examples = str(spec.trtllm_examples) if spec.trtllm_examples else None
-    lists = {name: list(getattr(spec, name)) for name in ("converter_flags", "container_flags", "ignore_tensors")}
-    return {**asdict(spec), "trtllm_examples": examples, **lists}
-
-
-def _plan_nvidia_conversion(job: _Job, hf: Mapping[str, Any]) -> ConversionPlan:
-    """Find NVIDIA's tool, check its options, and estimate what it will write."""
-    spec, model = job.spec, job.model
-    if spec.ignore_tensors:
-        raise UsageError(
-            "--ignore-tensors is for our own converter; NVIDIA's skip every tensor that they do not know.",
-            hint="Leave it out.",
+def _report_releases(plan: OwnConversion, progress: Progress) -> None:
+    """Report releases of TensorRT-LLM that do not load a checkpoint which is made for all of them."""
+    served, others = loading_releases(plan.config), loading_releases(plan.config, named_in=RELEASES[0])
+    if not served:
+        problem = problems(plan.config, NEWEST)[0]
+        progress.warn(f"No release of TensorRT-LLM loads this checkpoint: {problem.what}. {problem.fix}")
+    elif others and others != served:
+        progress.step(
+            f"This checkpoint loads in TensorRT-LLM {served[0]} … {served[-1]}; {others[0]} … {others[-1]} name "
+            "some tensors otherwise: add --trtllm-version for one of these"
         )
-    from trtserve.nvidia.converters import find_toolkit, needs_calibration, tool_command
 
-    toolkit = find_toolkit(
-        calibrated=needs_calibration(spec),
-        examples=spec.trtllm_examples,
-        container=spec.container,
-        version=spec.trtllm_version,
-    )
-    spec = replace(spec, dtype=resolve_dtype(spec, hf))
-    tool_command(toolkit, spec, architectures.architecture_of(hf), model.path, model.path)
-    config = expected_config(hf, spec)
-    try:
-        size = architectures.parameter_count(config) * numpy_dtype(CODES[config.dtype]).itemsize
-    except UnsupportedModelError:
-        size = 0
-    ranks = spec.tp_size * spec.pp_size
-    where = ("container", "container_flags", "trtllm_version", "trtllm_examples", "ignore_tensors")
-    settings = {key: value for key, value in _all_settings(spec).items() if key not in where}
-    digest = fingerprint(
-        stage="convert",
-        schema=SCHEMA,
-        spec={**settings, "trtllm_examples": None},
-        model=model.fingerprint,
-        tool=toolkit.version,
-    )
-    path, reused = job.destination(digest)
-    return ConversionPlan(
-        asked=job.spec,
-        spec=spec,
-        model=model,
-        name=job.name,
-        store=job.store,
-        path=path,
-        reused=reused,
-        fingerprint=digest,
-        config=config,
-        sizes=[size // ranks] * ranks,
-        verify=job.verify,
-        toolkit=toolkit,
-    )
+
+def _report_cast(plan: OwnConversion, progress: Progress) -> None:
+    """Report weights whose type changes because config.json names another one."""
+    types = sorted({DTYPES[move.source.entry.code] for move in plan.moves if move.dtype is None})
+    if not types or types == [plan.spec.dtype]:
+        return
+    wide = types[0] if len(types) == 1 else "float32"
+    # Models that are quantised already have no float32 checkpoint.
+    quantised = plan.config.quantization.quant_algo in (GPTQ, AWQ, FP8)
+    keeps = "" if quantised and wide == "float32" else f" (--dtype {wide} keeps them)"
+    progress.step(f"The model is {' and '.join(types)}: its weights become {plan.spec.dtype}{keeps}")
 
 
 def convert_libraries(moves: Sequence[Move]) -> tuple[str, ...]:
@@ -397,8 +426,3 @@ def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int
     libraries += _UNPICKLING if pickled else 0
     base = _CONVERT_PROCESS + (processes - 1) * _FORKED + libraries
     return round(base) + max([*held, *repacking], default=0)
-
-
-def smaller_checkpoint(dtype: str) -> str:
-    """Suggest how to make our checkpoint smaller: it stores floats whatever the engine quantises."""
-    return "--dtype bfloat16 or float16 makes it half as large." if dtype == "float32" else ""

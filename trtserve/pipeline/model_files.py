@@ -1,4 +1,4 @@
-"""The plan of a model: which files it needs, whether they can be converted here, and where they go."""
+"""Which files a model needs, whether they can be converted here, and where they are."""
 
 from __future__ import annotations
 
@@ -115,21 +115,6 @@ class ModelFiles:
                 "files": [asdict(file) for file in self.files],
             },
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPlan(ModelFiles):
-    """A model before its weights are here, and where they go."""
-
-    store: Store
-    path: Path
-    reused: bool  # the artefact exists
-    missing_bytes: int  # still to be pulled over the network
-
-    @property
-    def artifact(self) -> Model:
-        """The Model that `pull_model` returns; it need not exist yet."""
-        return Model(path=self.path, manifest=self.manifest)
 
 
 def planned_files(
