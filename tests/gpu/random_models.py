@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
@@ -85,4 +86,6 @@ def random_model(
     typed = CheckpointConfig.of(model)
     weights = RandomWeights(typed, device, getattr(torch, dtype))
     decoder = family(architecture).decoder(typed)
-    return ChoosingTorchModel(config, decoder, weights, layers=range(sizes["num_hidden_layers"]), device=device)
+    return ChoosingTorchModel(
+        EngineConfig.of(config), decoder, weights, layers=range(sizes["num_hidden_layers"]), device=device
+    )

@@ -18,6 +18,7 @@ from tests.support.hub import Hub, running_hub
 from tests.support.servers import HOST
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, ModelRepository
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor import runtimes
@@ -254,7 +255,7 @@ def _parallelism(repository: Path) -> int:
 
 def test_the_cpu_never_builds_again(store: Store, tmp_path: Path, imported: ModelRepository) -> None:
     served = inspect_repository(imported)
-    on_cpu = replace(served, engine={**served.engine, "trtserve": {"runtime": "openvino"}})
+    on_cpu = replace(served, engine=EngineConfig.of({**served.engine.content, "trtserve": {"runtime": "openvino"}}))
     assert wants_rebuild(served, ServerSpec(world_size=4))
     assert not wants_rebuild(on_cpu, ServerSpec(world_size=4))
     with pytest.raises(UsageError):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.tiny_decoders import POSITIONS, TinyDecoder
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures.base import Split
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.model import TorchModel
@@ -71,4 +72,6 @@ def torch_model(
         },
         "trtserve": {"compute_precision": "f32", "mlp": tiny.decoder.mlp},
     }
-    return model_class(config, tiny.decoder, TinyWeights(tiny), layers=range(tiny.sizes.layers), **options)
+    return model_class(
+        EngineConfig.of(config), tiny.decoder, TinyWeights(tiny), layers=range(tiny.sizes.layers), **options
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import RELEASES
 from trtserve.repository.embedded import require_accepted, require_startable
@@ -25,7 +26,7 @@ DEFAULTS = {
 
 def check(settings: dict[str, str], *, release: str = "1.2", queue: int = 0) -> None:
     parameters = {**DEFAULTS, **settings}
-    require_startable(parameters, ENGINE, release=release, settings=settings, max_queue_size=queue)
+    require_startable(parameters, EngineConfig.of(ENGINE), release=release, settings=settings, max_queue_size=queue)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.engine.limits import (
     EngineLimits,
     fit_to_cache,
@@ -16,10 +17,12 @@ from trtserve.executor.engine.limits import (
 )
 from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions, KvCacheOptions
 
-ENGINE: dict[str, Any] = {
-    "build_config": {"max_batch_size": 8, "max_seq_len": 100, "max_num_tokens": 64, "max_beam_width": 1},
-    "pretrained_config": {"vocab_size": 97},
-}
+ENGINE = EngineConfig.of(
+    {
+        "build_config": {"max_batch_size": 8, "max_seq_len": 100, "max_num_tokens": 64, "max_beam_width": 1},
+        "pretrained_config": {"vocab_size": 97},
+    }
+)
 LIMITS = EngineLimits(max_batch_size=8, max_seq_len=100, max_num_tokens=64, vocab_size=97)
 
 
@@ -60,13 +63,12 @@ def test_longest_prompt_depends_on_chunking() -> None:
     ("built", "chunked", "longest"), [(16, False, 16), (80, False, 64), (80, True, 80), (100, True, 99)]
 )
 def test_max_input_len_limits_the_prompt(built: int, chunked: bool, longest: int) -> None:
-    engine = {**ENGINE, "build_config": {**ENGINE["build_config"], "max_input_len": built}}
-    limits = resolve_limits(engine, EngineOptions(chunked_context=chunked))
+    limits = resolve_limits(ENGINE.with_build(max_input_len=built), EngineOptions(chunked_context=chunked))
     assert limits.max_input_len == longest
 
 
 def _built(**flags: Any) -> EngineLimits:
-    return resolve_limits({**ENGINE, "build_config": {**ENGINE["build_config"], **flags}}, EngineOptions())
+    return resolve_limits(ENGINE.with_build(**flags), EngineOptions())
 
 
 def test_features_come_from_the_build_config() -> None:
@@ -94,9 +96,9 @@ def test_features_come_from_the_build_config() -> None:
 
 
 def test_chunking_needs_paged_context(caplog: pytest.LogCaptureFixture) -> None:
-    config = {**ENGINE["build_config"], "plugin_config": {"use_paged_context_fmha": False}}
+    engine = ENGINE.with_build(plugin_config={"use_paged_context_fmha": False})
     with caplog.at_level(logging.WARNING):
-        limits = resolve_limits({**ENGINE, "build_config": config}, EngineOptions(chunked_context=True))
+        limits = resolve_limits(engine, EngineOptions(chunked_context=True))
     assert (limits.chunked, limits.paged_context) == (False, False)
     assert "chunked context is turned off" in caplog.text
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.schedulers import add, make_scheduler, make_sequence, run_step
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.engine.batch import Batch
 from trtserve.executor.engine.limits import resolve_limits
 from trtserve.executor.engine.options import EngineOptions
@@ -25,9 +26,9 @@ def test_only_engines_for_longer_sequences_have_a_threshold(max_seq_len: int, ex
         "original_max_position_embeddings": 4096,
     }
     engine = {"build_config": build, "pretrained_config": model}
-    assert resolve_limits(engine, EngineOptions()).long_rope_beyond == expected
+    assert resolve_limits(EngineConfig.of(engine), EngineOptions()).long_rope_beyond == expected
     model["position_embedding_type"] = "rope_gpt_neox"
-    assert resolve_limits(engine, EngineOptions()).long_rope_beyond is None
+    assert resolve_limits(EngineConfig.of(engine), EngineOptions()).long_rope_beyond is None
 
 
 def test_beams_count_their_maximum_length() -> None:

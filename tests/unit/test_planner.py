@@ -14,6 +14,7 @@ from tests.support.large_models import LLAMA_2_7B, llama_2_7b
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.openvino.memory import engine_needs, weight_bytes
 from trtserve.executor.steps import draft_memory, engine_needs_of
@@ -178,15 +179,11 @@ def test_context_logits_need_memory() -> None:
     assert many - few == (2048 - 16) * 32000 * 4
 
 
-def _engine(**build: Any) -> dict[str, Any]:
+def _engine(**build: Any) -> EngineConfig:
     limits = {"max_batch_size": 2, "max_input_len": 64, "max_seq_len": 100, "max_num_tokens": 64}
-    return {
-        "pretrained_config": llama_2_7b(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
-        ).content,
-        "build_config": limits | build,
-        "trtserve": {"runtime": "openvino", "compute_precision": "f32", "kv_precision": "f16"},
-    }
+    model = llama_2_7b(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    own = {"runtime": "openvino", "compute_precision": "f32", "kv_precision": "f16"}
+    return EngineConfig.of({"pretrained_config": model.content, "build_config": limits | build, "trtserve": own})
 
 
 def test_check_holds_one_model_at_a_time() -> None:
@@ -261,9 +258,8 @@ def test_advice_names_an_oversized_batch(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"max_batch_size": 16, "max_num_tokens": 10**8}, "--max-num-tokens 2048"),
     ):
         served = _served()
-        large = {**served.engine, "build_config": {**served.engine["build_config"], **sizes}}
         with pytest.raises(MemoryLimitError) as caught:
-            require_servable(replace(served, engine=large), "m")
+            require_servable(replace(served, engine=served.engine.with_build(**sizes)), "m")
         assert str(caught.value.hint) == f"{flags} of `trtserve build` or `import` would fit."
 
 

@@ -32,7 +32,7 @@ from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.kernel_layout import from_kernel, to_kernel
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.quantized_tensors import require_divisible
-from trtserve.checkpoint.unified import CheckpointReader
+from trtserve.checkpoint.unified import CheckpointReader, read_config
 from trtserve.errors import (
     ConversionError,
     CorruptFileError,
@@ -144,7 +144,7 @@ def test_rank_of_four_bits(made: Made, tmp_path: Path) -> None:
     model = made("awq")
     checkpoint = convert_model(Model(path=model.folder), ConvertSpec(tp_size=4), out=tmp_path / "made").path
     tensors = read_any_safetensors(checkpoint / "rank1.safetensors")
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = read_config(checkpoint)
     whole = fused(model, 0)
     head, hidden = 64, 256
     rows = [*range(head, 2 * head), *range(hidden, hidden + head), *range(hidden + 2 * head, hidden + 3 * head)]

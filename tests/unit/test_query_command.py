@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.cli import run
 from trtserve.cli.query_output import Sink
 from trtserve.client.query import QuerySpec
@@ -215,7 +216,7 @@ def test_worker_rank_reports_its_error_after_the_leader(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"pretrained_config": {"mapping": {"world_size": 4, "tp_size": 4}}}
-    engine = LocalEngine(path=Path("engine"), config=config, tokenizer=None)
+    engine = LocalEngine(path=Path("engine"), config=EngineConfig.of(config), tokenizer=None)
     monkeypatch.setattr("trtserve.server.local_engine.find_local_engine", lambda *_: engine)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")

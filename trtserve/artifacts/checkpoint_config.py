@@ -24,18 +24,24 @@ class ParallelMapping:
     moe_tp_size: int | None = None  # None, and -1 in TensorRT-LLM: follows from the others
     moe_ep_size: int = 1
     gpus_per_node: int = 8
-    world_size: int = 1
+    world_size: int | None = None  # as stated; see `ranks`
 
     def __post_init__(self) -> None:
         """Refuse sizes of which no mapping can be made."""
         for name in ("tp_size", "pp_size", "cp_size", "gpus_per_node", "world_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Expected a positive `{name}`, got {getattr(self, name)}")
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"Expected a positive `{name}`, got {size}")
+
+    @property
+    def product(self) -> int:
+        """The ranks that tensor, pipeline and context parallelism need; engines may state another world size."""
+        return self.tp_size * self.pp_size * self.cp_size
 
     @property
     def ranks(self) -> int:
         """The processes that serve the model, each with a file of its own."""
-        return max(self.tp_size * self.pp_size * self.cp_size, self.world_size)
+        return max(self.product, self.world_size or 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig, ParallelMapping, without_nulls
 from trtserve.errors import CorruptFileError, TrtserveError
@@ -29,7 +29,7 @@ class LoraBuildConfig:
     """`build_config.lora_config`: the adapters that fit the engine."""
 
     lora_target_modules: tuple[str, ...] = ()
-    max_lora_rank: int = 0
+    max_lora_rank: int = 64  # as in TensorRT-LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class BuildConfig:
 class EmbeddedKeys:
     """`trtserve`: what an embedded runtime records in its engines."""
 
-    runtime: str | None = None
-    device: str = "cpu"
-    compute_precision: str | None = None
-    kv_precision: str | None = None
+    runtime: str = "tensorrt_llm"
+    device: Literal["cpu", "cuda"] = "cpu"
+    compute_precision: str = ""
+    kv_precision: str = ""
     mlp: str | None = None
     machine: Mapping[str, Any] | None = None
     windows: tuple[int | None, ...] = ()
@@ -96,6 +96,22 @@ class EngineConfig(Mapping[str, Any]):
         decoded = decode_as(parts, cls, "the config of an engine", source, error, hint=hint)
         checkpoint = CheckpointConfig.of(content.get("pretrained_config") or {}, source, error, hint=hint)
         return replace(decoded, model=checkpoint, content=content)
+
+    @property
+    def build_keys(self) -> Mapping[str, Any]:
+        """All of `build_config`, as the file has it."""
+        found: Mapping[str, Any] = self.content.get("build_config") or {}
+        return found
+
+    @property
+    def plugin_keys(self) -> Mapping[str, Any]:
+        """All of `build_config.plugin_config`, as the file has it."""
+        found: Mapping[str, Any] = self.build_keys.get("plugin_config") or {}
+        return found
+
+    def with_build(self, **keys: object) -> EngineConfig:
+        """Return the config with other values for some keys of `build_config`."""
+        return self.of({**self.content, "build_config": {**self.build_keys, **keys}})
 
     @property
     def mapping(self) -> ParallelMapping:

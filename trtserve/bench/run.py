@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve._version import __version__
 from trtserve.artifacts import Manifest
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.bench.calibration import Calibration, calibrate
 from trtserve.bench.messages import count_answers
 from trtserve.bench.monitoring import LoadSampler, queue_wait_ms
@@ -126,7 +127,7 @@ def _bounds(engine: Path | None, repository: Path | None, core_model: str) -> Ma
     folder = engine or (None if repository is None else repository / core_model / "1")
     if folder is None or not (folder / "config.json").is_file():
         return Machine()
-    return find_machine(folder, gpu=device_of(read_json_object(folder / "config.json")) != "cpu")
+    return find_machine(folder, gpu=device_of(EngineConfig.of(read_json_object(folder / "config.json"))) != "cpu")
 
 
 def _plain(spec: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.errors import BuildError
 from trtserve.executor.features import Features
@@ -143,13 +144,13 @@ class EmbeddedRuntime(Runtime, ABC):
         return BUILDER_FIELDS
 
     @abstractmethod
-    def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
+    def memory_of(self, config: EngineConfig) -> EngineNeeds:
         """Return the memory that the engine with this `config.json` needs on this machine."""
 
 
-def limits_of(config: Mapping[str, Any]) -> Limits:
+def limits_of(config: EngineConfig) -> Limits:
     """Return the limits of the engine with this `config.json`."""
-    return Limits(**{name: int(config["build_config"][name]) for name in Limits.__dataclass_fields__})
+    return Limits(**{name: getattr(config.build, name) for name in Limits.__dataclass_fields__})
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -10,8 +10,9 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
 
@@ -43,30 +44,28 @@ def is_embedded_runtime(name: object) -> bool:
     return name in MODELS
 
 
-def embedded_runtime(config: Mapping[str, Any]) -> str | None:
+def embedded_runtime(config: EngineConfig) -> str | None:
     """Return the runtime of the engine with this `config.json`, or None for an engine of TensorRT-LLM."""
-    name = (config.get("trtserve") or {}).get("runtime")
-    return str(name) if is_embedded_runtime(name) else None
+    return config.trtserve.runtime if is_embedded_runtime(config.trtserve.runtime) else None
 
 
-def is_embedded(config: Mapping[str, Any]) -> bool:
+def is_embedded(config: EngineConfig) -> bool:
     """Return whether the engine with this `config.json` was built for the embedded executor."""
     return embedded_runtime(config) is not None
 
 
-def device_of(config: Mapping[str, Any]) -> str | None:
+def device_of(config: EngineConfig) -> str | None:
     """Return `cpu` or `cuda`, where the embedded executor runs the engine, or None for an engine of TensorRT-LLM."""
-    return str(config["trtserve"].get("device", "cpu")) if is_embedded(config) else None
+    return config.trtserve.device if is_embedded(config) else None
 
 
-def engine_files(config: Mapping[str, Any], runtime: str) -> list[str]:
+def engine_files(config: EngineConfig, runtime: str) -> list[str]:
     """Return the names of the files of an engine of this embedded runtime, besides `config.json`."""
-    mapping = (config.get("pretrained_config") or {}).get("mapping") or {}
-    ranks = int(mapping.get("tp_size") or 1) * int(mapping.get("pp_size") or 1) if MODELS[runtime].ranks else 1
+    ranks = config.mapping.ranks if MODELS[runtime].ranks else 1
     return [name.format(rank) for rank in range(ranks) for name in MODELS[runtime].files]
 
 
-def merges_ranks(config: Mapping[str, Any]) -> bool:
+def merges_ranks(config: EngineConfig) -> bool:
     """Return whether one process serves the merged shards of the engine with this `config.json`."""
     runtime = embedded_runtime(config)
     return runtime is not None and not MODELS[runtime].ranks
@@ -80,11 +79,11 @@ def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
     return model
 
 
-def read_engine_config(engine: Path) -> Mapping[str, Any]:
+def read_engine_config(engine: Path) -> EngineConfig:
     """Read the `config.json` of an engine. Raises ArtifactError when it is none for the embedded executor."""
     path = engine / "config.json"
     try:
-        config = read_json_object(path, CorruptFileError, hint="Build the engine again.")
+        config = EngineConfig.of(read_json_object(path, CorruptFileError, hint="Build the engine again."), path)
     except FileNotFoundError:
         raise ArtifactError(
             f"{engine} has no config.json: it is not an engine folder.", hint="Give the path that `build` printed."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.loaders import embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.specs.runtime import EngineNeeds
@@ -39,24 +39,22 @@ def step_flags(asked: tuple[int, int], step: tuple[int, int]) -> str:
     return " ".join(f"{flag} {value}" for flag, before, value in named if value != before)
 
 
-def engine_needs_of(config: Mapping[str, Any]) -> EngineNeeds:
+def engine_needs_of(config: EngineConfig) -> EngineNeeds:
     """Return the memory that an existing engine needs, from its `config.json`; 0 for one on GPUs."""
     return RUNTIMES[str(embedded_runtime(config))].memory_of(config)
 
 
-def draft_memory(config: Mapping[str, Any], kv_tokens: int | None) -> int:
+def draft_memory(config: EngineConfig, kv_tokens: int | None) -> int:
     """Return the memory of a draft model's process, with `kv_tokens` of cache, or one sequence's."""
     needs = engine_needs_of(config)
-    return needs.serving + (kv_tokens or int(config["build_config"]["max_seq_len"])) * needs.kv_per_token
+    return needs.serving + (kv_tokens or config.build.max_seq_len) * needs.kv_per_token
 
 
-def fitting_step(engine: Mapping[str, Any], room: int) -> str | None:
+def fitting_step(engine: EngineConfig, room: int) -> str | None:
     """Return options with which an engine in main memory needs at most `room` bytes without its cache."""
-    build = engine["build_config"]
-    asked, beams = (int(build["max_batch_size"]), int(build["max_num_tokens"])), int(build.get("max_beam_width", 1))
+    asked, beams = (engine.build.max_batch_size, engine.build.max_num_tokens), engine.build.max_beam_width
     for batch, tokens in (*usual_steps(*asked, beams=beams), smallest_step(*asked, beams=beams)):
-        changed = {**build, "max_batch_size": batch, "max_num_tokens": tokens}
-        if engine_needs_of({**engine, "build_config": changed}).serving <= room:
+        if engine_needs_of(engine.with_build(max_batch_size=batch, max_num_tokens=tokens)).serving <= room:
             return step_flags(asked, (batch, tokens)) or None
     return None
 

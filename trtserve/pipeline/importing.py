@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import MANIFEST, Artifact, Engine, Model, ModelRepository, load_artifact
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import DiskSpaceError, MemoryLimitError
@@ -162,7 +163,7 @@ def plan_import(
     if plan.deployment is not None:
         needs = memory_needs(plan.deployment, plan.build.engine if plan.build else None)
         plan = replace(plan, needs=needs)
-        require_fitting(needs.engine.config_outline(), spec.repository, draft=spec.draft)
+        require_fitting(EngineConfig.of(needs.engine.config_outline()), spec.repository, draft=spec.draft)
     return plan
 
 

@@ -177,7 +177,7 @@ def _engine(folder: Path, config: EngineConfig) -> Description:
     return Description(
         kind="engine",
         path=folder,
-        runtime=config.trtserve.runtime or "tensorrt_llm",
+        runtime=config.trtserve.runtime,
         model=_model(model, manifest),
         precision=_precision(config),
         quantization=_quantization(model),

@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trtserve.artifacts import Adapter, looks_like
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.engine.lora_modules import MODULE_IDS, LoraModule, lora_modules
 from trtserve.programs.shared.arrays import read_array
@@ -51,7 +52,7 @@ def find_adapters(spec: RepositorySpec, store: Store) -> dict[str, Path]:
     }
 
 
-def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> tuple[NamedAdapter, ...]:
+def resolve_adapters(folders: Mapping[str, Path], config: EngineConfig) -> tuple[NamedAdapter, ...]:
     """Return the adapters of `folders` (name → folder) in order of their names, checked against the engine's `config`.
 
     Raises UsageError for a name that cannot be one. Raises RepositoryError for a folder without an adapter in
@@ -59,14 +60,13 @@ def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> 
     """
     if not folders:
         return ()
-    build = config["build_config"]
-    if not build.get("plugin_config", {}).get("lora_plugin"):
+    if not config.build.plugin_config.lora_plugin:
         raise RepositoryError(
             "The engine was built without adapters, so --lora cannot work with it.",
             hint="Build it again with --lora-plugin auto --lora-target-modules attn_q,attn_k,attn_v --max-lora-rank 8.",
         )
-    names = [name for name in build.get("lora_config", {}).get("lora_target_modules", []) if name in MODULE_IDS]
-    modules = {module.id: module for module in lora_modules(config["pretrained_config"], names)}
+    names = [name for name in config.build.lora_config.lora_target_modules if name in MODULE_IDS]
+    modules = {module.id: module for module in lora_modules(config.model, names)}
     adapters = []
     for name, folder in sorted(folders.items()):
         if not _NAME.fullmatch(name):
@@ -137,11 +137,11 @@ def _read(name: str, folder: Path) -> tuple[Array, Array]:
 
 
 def _require_fit(
-    name: str, weights: Array, rows: Array, modules: Mapping[int, LoraModule], config: Mapping[str, Any]
+    name: str, weights: Array, rows: Array, modules: Mapping[int, LoraModule], config: EngineConfig
 ) -> None:
     """Raise RepositoryError for the first row that the core model would refuse in a request."""
-    rank_limit = int(config["build_config"].get("lora_config", {}).get("max_lora_rank") or 0)
-    layers, width = int(config["pretrained_config"]["num_hidden_layers"]), weights.shape[-1]
+    rank_limit = config.build.lora_config.max_lora_rank
+    layers, width = config.model.num_hidden_layers, weights.shape[-1]
     names = {number: module for module, number in MODULE_IDS.items()}
     for module, layer, rank in rows.reshape(-1, 3).tolist():
         if module not in modules:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from trtserve.artifacts import (
     ModelRepository,
     fingerprint,
 )
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.loaders import is_embedded, is_embedded_runtime
 from trtserve.progress import Progress
 from trtserve.repository.adapters import NamedAdapter, resolve_adapters, write_adapters
 from trtserve.repository.config import ConfigOptions
-from trtserve.repository.core_models import world_size
 from trtserve.repository.draft import Draft, resolve_draft
 from trtserve.repository.engines import (
     limits_of,
@@ -199,7 +198,7 @@ def plan_repository(
     )
 
 
-def require_fitting(config: Mapping[str, Any], spec: RepositorySpec, *, draft: Engine | None = None) -> None:
+def require_fitting(config: EngineConfig, spec: RepositorySpec, *, draft: Engine | None = None) -> None:
     """Check the settings against an engine that need not exist yet; `config` is the config.json that it will have.
 
     Raises UsageError for a release or setting that cannot work and RepositoryError for a draft engine or adapter that
@@ -223,11 +222,10 @@ _TOOLS = ("tensorrt_llm", "tensorrt", "cuda", "driver")
 
 
 def repository_facts(
-    spec: RepositorySpec, table: Profile, options: ConfigOptions, config: Mapping[str, Any], engine: Engine
+    spec: RepositorySpec, table: Profile, options: ConfigOptions, config: EngineConfig, engine: Engine
 ) -> dict[str, Any]:
     """Return the facts about `engine`, whose config.json is `config`, without draft model and adapters."""
-    own = config.get("trtserve", {})
-    model = config.get("pretrained_config", {})
+    own, model = config.trtserve, config.model
     return {
         "alias": spec.name,
         "suffix": spec.suffix,
@@ -235,37 +233,37 @@ def repository_facts(
         "release": table.release,
         "all_releases": table.union,
         "ignored_parameters": _ignored_parameters(table, options) if is_embedded(config) else [],
-        "runtime": own.get("runtime", "tensorrt_llm"),
+        "runtime": own.runtime,
         "triton_backend": options.backend,
-        "world_size": world_size(config),
+        "world_size": config.mapping.ranks,
         "container_paths": spec.container_paths,
         "core_models": {model_names(spec.suffix)[CORE]: core_facts(CORE, spec, options, config, engine)},
         "triton_max_batch_size": options.max_batch_size,
         "limits": limits_of(config),
-        "dtype": model.get("dtype"),
-        "compute_precision": own.get("compute_precision", model.get("dtype")),
-        "kv_precision": own.get("kv_precision"),
+        "dtype": model.dtype or None,
+        "compute_precision": own.compute_precision or model.dtype or None,
+        "kv_precision": own.kv_precision or None,
         "max_tokens_in_paged_kv_cache": options.parameters[CORE].get("max_tokens_in_paged_kv_cache"),
         "kv_cache_free_gpu_mem_fraction": options.parameters[CORE].get("kv_cache_free_gpu_mem_fraction"),
-        "vocab_size": model.get("vocab_size"),
-        "mapping": model.get("mapping", {}),
+        "vocab_size": model.vocab_size or None,
+        "mapping": model.content.get("mapping", {}),
         "machine": engine.manifest.facts.get("machine", {}) if engine.manifest is not None else {},
     }
 
 
-def draft_facts(spec: RepositorySpec, draft: Draft, config: Mapping[str, Any]) -> dict[str, Any]:
+def draft_facts(spec: RepositorySpec, draft: Draft, config: EngineConfig) -> dict[str, Any]:
     """Return the entry in `core_models` of a draft model, whose engine's config.json is `config`."""
     return {model_names(spec.suffix)[DRAFT]: core_facts(DRAFT, spec, draft.options, config, draft.engine)}
 
 
 def core_facts(
-    model: str, spec: RepositorySpec, options: ConfigOptions, config: Mapping[str, Any], engine: Engine
+    model: str, spec: RepositorySpec, options: ConfigOptions, config: EngineConfig, engine: Engine
 ) -> dict[str, Any]:
     """Return one entry of `core_models`: engine folder in the repository, ranks, GPUs, and the engine's origin."""
     known = engine.manifest.facts if engine.manifest is not None else {}
     return {
         "engine": f"{model_names(spec.suffix)[model]}/{VERSION}",
-        "world_size": world_size(config),
+        "world_size": config.mapping.ranks,
         "gpu_device_ids": options.parameters[CORE].get("gpu_device_ids", ""),
         "origin": engine_origin(engine, config),
         # What `trtserve build` takes to build it again: the checkpoint's folder, as its name may mean another one.
@@ -276,14 +274,14 @@ def core_facts(
     }
 
 
-def engine_origin(engine: Engine, config: Mapping[str, Any]) -> dict[str, str]:
+def engine_origin(engine: Engine, config: EngineConfig) -> dict[str, str]:
     """Return the versions and the GPU that the engine was built with, as far as its manifest and config.json have them.
 
     The manifest of an engine that trtserve built has the versions in `tools`, and `name` and `sm` in the fact `gpu`.
     """
     tools = engine.manifest.tools if engine.manifest is not None else {}
     found = {name: tools.get(name) for name in _TOOLS}
-    found["tensorrt_llm"] = found["tensorrt_llm"] or config.get("version")
+    found["tensorrt_llm"] = found["tensorrt_llm"] or config.version
     gpu = (engine.manifest.facts.get("gpu") if engine.manifest is not None else None) or {}
     found |= {"gpu": gpu.get("name"), "sm": gpu.get("sm")}
     return {name: str(value) for name, value in found.items() if value is not None}

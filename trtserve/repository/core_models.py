@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import is_embedded
 from trtserve.files import read_json_object
@@ -28,7 +29,7 @@ class CoreModel:
     backend: Backend
     engine: Path | None = None
     """The engine's folder, or None when it is not on this machine (a path of another container) and for llmapi."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: EngineConfig = field(default_factory=EngineConfig)
     """The engine's config.json."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The model.yaml of llmapi."""
@@ -60,7 +61,7 @@ class CoreModel:
     @property
     def version(self) -> str | None:
         """The TensorRT-LLM that built the engine, from its config.json or a manifest, or None when it is unknown."""
-        found = self.config.get("version") or self.origin.get("tensorrt_llm")
+        found = self.config.version or self.origin.get("tensorrt_llm")
         return None if found is None else str(found)
 
 
@@ -76,16 +77,6 @@ def core_models(
     found = {model.name: model for model in _found(repository, configs, facts, known)}
     order = [name for name in known if name in found]
     return tuple(found[name] for name in (*order, *(name for name in sorted(found) if name not in order)))
-
-
-def world_size(config: Mapping[str, Any]) -> int:
-    """Return the ranks of the engine with this config.json: tensor × pipeline × context parallel."""
-    mapping = config.get("pretrained_config", {}).get("mapping", {})
-    sizes = (int(mapping.get(name) or 1) for name in ("tp_size", "pp_size", "cp_size"))
-    total = 1
-    for size in sizes:
-        total *= size
-    return max(total, int(mapping.get("world_size") or 1))
 
 
 def device_groups(text: str) -> Groups:
@@ -105,15 +96,15 @@ def _found(
         elif config.backend == "tensorrtllm" or (config.backend == "python" and "gpt_model_type" in config.parameters):
             engine = _engine_folder(repository, _parameter(config, "gpt_model_path"), facts.get("container_paths"))
             config_file = None if engine is None else engine / "config.json"
-            content: Mapping[str, Any] = {}
+            content = EngineConfig()
             if config_file is not None and config_file.is_file():
-                content = read_json_object(config_file, RepositoryError)
+                content = EngineConfig.of(read_json_object(config_file, RepositoryError), config_file, RepositoryError)
             yield CoreModel(
                 name=name,
                 backend="python" if config.backend == "python" else "tensorrtllm",
                 engine=engine,
                 config=content,
-                world_size=world_size(content),
+                world_size=content.mapping.ranks,
                 instances=instances,
                 gpu_device_ids=_groups(name, config, "gpu_device_ids"),
                 participant_ids=_groups(name, config, "participant_ids"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Engine, Model
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, TrtserveError, UsageError
 from trtserve.executor.loaders import is_embedded
 from trtserve.progress import SILENT, Progress
@@ -56,7 +57,7 @@ def find_draft(text: str | None, store: Store, progress: Progress = SILENT) -> t
 
 
 def resolve_draft(
-    spec: RepositorySpec, table: Profile, options: ConfigOptions, config: Mapping[str, Any], engine: Engine | None
+    spec: RepositorySpec, table: Profile, options: ConfigOptions, config: EngineConfig, engine: Engine | None
 ) -> tuple[ConfigOptions, Draft | None]:
     """Return the repository's options as the draft model `engine` changes them, and the draft model.
 
@@ -96,19 +97,19 @@ def resolve_draft(
     return replace(options, parameters=shared), second
 
 
-def require_pair(target: Mapping[str, Any], draft: Mapping[str, Any], name: str) -> None:
+def require_pair(target: EngineConfig, draft: EngineConfig, name: str) -> None:
     """Raise RepositoryError when the engine `name` with config `draft` cannot be the draft model of `target`."""
     if is_embedded(target) != is_embedded(draft):
         raise RepositoryError(
             "Target and draft engine were built for different runtimes.", hint="Build both for the same runtime."
         )
-    sizes = [each["pretrained_config"].get("vocab_size") for each in (target, draft)]
+    sizes = [each.model.vocab_size for each in (target, draft)]
     if sizes[0] != sizes[1]:
         raise RepositoryError(
             f"The draft engine's vocabulary has {sizes[1]} tokens, the target's {sizes[0]}; ids must mean the same.",
             hint="Take a smaller model of the same family as the draft.",
         )
-    if int(target["build_config"].get("max_draft_len") or 0) < 1:
+    if target.build.max_draft_len < 1:
         raise RepositoryError(
             f"The target engine takes no draft tokens, so {name} cannot be its draft model.",
             hint="Build the target again with --max-draft-len, for example 8.",
@@ -116,7 +117,7 @@ def require_pair(target: Mapping[str, Any], draft: Mapping[str, Any], name: str)
 
 
 def _cache_parameters(
-    spec: RepositorySpec, target: Mapping[str, Any], draft: Mapping[str, Any]
+    spec: RepositorySpec, target: EngineConfig, draft: EngineConfig
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return default KV cache parameters of target and draft.
 
@@ -128,31 +129,28 @@ def _cache_parameters(
     total = _token_size(target) + _token_size(draft)
     result: list[dict[str, str]] = []
     for config in (target, draft):
-        plugins = config["build_config"].get("plugin_config", {})
-        result.append({"enable_kv_cache_reuse": "true"} if plugins.get("use_paged_context_fmha") else {})
+        reuse = config.build.plugin_config.use_paged_context_fmha
+        result.append({"enable_kv_cache_reuse": "true"} if reuse else {})
         if fraction is not None:
             result[-1]["kv_cache_free_gpu_mem_fraction"] = f"{fraction * _token_size(config) / total:.4f}"
     return result[0], result[1]
 
 
-def _token_size(config: Mapping[str, Any]) -> int:
+def _token_size(config: EngineConfig) -> int:
     """Return how many numbers the KV cache holds for one token."""
-    model = config["pretrained_config"]
-    heads, hidden = int(model.get("num_attention_heads", 1)), int(model.get("hidden_size", 1))
-    size = int(model.get("head_size") or hidden // heads)
-    return int(model.get("num_hidden_layers", 1)) * int(model.get("num_key_value_heads") or heads) * size
+    model = config.model
+    return model.num_hidden_layers * model.num_key_value_heads * model.head_size or 1
 
 
-def _facts(engine: Engine, draft: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    own, build = draft.get("trtserve", {}), draft["build_config"]
-    shorter = int(build.get("max_seq_len") or 0) < int(target["build_config"].get("max_seq_len") or 0)
+def _facts(engine: Engine, draft: EngineConfig, target: EngineConfig) -> dict[str, Any]:
+    own = draft.trtserve
     return {
         "model": DRAFT,
         "engine": engine.name,
         "limits": limits_of(draft),
-        "max_draft_len": target["build_config"].get("max_draft_len"),
-        "gives_logits": bool(build.get("gather_generation_logits")),
-        "ends_before_target": shorter,
-        "compute_precision": own.get("compute_precision", draft["pretrained_config"].get("dtype")),
-        "kv_precision": own.get("kv_precision"),
+        "max_draft_len": target.build.max_draft_len,
+        "gives_logits": draft.build.gather_generation_logits,
+        "ends_before_target": draft.build.max_seq_len < target.build.max_seq_len,
+        "compute_precision": own.compute_precision or draft.model.dtype or None,
+        "kv_precision": own.kv_precision or None,
     }

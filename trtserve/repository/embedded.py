@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UsageError
 from trtserve.repository.profiles import CORE, find_parameter, parameter_classes, refused_parameter
 
@@ -15,7 +16,7 @@ _NEEDED = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": _ENGIN
 
 def require_startable(
     parameters: Mapping[str, str],
-    engine: Mapping[str, Any],
+    engine: EngineConfig,
     *,
     release: str,
     settings: Mapping[str, str],
@@ -47,7 +48,7 @@ def require_startable(
 
 
 def startup_refusal(
-    parameters: Mapping[str, str], engine: Mapping[str, Any], *, release: str, max_queue_size: int = 0
+    parameters: Mapping[str, str], engine: EngineConfig, *, release: str, max_queue_size: int = 0
 ) -> str | None:
     """Return why the embedded executor refuses the `parameters` of an existing repository, or None when it starts.
 
@@ -65,7 +66,7 @@ def require_accepted(given: Mapping[str, Mapping[str, str]], release: str) -> No
             )
 
 
-def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: str, max_queue_size: int) -> str | None:
+def _refusal(parameters: Mapping[str, str], engine: EngineConfig, release: str, max_queue_size: int) -> str | None:
     """Return why the core model or its executor refuses `parameters`, or None when they start."""
     from trtserve.executor.engine.limits import resolve_limits
     from trtserve.executor.interface.convert import engine_options

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import MANIFEST, ModelRepository, load_artifact
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, TrtserveError
 from trtserve.executor.loaders import embedded_runtime, engine_files
 from trtserve.files import read_json_object, require_own
@@ -16,7 +17,7 @@ from trtserve.nvidia.releases import RELEASES, release_of
 from trtserve.nvidia.releases.build_flags import build_flags
 from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.core_models import CoreModel, world_size
+from trtserve.repository.core_models import CoreModel
 from trtserve.repository.layout import VERSION, model_names
 from trtserve.repository.profiles import CORE, PREPROCESSING
 from trtserve.repository.served import ServedRepository
@@ -27,7 +28,7 @@ from trtserve.store import link_or_copy
 _LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
 
 
-def read_engine(folder: Path) -> dict[str, Any]:
+def read_engine(folder: Path) -> EngineConfig:
     """Return the content of an engine's config.json. Raises RepositoryError for a folder without an engine."""
     path = folder / "config.json"
     try:
@@ -41,10 +42,10 @@ def read_engine(folder: Path) -> dict[str, Any]:
             f"{path} has no build_config: this is a checkpoint or a model, not an engine.",
             hint="Run `trtserve build` on the checkpoint first.",
         )
-    return content
+    return EngineConfig.of(content, path, RepositoryError)
 
 
-def require_engine_files(folder: Path, config: dict[str, Any]) -> None:
+def require_engine_files(folder: Path, config: EngineConfig) -> None:
     """Raise RepositoryError when a rank's file is missing or empty; the server would fail only minutes later."""
     if lacking := lacking_files(folder, config, executor=embedded_runtime(config)):
         raise RepositoryError(
@@ -53,10 +54,10 @@ def require_engine_files(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def lacking_files(folder: Path, config: Mapping[str, Any], *, executor: str | None) -> list[str]:
+def lacking_files(folder: Path, config: EngineConfig, *, executor: str | None) -> list[str]:
     """Return the names of an engine's files that are missing or empty; `executor` is the runtime if it is embedded."""
     own = [] if executor is None else engine_files(config, executor)
-    names = own or [f"rank{rank}.engine" for rank in range(world_size(config))]
+    names = own or [f"rank{rank}.engine" for rank in range(config.mapping.ranks)]
     return [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
 
 
@@ -66,9 +67,9 @@ def rank_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in found}
 
 
-def limits_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def limits_of(config: EngineConfig) -> dict[str, Any]:
     """Return the limits that a repository and its clients must know."""
-    return {name: config.get("build_config", {}).get(name) for name in _LIMITS}
+    return {name: config.build_keys.get(name) for name in _LIMITS}
 
 
 def own_files(folder: Path) -> list[Path]:
@@ -188,7 +189,7 @@ def rebuild_command(core: CoreModel, built_as: str | None = None, *, container: 
     Limits are those of the engine. Other options are those of its build or, for an engine that another tool built,
     what its config.json shows. `container` is where to build it.
     """
-    build: Mapping[str, Any] = core.config.get("build_config") or {}
+    build = core.config.build_keys
     limits = {name: build[name] for name in _BUILD_LIMITS if build.get(name) not in (None, _UNSET.get(name))}
     options, flags = _build_options(core.built_with) if core.built_with is not None else _engine_options(core)
     place = {} if container is None else {"container": container}
@@ -205,38 +206,32 @@ def _build_options(built_with: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 def _engine_options(core: CoreModel) -> tuple[dict[str, Any], list[str]]:
     """Return the same for any engine, from what its config.json has other than the defaults of `trtllm-build`."""
-    build: Mapping[str, Any] = core.config.get("build_config") or {}
-    plugins: Mapping[str, Any] = build.get("plugin_config") or {}
+    build, plugins = core.config.build_keys, core.config.plugin_keys
     options: dict[str, Any] = {name: True for name in _SWITCHES if build.get(name)}
     options |= {name: value for name, value in _config_options(core.config).items() if value is not None}
     changed = dict(_changed_plugins(core.version, plugins))
     options |= {name: changed.pop(name) for name in _PLUGINS if name in changed}
-    if plugins.get("lora_plugin"):
-        lora = build.get("lora_config") or {}
-        modules = list(lora.get("lora_target_modules") or ())
-        given = {"lora_plugin": plugins["lora_plugin"], "lora_target_modules": modules}
-        given["max_lora_rank"] = lora.get("max_lora_rank")
-        options |= {name: value for name, value in given.items() if value}
+    if plugin := core.config.build.plugin_config.lora_plugin:
+        lora = core.config.build.lora_config
+        given = {"lora_target_modules": list(lora.lora_target_modules), "max_lora_rank": lora.max_lora_rank}
+        options |= {"lora_plugin": plugin} | {name: value for name, value in given.items() if value}
     switches = [flag for key, flag in _RAW_SWITCHES.items() if build.get(key)]
     return options, [*switches, *(word for name, value in changed.items() for word in (f"--{name}", value))]
 
 
-def _config_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def _config_options(config: EngineConfig) -> dict[str, Any]:
     """Return options from build_config and the model, or None for default values."""
-    build: Mapping[str, Any] = config.get("build_config") or {}
-    mode, kind = speculative_mode(build.get("speculative_decoding_mode")), str(build.get("kv_cache_type")).lower()
-    if (build.get("plugin_config") or {}).get("paged_kv_cache") is False:  # 0.12
+    build, plugins = config.build, config.build.plugin_config
+    mode, kind = speculative_mode(build.speculative_decoding_mode), str(build.kv_cache_type).lower()
+    if plugins.paged_kv_cache is False:  # 0.12
         kind = "continuous"
-    step = (build.get("max_batch_size") or 0) * (build.get("max_beam_width") or 1)
-    profiles = (build.get("plugin_config") or {}).get("multiple_profiles")
-    tokens, verbosity = build.get("opt_num_tokens"), build.get("profiling_verbosity")
-    logits = (config.get("pretrained_config") or {}).get("logits_dtype")
+    step, tokens = build.max_batch_size * build.max_beam_width, build.opt_num_tokens
     return {
         "speculative_decoding_mode": None if mode in (None, "none", "draft_tokens_external") else mode,
         "kv_cache_type": kind if kind in ("continuous", "disabled") else None,
-        "opt_num_tokens": None if profiles or tokens == step else tokens,
-        "logits_dtype": "float16" if logits == "float16" else None,
-        "profiling_verbosity": None if verbosity == "layer_names_only" else verbosity,
+        "opt_num_tokens": None if plugins.multiple_profiles or tokens == step else tokens,
+        "logits_dtype": "float16" if config.model.logits_dtype == "float16" else None,
+        "profiling_verbosity": None if build.profiling_verbosity == "layer_names_only" else build.profiling_verbosity,
     }
 
 

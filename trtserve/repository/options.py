@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.executor.loaders import embedded_runtime, is_embedded
 from trtserve.nvidia.releases import (
@@ -17,7 +18,7 @@ from trtserve.nvidia.releases import (
 from trtserve.nvidia.releases import release_of as release_of_version
 from trtserve.nvidia.releases.installed import require_engine_path
 from trtserve.repository.config import ConfigOptions
-from trtserve.repository.core_models import Groups, device_groups, world_size
+from trtserve.repository.core_models import Groups, device_groups
 from trtserve.repository.embedded import require_accepted, require_startable
 from trtserve.repository.engines import limits_of
 from trtserve.repository.layout import ENGINE, TOKENIZER
@@ -40,7 +41,7 @@ _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
 
 
 def resolve_options(
-    spec: RepositorySpec, config: Mapping[str, Any], *, tokenizer: Path | None = None
+    spec: RepositorySpec, config: EngineConfig, *, tokenizer: Path | None = None
 ) -> tuple[Profile, ConfigOptions]:
     """Return the configuration of a repository's models for an engine whose `config.json` is `config`.
 
@@ -70,13 +71,13 @@ def resolve_options(
     return table, options
 
 
-def backend_of(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
+def backend_of(spec: RepositorySpec, config: EngineConfig) -> str:
     """Return the core model's Triton backend: `python` for the embedded executor, else what `spec` asks for."""
     return "python" if is_embedded(config) else spec.triton_backend or "tensorrtllm"
 
 
 def _options(
-    spec: RepositorySpec, table: Profile, settings: Settings, config: Mapping[str, Any], tokenizer: Path | None
+    spec: RepositorySpec, table: Profile, settings: Settings, config: EngineConfig, tokenizer: Path | None
 ) -> ConfigOptions:
     embedded, limits = is_embedded(config), limits_of(config)
     core = core_parameters(spec, table, config)
@@ -136,8 +137,8 @@ def _refuse_ngrams(given: Mapping[str, str]) -> None:
         )
 
 
-def _require_gpus(text: str, config: Mapping[str, Any], backend: str) -> None:
-    groups, ranks = device_groups(text), world_size(config)
+def _require_gpus(text: str, config: EngineConfig, backend: str) -> None:
+    groups, ranks = device_groups(text), config.mapping.ranks
     if backend == "python" and len(groups) > 1:
         raise UsageError(
             f"--set gpu_device_ids={text}: the python backend takes one group of GPUs, not {len(groups)}.",
@@ -172,7 +173,7 @@ def core_instances(parameters: Mapping[str, str]) -> int:
     return max(1, len(device_groups(parameters.get("gpu_device_ids", ""))))
 
 
-def core_parameters(spec: RepositorySpec, table: Profile, config: Mapping[str, Any]) -> dict[str, str]:
+def core_parameters(spec: RepositorySpec, table: Profile, config: EngineConfig) -> dict[str, str]:
     """Return the default parameters of a core model for the engine whose `config.json` is `config`."""
     values: dict[str, Any] = {
         "gpt_model_type": "inflight_fused_batching",
@@ -197,7 +198,7 @@ def core_parameters(spec: RepositorySpec, table: Profile, config: Mapping[str, A
     return {key: str(value) for key, value in values.items() if value is not None}
 
 
-def release_of_engine(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
+def release_of_engine(spec: RepositorySpec, config: EngineConfig) -> str:
     """Return `--release`, else the release of `--trtllm-version`, else that of the engine, else the newest.
 
     Raises UsageError for an unknown release and for two that contradict each other. Raises RepositoryError for an
@@ -216,12 +217,12 @@ def release_of_engine(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
     return asked or installed or _built_by(config) or NEWEST
 
 
-def _built_by(config: Mapping[str, Any]) -> str | None:
-    version = config.get("version")
+def _built_by(config: EngineConfig) -> str | None:
+    version = config.version
     if version is None:
         return None
     try:
-        release = release_of_version(str(version))
+        release = release_of_version(version)
     except UsageError:
         release = ""
     if release not in RELEASES:
@@ -232,13 +233,12 @@ def _built_by(config: Mapping[str, Any]) -> str | None:
     return release
 
 
-def engine_types(table: Profile, config: Mapping[str, Any]) -> dict[str, str]:
+def engine_types(table: Profile, config: EngineConfig) -> dict[str, str]:
     """Return ConfigOptions fields for the types of logits and prompt tables, which follow from the engine."""
-    model = config.get("pretrained_config", {})
     types = {}
     if order(table.release) >= order("0.17"):
         # The C++ backend supports these two types, and refuses logits of another type than the engine's.
-        types["logits_datatype"] = "FP16" if model.get("logits_dtype") == "float16" else "FP32"
+        types["logits_datatype"] = "FP16" if config.model.logits_dtype == "float16" else "FP32"
     if order(table.release) >= order("0.20"):
-        types["prompt_embedding_table_data_type"] = _TYPES.get(str(model.get("dtype")), "FP16")
+        types["prompt_embedding_table_data_type"] = _TYPES.get(config.model.dtype, "FP16")
     return types

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import ModelRepository
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
 from trtserve.files import read_json_object
@@ -16,7 +17,6 @@ from trtserve.repository.core_models import (
     Backend,
     CoreModel,
     core_models,
-    world_size,
 )
 from trtserve.repository.profiles import (
     BLS,
@@ -42,7 +42,7 @@ class ServedRepository:
     """The Triton backends that the models need."""
     streaming: bool
     """Whether the default model or the core model is decoupled."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     """The config.json of the first core model's engine, or an empty mapping."""
     engine_bytes: int = 0
     """Size of the weights, including the draft model's."""
@@ -52,7 +52,7 @@ class ServedRepository:
     """Parameters with a value that the runtime ignores; those of the core model without `tensorrt_llm.`."""
     kv_tokens: int | None = None
     """Size of the KV cache in tokens, if a parameter sets it."""
-    draft: Mapping[str, Any] = field(default_factory=dict)
+    draft: EngineConfig = field(default_factory=EngineConfig)
     """The config.json of the draft model's engine."""
     instances: Mapping[str, int] = field(default_factory=dict)
     """Model → number of processes."""
@@ -111,7 +111,7 @@ class ServedRepository:
     @property
     def world_size(self) -> int:
         """Ranks of one instance of the first core model: tensor × pipeline parallel."""
-        return self.core_models[0].world_size if self.core_models else world_size(self.engine)
+        return self.core_models[0].world_size if self.core_models else self.engine.mapping.ranks
 
     @property
     def machine(self) -> Mapping[str, Any]:
@@ -122,7 +122,7 @@ class ServedRepository:
     def cache_warnings(self, kv_blocks: Mapping[str, int]) -> list[str]:
         """Warn of a KV cache, with these gauges, that is smaller than the longest sequence of the engine."""
         tokens = kv_blocks.get("max", 0) * kv_blocks.get("tokens_per", 0)
-        longest = int(self.engine.get("build_config", {}).get("max_seq_len", 0))
+        longest = self.engine.build.max_seq_len
         if not 0 < tokens < longest:
             return []
         text = (
@@ -133,16 +133,11 @@ class ServedRepository:
 
     def _weights_precision(self) -> str | None:
         """Return int8 for TensorRT-LLM's W8A16, int4 for W4A16, the name of another algorithm, or the dtype."""
-        pretrained = self.engine.get("pretrained_config", {})
-        algorithm = (pretrained.get("quantization") or {}).get("quant_algo")
-        if algorithm in (None, "NO_QUANT"):
-            algorithm = pretrained.get("dtype")
-        found = {"W8A16": "int8", "W4A16": "int4"}.get(algorithm, algorithm)
-        return None if found is None else str(found)
+        found = self.engine.model.quantization.algorithm or self.engine.model.dtype
+        return {"W8A16": "int8", "W4A16": "int4"}.get(found, found) or None
 
     def _own(self, key: str) -> str | None:
-        value = self.engine.get("trtserve", {}).get(key)
-        return None if value is None else str(value)
+        return getattr(self.engine.trtserve, key) or None if "trtserve" in self.engine.content else None
 
 
 def inspect_repository(repository: ModelRepository) -> ServedRepository:
@@ -167,7 +162,7 @@ def inspect_repository(repository: ModelRepository) -> ServedRepository:
         model=model,
         backends=frozenset(config.backend for config in configs.values() if config.backend),
         streaming=any(configs[name].model_transaction_policy.decoupled for name in (model, CORE) if name in configs),
-        engine=_json(engines[0] / "config.json") or (cores[0].config if cores else {}),
+        engine=_engine_config(engines[0]) or (cores[0].config if cores else EngineConfig()),
         engine_bytes=sum(
             path.stat().st_size for folder in folders for pattern in _WEIGHTS for path in folder.glob(pattern)
         ),
@@ -175,7 +170,7 @@ def inspect_repository(repository: ModelRepository) -> ServedRepository:
         ignored_parameters=tuple(_ignored(repository.path, configs)),
         kv_tokens=int(text) if text.isdigit() else None,
         core_models=cores,
-        draft=_json(engines[1] / "config.json"),
+        draft=_engine_config(engines[1]),
         instances={
             name: sum(group.count or 1 for group in config.instance_group) or 1 for name, config in configs.items()
         },
@@ -194,6 +189,11 @@ def _ignored(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:
         for name, entry in classes.items():
             if given.get(name, "") not in ("", entry["unset"]):
                 yield name if model == CORE else f"{model}.{name}"
+
+
+def _engine_config(folder: Path) -> EngineConfig:
+    """Return the config.json of an engine, without any key where there is none."""
+    return EngineConfig.of(_json(folder / "config.json"), folder / "config.json", RepositoryError)
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -137,7 +137,7 @@ def rebuild_commands(served: ServedRepository, repository: ModelRepository, spec
     checkpoint = _checkpoint(served.facts.get("core_models", {}).get(core.name, {}).get("built_as"))
     made = dict(checkpoint.spec) if checkpoint is not None else {}
     # Where the checkpoint is gone, its engine still states the dtype.
-    made.setdefault("dtype", served.engine.get("pretrained_config", {}).get("dtype") or "auto")
+    made.setdefault("dtype", served.engine.model.dtype or "auto")
     convert = spec_of(
         ConvertSpec, {**made, "tp_size": world_size, "pp_size": 1, "moe_tp_size": None, "moe_ep_size": None}
     )

@@ -127,7 +127,7 @@ def _placed(plan: ServerPlan, visible: Sequence[int]) -> Iterator[tuple[int, Cor
         core
         for core in plan.served.core_models
         # Streamed weights may stay in the memory of the host.
-        if core.engine is not None and not (core.config.get("build_config") or {}).get("weight_streaming")
+        if core.engine is not None and not core.config.build.weight_streaming
     ]
     for number in range(1 if spec.multi_model else spec.instances):
         own = list(spec.gpus or visible)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.artifacts import Engine, Manifest, ModelRepository, looks_like
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.client.call_errors import RequestCancelledError, unknown_model
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.tensors import ModelDescription, Reply, Tensor, numpy_type, text_array
@@ -33,7 +34,6 @@ from trtserve.programs.core.request import RequestFactory, vocabulary_to_wrap
 from trtserve.programs.core.response import Wanted, output_arrays
 from trtserve.programs.core.settings import executor_config
 from trtserve.programs.shared.parameters import ModelParameters
-from trtserve.repository.core_models import world_size
 from trtserve.repository.engines import read_engine, require_engine_files
 from trtserve.repository.options import resolve_options
 from trtserve.repository.profiles import CORE
@@ -54,13 +54,13 @@ class LocalEngine:
     """An engine to query in this process."""
 
     path: Path
-    config: dict[str, Any]  # config.json
+    config: EngineConfig  # config.json
     tokenizer: Path | None
 
     @property
     def ranks(self) -> int:
         """Number of processes it needs."""
-        return 1 if merges_ranks(self.config) else world_size(self.config)
+        return 1 if merges_ranks(self.config) else self.config.mapping.ranks
 
     def needs_mpi(self) -> bool:
         """Return whether mpirun still has to start its ranks."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import MemoryLimitError
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.executor.steps import draft_memory, engine_needs_of, fitting_step
@@ -57,17 +56,17 @@ def server_processes(*, tokenizers: int = 2, bls: int = 1, tokenizer_bytes: int 
 
 
 def server_needs(
-    engine: Mapping[str, Any],
+    engine: EngineConfig,
     *,
     kv_tokens: int | None = None,
-    draft: Mapping[str, Any] | None = None,
+    draft: EngineConfig | None = None,
     tokenizers: int = 2,
     bls: int = 1,
     tokenizer_bytes: int = 0,
 ) -> ServerNeeds:
     """Return what a server of an engine `config.json` needs, with `kv_tokens` of cache, or one sequence's."""
     needs = engine_needs_of(engine)
-    tokens = -(-(kv_tokens or int(engine["build_config"]["max_seq_len"])) // _BLOCK) * _BLOCK
+    tokens = -(-(kv_tokens or engine.build.max_seq_len) // _BLOCK) * _BLOCK
     processes = server_processes(tokenizers=tokenizers, bls=bls, tokenizer_bytes=tokenizer_bytes)
     return ServerNeeds(
         processes=processes + (draft_memory(draft, kv_tokens) if draft else 0),
@@ -129,7 +128,7 @@ def serving_note(engine: EnginePlan) -> str | None:
     needed = engine.serving_bytes + around
     if needed <= free:
         return None
-    smaller = fitting_step(engine.config_outline(), free - around)
+    smaller = fitting_step(EngineConfig.of(engine.config_outline()), free - around)
     return (
         f"Serving this engine will take {format_bytes(needed)} of memory (max_batch_size "
         f"{engine.limits.max_batch_size}, "
@@ -148,13 +147,13 @@ def _require_addresses() -> None:
         )
 
 
-def _advice(engine: Mapping[str, Any], needs: ServerNeeds, per_token: int, free: int, *, explicit: bool) -> str:
+def _advice(engine: EngineConfig, needs: ServerNeeds, per_token: int, free: int, *, explicit: bool) -> str:
     tokens = fitting_tokens(needs, per_token, free)
     if explicit and tokens:
         return f"--max-tokens-in-paged-kv-cache {tokens} of `trtserve repo` or `import` would fit."
     smaller = fitting_step(engine, free - needs.processes - _BLOCK * per_token)
     if smaller:
         return f"{smaller} of `trtserve build` or `import` would fit."
-    narrower = RUNTIMES[engine["trtserve"]["runtime"]].narrower
+    narrower = RUNTIMES[engine.trtserve.runtime].narrower
     quantised = f"with {narrower}, or " if narrower else ""
     return f"Free some memory, or import {quantised}a smaller model."

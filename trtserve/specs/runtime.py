@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.process import Command
@@ -146,7 +147,7 @@ class EnginePlan(ABC):
     def config_outline(self) -> dict[str, Any]:
         """The part of the engine's future `config.json` that a server's settings depend on."""
         return {
-            "pretrained_config": dict(self.config),
+            "pretrained_config": self.config.content,
             "build_config": {**asdict(self.limits), **self.build_config()},
         }
 
@@ -211,7 +212,7 @@ class Runtime:
             "repository.",
         )
 
-    def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
+    def memory_of(self, config: EngineConfig) -> EngineNeeds:
         """Return the memory that the engine with this `config.json` needs on this machine."""
         del config
         return EngineNeeds()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions, KvCacheOptions
 
 logger = logging.getLogger(__name__)
@@ -76,23 +76,23 @@ class EngineLimits:
             )
 
 
-def resolve_limits(engine: Mapping[str, Any], options: EngineOptions) -> EngineLimits:
+def resolve_limits(engine: EngineConfig, options: EngineOptions) -> EngineLimits:
     """Return the limits of `options` on an engine with config.json `engine`.
 
     Raises RuntimeError if `options` exceed them.
     """
-    build = engine["build_config"]
-    batch = _within_engine("max_batch_size", options.max_batch_size, int(build["max_batch_size"]))
-    beams = _within_engine("max_beam_width", options.max_beam_width, int(build.get("max_beam_width", 1)))
-    tokens = int(build["max_num_tokens"])
+    build = engine.build
+    batch = _within_engine("max_batch_size", options.max_batch_size, build.max_batch_size)
+    beams = _within_engine("max_beam_width", options.max_beam_width, build.max_beam_width)
+    tokens = build.max_num_tokens
     if options.max_num_tokens is not None and options.max_num_tokens > tokens:
         logger.warning("max_num_tokens (%d) is above the engine's; using %d", options.max_num_tokens, tokens)
     elif options.max_num_tokens is not None:
         tokens = options.max_num_tokens
-    paged = bool((build.get("plugin_config") or {}).get("use_paged_context_fmha", True))
+    paged = build.plugin_config.use_paged_context_fmha is not False
     if options.chunked_context and not paged:
         logger.warning("The engine was built without use_paged_context_fmha: chunked context is turned off")
-    max_seq_len, windows = int(build["max_seq_len"]), options.kv_cache.windows
+    max_seq_len, windows = build.max_seq_len, options.kv_cache.windows
     if windows and min(windows) < 1:
         raise RuntimeError(f"max_attention_window ({min(windows)}) must be 1 or more")
     # Windows are cycled over the layers; without one that is shorter than the longest sequence there are none.
@@ -102,38 +102,30 @@ def resolve_limits(engine: Mapping[str, Any], options: EngineOptions) -> EngineL
         max_batch_size=batch,
         max_seq_len=max_seq_len,
         max_num_tokens=tokens,
-        vocab_size=int(engine["pretrained_config"]["vocab_size"]),
+        vocab_size=engine.model.vocab_size,
         max_beam_width=beams,
-        built_input_len=int(build["max_input_len"]) if "max_input_len" in build else None,
+        built_input_len=build.max_input_len,
         windows=tuple(min(window, max_seq_len) for window in windows),
         pauses=options.policy is CapacitySchedulerPolicy.MAX_UTILIZATION,
-        long_rope_beyond=_long_rope_beyond(engine["pretrained_config"], max_seq_len),
+        long_rope_beyond=_long_rope_beyond(engine.model, max_seq_len),
         chunked=options.chunked_context and paged,
         paged_context=paged,
-        **_features(build),
+        gather_context_logits=build.gather_context_logits,
+        gather_generation_logits=build.gather_generation_logits,
+        max_prompt_embedding_table_size=build.max_prompt_embedding_table_size,
+        max_draft_len=build.max_draft_len,
+        speculative_decoding_mode=int(build.speculative_decoding_mode or 1),
+        lora_plugin=build.plugin_config.lora_plugin,
+        max_lora_rank=build.lora_config.max_lora_rank,
+        lora_target_modules=build.lora_config.lora_target_modules,
     )
 
 
-def _features(build: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what the engine was built with; the defaults are TensorRT-LLM's."""
-    lora = build.get("lora_config") or {}
-    return {
-        "gather_context_logits": bool(build.get("gather_context_logits", False)),
-        "gather_generation_logits": bool(build.get("gather_generation_logits", False)),
-        "max_prompt_embedding_table_size": int(build.get("max_prompt_embedding_table_size") or 0),
-        "max_draft_len": int(build.get("max_draft_len") or 0),
-        "speculative_decoding_mode": int(build.get("speculative_decoding_mode") or 1),
-        "lora_plugin": (build.get("plugin_config") or {}).get("lora_plugin"),
-        "max_lora_rank": int(lora.get("max_lora_rank", 64)),
-        "lora_target_modules": tuple(lora.get("lora_target_modules") or ()),
-    }
-
-
-def _long_rope_beyond(model: Mapping[str, Any], max_seq_len: int) -> int | None:
+def _long_rope_beyond(model: CheckpointConfig, max_seq_len: int) -> int | None:
     """Return the original positions of a model with LongRoPE if sequences may exceed them."""
-    if model.get("position_embedding_type") != "long_rope":
+    if model.position_embedding_type != "long_rope":
         return None
-    original = int(model["original_max_position_embeddings"])
+    original = model.original_max_position_embeddings
     return original if max_seq_len > original else None
 
 

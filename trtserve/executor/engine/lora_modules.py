@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import EngineConfig
 
 MODULE_IDS: Mapping[str, int] = {
     "attn_qkv": 0,
@@ -111,15 +111,14 @@ def lora_modules(config: CheckpointConfig, names: Iterable[str], *, fused_mlp: b
     )
 
 
-def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
+def lora_shape(config: EngineConfig) -> LoraShape | None:
     """Return the shape of the adapters of an engine with this `config.json`, or None if it takes none."""
-    build, model = config["build_config"], CheckpointConfig.of(config["pretrained_config"])
-    if not build.get("plugin_config", {}).get("lora_plugin"):
+    if not config.build.plugin_config.lora_plugin:
         return None
-    lora = build["lora_config"]
+    lora, own = config.build.lora_config, config.trtserve
     return LoraShape(
-        modules=lora_modules(model, lora["lora_target_modules"], fused_mlp=config["trtserve"].get("mlp") == "fused"),
-        layers=model.num_hidden_layers,
-        max_rank=int(lora["max_lora_rank"]),
-        bfloat16=config["trtserve"]["compute_precision"] == "bf16",
+        modules=lora_modules(config.model, lora.lora_target_modules, fused_mlp=own.mlp == "fused"),
+        layers=config.model.num_hidden_layers,
+        max_rank=lora.max_lora_rank,
+        bfloat16=own.compute_precision == "bf16",
     )

@@ -109,19 +109,19 @@ class PagedModel:
         windows of the model itself stay.
         """
         config = read_engine_config(engine)
-        own = config["trtserve"]
-        self.compute_precision: str = own["compute_precision"]
-        self.kv_precision: str = own["kv_precision"]
-        self.vocab_size = int(config["pretrained_config"]["vocab_size"])
-        self.hidden_size = int(config["pretrained_config"]["hidden_size"])
-        self.max_position = int(config["build_config"]["max_seq_len"])
-        self.max_prompt_table = int(config["build_config"].get("max_prompt_embedding_table_size", 0))
+        own = config.trtserve
+        self.compute_precision = own.compute_precision
+        self.kv_precision = own.kv_precision
+        self.vocab_size = config.model.vocab_size
+        self.hidden_size = config.model.hidden_size
+        self.max_position = config.build.max_seq_len
+        self.max_prompt_table = config.build.max_prompt_embedding_table_size
         self.lora = lora_shape(config)
         core = openvino_core()
         graph = _read_graph(core, engine / "rank0.xml")
         # None: no sequence of this engine can be long for LongRoPE.
         self.long_rope_beyond = add_long_sequences(graph, self.max_position)
-        to_paged_attention(graph, windows=layer_windows(own["windows"], windows, self.max_position))
+        to_paged_attention(graph, windows=layer_windows(own.windows, windows, self.max_position))
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         if self.lora:

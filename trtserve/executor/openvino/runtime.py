@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE
 from trtserve.checkpoint.quantized import (
@@ -133,16 +134,16 @@ class OpenvinoRuntime(EmbeddedRuntime):
             notes=(*notes, *remarks, *_checkpoint_notes(config)),
         )
 
-    def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
+    def memory_of(self, config: EngineConfig) -> EngineNeeds:
         """Return the needs of an existing engine from its `config.json`."""
-        build, own, limits = config["build_config"], config["trtserve"], limits_of(config)
-        rows = limits.max_batch_size * int(build.get("max_beam_width", 1))
+        build, own, limits = config.build, config.trtserve, limits_of(config)
+        rows = limits.max_batch_size * build.max_beam_width
         return engine_needs(
-            CheckpointConfig.of(config["pretrained_config"]),
+            config.model,
             limits,
-            compute=str(own["compute_precision"]),
-            kv=str(own["kv_precision"]),
-            rows=limits.max_num_tokens if build.get("gather_context_logits") else rows,
+            compute=own.compute_precision,
+            kv=own.kv_precision,
+            rows=limits.max_num_tokens if build.gather_context_logits else rows,
         )
 
 

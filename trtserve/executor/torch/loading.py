@@ -17,12 +17,11 @@ from trtserve.executor.torch.ranks import join
 def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
     """Load the engine; `loaders.MODELS` names this module. With ranks, return when all of them are there."""
     content = read_engine_config(engine)
-    mapping = content["pretrained_config"].get("mapping") or {}
-    tp_size, stages = int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
+    tp_size, stages = content.mapping.tp_size, content.mapping.pp_size
     windows = options.kv_cache.windows
     if tp_size * stages == 1:
         return model.load_model(engine, windows, model_class=ChoosingTorchModel)
-    ranks = join(tp_size, stages, content["trtserve"]["device"], options.device_ids)
+    ranks = join(tp_size, stages, content.trtserve.device, options.device_ids)
     if stages > 1:
         part = model.load_model(engine, windows, ranks)
         return LeadingModel(part, ranks) if ranks.rank == 0 else FollowingModel(part, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import ArtifactError, MissingDependencyError
@@ -43,7 +44,7 @@ class TorchModel:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: EngineConfig,
         decoder: Decoder,
         weights: ShardWeights,
         *,
@@ -57,14 +58,14 @@ class TorchModel:
         `windows` are max_attention_window: the number of tokens that the layers see, repeated over the layers. Shorter
         windows of the model itself stay.
         """
-        build, sizes = config["build_config"], Sizes.of(CheckpointConfig.of(config["pretrained_config"]))
+        build, sizes = config.build, Sizes.of(config.model)
         self.device = device
         self.kv_memory_fraction = MOST_FREE_FRACTION if device == "cuda" else DEFAULT_FREE_FRACTION
         self.vocab_size = sizes.vocab
         self.hidden_size = sizes.hidden
-        self.max_position = int(build["max_seq_len"])
-        self.max_prompt_table = int(build.get("max_prompt_embedding_table_size", 0))
-        self.tokens_per_block = int(build["plugin_config"]["tokens_per_block"])
+        self.max_position = build.max_seq_len
+        self.max_prompt_table = build.max_prompt_embedding_table_size
+        self.tokens_per_block = build.plugin_config.tokens_per_block or 0
         self.lora = lora_shape(config)
         beyond = None if decoder.long_rope is None else decoder.long_rope.beyond
         self.long_rope_beyond = beyond if beyond is not None and self.max_position > beyond else None
@@ -172,7 +173,7 @@ def load_model(
 ) -> TorchModel:
     """Load the rank of `group` from the engine's folder."""
     config = read_engine_config(engine)
-    model, device = CheckpointConfig.of(config["pretrained_config"]), config["trtserve"]["device"]
+    model, device = config.model, config.trtserve.device
     _require_ranks(engine, model, group)
     _require_device(device)
     weights = EngineWeights(engine, model, group, device)
@@ -182,26 +183,23 @@ def load_model(
 
 def check_ranks(engine: Path) -> None:
     """Raise CorruptFileError when a rank's file lacks a tensor, or has one of another shape than its config says."""
-    model = CheckpointConfig.of(read_engine_config(engine)["pretrained_config"])
+    model = read_engine_config(engine).model
     tp_size, stages = _parallel_sizes(model)
     for stage, tp_rank in itertools.product(range(stages), range(tp_size)):
         EngineWeights(engine, model, Alone(tp_size, tp_rank, stages, stage), "cpu").check()
 
 
-def max_rows(config: Mapping[str, Any]) -> int:
+def max_rows(config: EngineConfig) -> int:
     """Return the most sequences of a step: every beam is one."""
-    build = config["build_config"]
-    return int(build["max_batch_size"]) * int(build.get("max_beam_width") or 1)
+    return config.build.max_batch_size * config.build.max_beam_width
 
 
-def _step_bytes(config: Mapping[str, Any], sizes: Sizes, item: int) -> int:
+def _step_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
     """Return the bytes of intermediate values in a step of the most tokens, and of its logits in two types."""
-    build, model = config["build_config"], config["pretrained_config"]
-    tokens = int(build["max_num_tokens"])
-    inner = int(model.get("intermediate_size") or 4 * sizes.hidden)
+    tokens, inner = config.build.max_num_tokens, config.model.intermediate_size
     width = 4 * sizes.hidden + 2 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head + 3 * inner
     rows = max_rows(config)
-    rows = tokens if build.get("gather_context_logits") else rows
+    rows = tokens if config.build.gather_context_logits else rows
     return tokens * width * item + rows * sizes.vocab * (item + 4)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from typing import Any
 
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, torch_step_bytes
 from trtserve.checkpoint.quantized import FP8
@@ -140,11 +140,11 @@ class TorchRuntime(EmbeddedRuntime):
             notes=remarks,
         )
 
-    def memory_of(self, config: Mapping[str, Any]) -> EngineNeeds:
+    def memory_of(self, config: EngineConfig) -> EngineNeeds:
         """Return the needs of an existing engine for the CPU from its `config.json`; 0 for one on GPUs."""
-        if config["trtserve"]["device"] == "cuda":
+        if config.trtserve.device == "cuda":
             return EngineNeeds()
-        return _needs(CheckpointConfig.of(config["pretrained_config"]), limits_of(config))
+        return _needs(config.model, limits_of(config))
 
 
 def _torch_version() -> str:

@@ -17,7 +17,7 @@ from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.repository.adapters import CONFIG, WEIGHTS, resolve_adapters
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, refusal, rule
-from trtserve.repository.core_models import LLMAPI_FILE, world_size
+from trtserve.repository.core_models import LLMAPI_FILE
 from trtserve.repository.draft import require_pair
 from trtserve.repository.engines import lacking_files, rank_sizes
 from trtserve.repository.layout import model_names
@@ -94,7 +94,7 @@ def incomplete_configs(repository: Repository) -> Iterator[Finding]:
             continue
         if not (folder / "config.json").is_file():
             yield model.finding(f"{folder} has no config.json.", "Copy it from the engine's folder.")
-        elif not model.build or not model.pretrained:
+        elif not model.engine_described:
             yield model.finding(
                 f"{folder / 'config.json'} has no build_config or no pretrained_config, so it is not an engine's.",
                 "Run `trtserve build` on the checkpoint, and make the repository with the engine.",
@@ -106,7 +106,7 @@ def missing_ranks(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.engines:
         for name in lacking_files(folder, model.engine, executor=model.executor):
             yield model.finding(
-                f"{name} is missing or empty; the engine's mapping has {counted(world_size(model.engine), 'rank')}.",
+                f"{name} is missing or empty; the engine's mapping has {counted(model.engine.mapping.ranks, 'rank')}.",
                 _COPY_AGAIN,
             )
 
@@ -115,7 +115,7 @@ def missing_ranks(repository: Repository) -> Iterator[Finding]:
 def wrong_ranks(repository: Repository) -> Iterator[Finding]:
     """No rank belongs to a larger engine or is a copy of another rank."""
     for model, folder in repository.gpu_engines:
-        ranks, sizes = world_size(model.engine), rank_sizes(folder)
+        ranks, sizes = model.engine.mapping.ranks, rank_sizes(folder)
         for name in sizes:
             found = _RANK.fullmatch(name)
             if found is not None and int(found[1]) >= ranks:
@@ -133,7 +133,7 @@ def wrong_ranks(repository: Repository) -> Iterator[Finding]:
 def unequal_ranks(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.gpu_engines:
         sizes = {name: size for name, size in rank_sizes(folder).items() if name.endswith(".engine")}
-        if int(model.mapping.get("pp_size") or 1) > 1 or len(sizes) < 2 or not all(sizes.values()):
+        if model.engine.mapping.pp_size > 1 or len(sizes) < 2 or not all(sizes.values()):
             continue
         smallest = min(sizes, key=lambda name: sizes[name])
         if sizes[smallest] < _SMALLEST_SHARE * max(sizes.values()):
@@ -171,10 +171,10 @@ def _damaged_graph(model: ModelFolder, graph: Path, weights: Path) -> Iterator[F
 @rule("engine-mapping", "world size is tp × pp × cp")
 def contradicting_mappings(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.engines:
-        tp, pp, cp = (int(model.mapping.get(key) or 1) for key in ("tp_size", "pp_size", "cp_size"))
-        if int(model.mapping.get("world_size") or tp * pp * cp) != tp * pp * cp:
+        mapping = model.engine.mapping
+        if mapping.world_size not in (None, mapping.product):
             yield model.finding(
-                f"mapping has world_size {model.mapping['world_size']}, and tp × pp × cp is {tp * pp * cp}.",
+                f"mapping has world_size {mapping.world_size}, and tp × pp × cp is {mapping.product}.",
                 "config.json was edited, or belongs to another engine: copy it again.",
             )
 
@@ -212,7 +212,7 @@ def many_beams(repository: Repository) -> Iterator[Finding]:
 def without_paged_context(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         for key in ("enable_chunked_context", "enable_kv_cache_reuse"):
-            if model.is_true(key) and not model.plugins.get("use_paged_context_fmha"):
+            if model.is_true(key) and not model.engine.build.plugin_config.use_paged_context_fmha:
                 yield model.finding(
                     f"{key} is true; the engine was built without use_paged_context_fmha.",
                     "Build it with --use-paged-context-fmha enable, or set the parameter to false.",
@@ -222,12 +222,14 @@ def without_paged_context(repository: Repository) -> Iterator[Finding]:
 @rule("engine-in-flight", "the engine can batch in flight")
 def without_in_flight_batching(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
-        paged = str(model.build.get("kv_cache_type")).lower() != "continuous"
+        plugins = model.engine.plugin_keys
+        paged = str(model.engine.build.kv_cache_type).lower() != "continuous"
         reasons = {
-            "a continuous KV cache": not paged or model.plugins.get("paged_kv_cache") is False,
-            "padded inputs": model.plugins.get("remove_input_padding") is False,
+            "a continuous KV cache": not paged or model.engine.build.plugin_config.paged_kv_cache is False,
+            "padded inputs": plugins.get("remove_input_padding") is False,
             "no attention plugin": not (
-                model.plugins.get("gpt_attention_plugin", "auto") or model.plugins.get("mamba_conv1d_plugin")
+                model.engine.plugin_keys.get("gpt_attention_plugin", "auto")
+                or model.engine.plugin_keys.get("mamba_conv1d_plugin")
             ),
         }
         if any(reasons.values()) and model.parameters.get("gpt_model_type") in _IN_FLIGHT:
@@ -241,7 +243,7 @@ def without_in_flight_batching(repository: Repository) -> Iterator[Finding]:
 @rule("engine-encoder", "a decoder has its encoder")
 def missing_encoders(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
-        if model.pretrained.get("architecture") == "DecoderModel" and not model.parameters.get("encoder_model_path"):
+        if model.engine.model.architecture == "DecoderModel" and not model.parameters.get("encoder_model_path"):
             yield model.finding(
                 "The engine is the decoder of an encoder-decoder model, and encoder_model_path is not set.",
                 "Name the encoder's engine: trtserve repo --set encoder_model_path=FOLDER",
@@ -252,7 +254,7 @@ def missing_encoders(repository: Repository) -> Iterator[Finding]:
 def other_decoding_modes(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
         mode = model.parameters.get("decoding_mode", "")
-        needed, built = _BUILT_MODES.get(mode), speculative_mode(model.build.get("speculative_decoding_mode"))
+        needed, built = _BUILT_MODES.get(mode), speculative_mode(model.engine.build.speculative_decoding_mode)
         if needed is not None and built != needed:
             yield model.finding(
                 f"decoding_mode is {mode}; the engine was built for {built or 'none'}.",
@@ -274,8 +276,8 @@ def short_prompts(repository: Repository) -> Iterator[Finding]:
 @rule("logits-pipeline", "logits are not gathered over pipeline stages", severity="warning")
 def logits_over_stages(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
-        stages = int(model.mapping.get("pp_size") or 1)
-        gathered = [name for name in ("context", "generation") if model.build.get(f"gather_{name}_logits")]
+        stages = model.engine.mapping.pp_size
+        gathered = [name for name in ("context", "generation") if model.engine.build_keys.get(f"gather_{name}_logits")]
         if stages > 1 and gathered:
             yield model.finding(
                 f"The engine gathers {' and '.join(gathered)} logits over {stages} pipeline stages: servers were "
@@ -352,7 +354,11 @@ def unfit_adapters(repository: Repository) -> Iterator[Finding]:
     for file, name, entry in _adapters(repository):
         core = repository.models.get(model_names(file.stem.removeprefix("lora"))[CORE])
         folder = repository.path / entry["folder"]
-        if core is None or not core.build or not all((folder / each).is_file() for each in (WEIGHTS, CONFIG)):
+        if (
+            core is None
+            or not core.engine.build_keys
+            or not all((folder / each).is_file() for each in (WEIGHTS, CONFIG))
+        ):
             continue
         try:
             (found,) = resolve_adapters({name: folder}, core.engine)
@@ -371,9 +377,9 @@ def unfit_adapters(repository: Repository) -> Iterator[Finding]:
 @rule("lora-cache", "cache pages hold the engine's ranks", severity="warning")
 def small_pages(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.gpu_engines:
-        built = int((model.build.get("lora_config") or {}).get("max_lora_rank") or 0)
+        built = model.engine.build.lora_config.max_lora_rank
         largest = model.parameters.get("lora_cache_max_adapter_size") or "64"
-        if model.plugins.get("lora_plugin") and largest.isdigit() and int(largest) < built:
+        if model.engine.plugin_keys.get("lora_plugin") and largest.isdigit() and int(largest) < built:
             yield model.finding(
                 f"lora_cache_max_adapter_size is {largest}; the engine takes ranks up to {built}.",
                 f"Set it to {built}.",
@@ -385,7 +391,7 @@ def unfit_drafts(repository: Repository) -> Iterator[Finding]:
     for bls in repository.of(BLS):
         target = repository.core_of(bls)
         draft = repository.models.get(bls.parameters.get("tensorrt_llm_draft_model_name", ""))
-        if target is None or draft is None or not all(each.build and each.pretrained for each in (target, draft)):
+        if target is None or draft is None or not (target.engine_described and draft.engine_described):
             continue
         if (error := refusal(partial(require_pair, target.engine, draft.engine, draft.name))) is not None:
             yield draft.finding(error.message, error.hint or "", bls.file)

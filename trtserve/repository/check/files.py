@@ -24,7 +24,6 @@ from trtserve.progress import Progress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, refusal, rule
 from trtserve.repository.config import unfilled_parameters, wrong_placeholders
-from trtserve.repository.core_models import world_size
 from trtserve.repository.layout import PACKAGE, model_names
 from trtserve.repository.profiles import (
     CLASSES_FILE,
@@ -324,16 +323,16 @@ def _compared(
     repository: Repository, model: ModelFolder, entry: Mapping[str, Any], folder: Path
 ) -> Iterator[tuple[str, object, object]]:
     """What, recorded in the manifest, found in the engine."""
-    yield "world size", entry.get("world_size"), world_size(model.engine)
-    yield "the builder TensorRT-LLM", (entry.get("origin") or {}).get("tensorrt_llm"), model.engine.get("version")
+    yield "world size", entry.get("world_size"), model.engine.mapping.ranks
+    yield "the builder TensorRT-LLM", (entry.get("origin") or {}).get("tensorrt_llm"), model.engine.version
     for name, size in (entry.get("files") or {}).items():
         if (folder / name).is_file():  # another rule reports a missing one
             yield f"a {name} of bytes", size, (folder / name).stat().st_size
     part = repository.part(model.name)
     if model.name == model_names(str(part.get("suffix") or ""))[CORE]:
-        yield "vocab_size", part.get("vocab_size"), model.pretrained.get("vocab_size")
+        yield "vocab_size", part.get("vocab_size"), model.engine.model.vocab_size or None
         for name, limit in (part.get("limits") or {}).items():
-            yield name, limit, model.build.get(name)
+            yield name, limit, model.engine.build_keys.get(name)
 
 
 @rule("parameter-classes", "parameter_classes.json is up to date", severity="warning")

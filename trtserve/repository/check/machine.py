@@ -86,7 +86,7 @@ def large_engines(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.gpu_engines:
         sizes = {name: size for name, size in rank_sizes(folder).items() if name.endswith(".engine")}
         largest = max(sizes, key=lambda name: sizes[name], default=None)
-        if memory is None or largest is None or sizes[largest] <= memory or model.build.get("weight_streaming"):
+        if memory is None or largest is None or sizes[largest] <= memory or model.engine.build.weight_streaming:
             continue
         yield model.finding(
             f"{largest} has {format_bytes(sizes[largest])}, and a GPU of this machine "

@@ -335,7 +335,7 @@ def refused_parameters(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         reason = refused_parameter(model.parameters, read_classes(model.version))
         embedded = is_embedded_runtime(repository.part(model.name).get("runtime"))
-        if reason is None and embedded and model.role == CORE and model.build and model.pretrained.get("vocab_size"):
+        if reason is None and embedded and model.role == CORE and model.engine.model.vocab_size:
             reason = startup_refusal(
                 model.parameters,
                 model.engine,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import ModelRepository
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, TrtserveError
 from trtserve.executor.loaders import embedded_runtime, is_embedded_runtime
 from trtserve.nvidia.releases import (
@@ -105,31 +106,14 @@ class ModelFolder:
         return self.core.engine if self.core is not None else None
 
     @property
-    def engine(self) -> Mapping[str, Any]:
-        """The config.json of its engine, or an empty mapping."""
-        return self.core.config if self.core is not None else {}
+    def engine(self) -> EngineConfig:
+        """The config.json of its engine, without any key where it has none."""
+        return self.core.config if self.core is not None else EngineConfig()
 
     @property
-    def build(self) -> Mapping[str, Any]:
-        """The build_config of its engine, or an empty mapping."""
-        found = self.engine.get("build_config")
-        return found if isinstance(found, Mapping) else {}
-
-    @property
-    def plugins(self) -> Mapping[str, Any]:
-        """The plugin_config of its engine, or an empty mapping."""
-        return self.build.get("plugin_config") or {}
-
-    @property
-    def pretrained(self) -> Mapping[str, Any]:
-        """The pretrained_config of its engine, or an empty mapping."""
-        found = self.engine.get("pretrained_config")
-        return found if isinstance(found, Mapping) else {}
-
-    @property
-    def mapping(self) -> Mapping[str, Any]:
-        """The parallel sizes of its engine, or an empty mapping."""
-        return self.pretrained.get("mapping") or {}
+    def engine_described(self) -> bool:
+        """Whether its engine's config.json has the parts that one has."""
+        return bool(self.engine.build_keys and self.engine.model.content)
 
     @property
     def embedded(self) -> bool:
@@ -144,7 +128,7 @@ class ModelFolder:
 
     def limit(self, name: str) -> int | None:
         """A limit that its engine was built with, or None if there is none."""
-        value = self.build.get(name)
+        value = self.engine.build_keys.get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def number(self, key: str) -> int | None:
@@ -176,7 +160,7 @@ class Repository:
     def engines(self) -> Iterator[tuple[ModelFolder, Path]]:
         """Core models whose engine's config.json could be read, with the engine's folder."""
         for model in self.of(CORE):
-            if model.build and model.engine_folder is not None:
+            if model.engine.build_keys and model.engine_folder is not None:
                 yield model, model.engine_folder
 
     @property

@@ -132,7 +132,7 @@ def repeated_tensors(repository: Repository) -> Iterator[Finding]:
 def wrong_logits(repository: Repository) -> Iterator[Finding]:
     """The C++ backend refuses to return logits of another type than the engine's."""
     for model, _ in repository.gpu_engines:
-        release, built = repository.release(model), str(model.pretrained.get("logits_dtype"))
+        release, built = repository.release(model), model.engine.model.logits_dtype
         expected = {"float16": "FP16", "float32": "FP32"}.get(built)
         if model.config.backend != "tensorrtllm" or release is None or order(release) < order(_LOGITS_TYPED_SINCE):
             continue
@@ -149,10 +149,10 @@ def unreachable_features(repository: Repository) -> Iterator[Finding]:
     for model, _ in repository.engines:
         declared = {tensor.name for tensor in (*model.config.input, *model.config.output)}
         built = {
-            "context_logits": model.build.get("gather_context_logits"),
-            "generation_logits": model.build.get("gather_generation_logits"),
+            "context_logits": model.engine.build.gather_context_logits,
+            "generation_logits": model.engine.build.gather_generation_logits,
             "prompt_embedding_table": model.limit("max_prompt_embedding_table_size"),
-            "lora_weights": model.plugins.get("lora_plugin"),
+            "lora_weights": model.engine.build.plugin_config.lora_plugin,
             "draft_input_ids": model.limit("max_draft_len"),
         }
         for name in sorted(name for name, value in built.items() if value and name not in declared):

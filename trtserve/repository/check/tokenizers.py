@@ -196,6 +196,6 @@ def _with_engine(repository: Repository) -> Iterator[tuple[ModelFolder, Path, in
     """Models that encode, with the folder of their tokenizer and the size of the engine's vocabulary."""
     for model, folder in _folders(repository):
         core = repository.models.get(model.name.replace(PREPROCESSING, CORE))
-        size = core.pretrained.get("vocab_size") if core is not None else None
+        size = core.engine.model.vocab_size if core is not None else None
         if isinstance(size, int) and model.role == PREPROCESSING:
             yield model, folder, size

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trtserve.errors import RepositoryError, counted
 from trtserve.files import writing
@@ -210,8 +209,7 @@ class EngineNodes:
 
 def gpus_per_node(core: CoreModel) -> int:
     """Return the GPUs of a node that the engine states."""
-    mapping: dict[str, Any] = (core.config.get("pretrained_config") or {}).get("mapping") or {}
-    return int(mapping.get("gpus_per_node") or _DEFAULT)
+    return core.config.mapping.gpus_per_node
 
 
 def fit_engines(
