@@ -1,16 +1,29 @@
-"""Tensors and parameters of each release, and of all releases together."""
+"""Tensors and parameters of each release, and which of them the embedded executor ignores or refuses."""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trtserve.nvidia.releases import RELEASES
+from trtserve.programs.shared.parameters import ModelParameters, check_classes
 from trtserve.repository.profiles import (
     BLS,
+    CLASSES_FILE,
     CORE,
     ENSEMBLE,
     MODELS,
+    POSTPROCESSING,
     PREPROCESSING,
+    classes_json,
+    find_parameter,
+    ignored_settings,
+    parameter_classes,
+    parameters_of,
     profile,
 )
 
@@ -80,3 +93,87 @@ def test_ensemble_is_connected(release: str | None) -> None:
         known |= {link.ensemble_tensor for link in step.outputs}
     assert {tensor.name for tensor in ensemble.outputs} <= known
     assert {tensor.name for tensor in ensemble.inputs} <= used
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_each_release_declares_a_name_once(release: str) -> None:
+    for model in MODELS:
+        names = [row.name for row in parameters_of(model) if row.within(release)]
+        assert len(names) == len(set(names)), model
+
+
+def test_rows_are_consistent() -> None:
+    for row in [row for model in MODELS for row in parameters_of(model)]:
+        support = row.support
+        words = (*row.values.choices, *support.refused_values, *support.accepted_values, row.unset)
+        assert all(row.values.accepts(word) for word in words if word), row.name
+        assert (support.kind == "effective") == (support.why == ""), row.name
+        assert not (support.kind == "ignored" and support.differs), row.name
+        assert row.meaning, row.name
+
+
+def test_classes_follow_the_release() -> None:
+    old = parameter_classes(CORE, "0.12")
+    assert "lookahead_window_size" not in old["refused"]
+    assert "cuda_graph_mode" not in old["ignored"]
+    row = find_parameter(CORE, "decoding_mode", "0.12")
+    assert row is not None
+    assert row.support.refused_values == ("medusa",)
+
+
+def test_only_models_with_ignored_or_refused_parameters_get_a_file() -> None:
+    assert classes_json(POSTPROCESSING, "1.2") is None
+    assert json.loads(classes_json(BLS, "1.2") or "")["refused"].keys() == {"multimodal_encoders_name"}
+    assert json.loads(classes_json(PREPROCESSING, "0.12") or "")["refused"].keys() == {"visual_model_path"}
+
+
+def test_default_texts_of_the_template_do_not_count_as_settings() -> None:
+    literals = {"FORCE_CPU_ONLY_INPUT_TENSORS": "no", "gpu_device_ids": " ", "max_beam_width": "2"}
+    assert ignored_settings(CORE, literals, "1.2") == []
+    given = {"FORCE_CPU_ONLY_INPUT_TENSORS": "yes", "gpu_device_ids": "0"}
+    assert ignored_settings(CORE, given, "1.2") == ["FORCE_CPU_ONLY_INPUT_TENSORS", "gpu_device_ids"]
+
+
+def read(folder: Path, parameters: dict[str, str]) -> tuple[Any, list[str]]:
+    """The parameters that are left to the core model when it is loaded from `folder`, and what it says of them."""
+    config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    said: list[str] = []
+    left = check_classes(ModelParameters(config, folder, said.append), folder, said.append)
+    return left, said
+
+
+def loaded(folder: Path, parameters: dict[str, str]) -> list[str]:
+    """What the core model says of `parameters` when it is loaded from `folder`."""
+    return read(folder, parameters)[1]
+
+
+def test_the_model_logs_ignored_parameters_once(tmp_path: Path) -> None:
+    (tmp_path / CLASSES_FILE).write_text(classes_json(CORE, "1.2") or "")
+    given = {"gpu_device_ids": "0", "cuda_graph_mode": "true", "executor_worker_path": "${executor_worker_path}"}
+    (line,) = loaded(tmp_path, given)
+    assert line == "Parameters ignored on this runtime: gpu_device_ids, cuda_graph_mode"
+    assert loaded(tmp_path, {"decoding_mode": "top_k", "sink_token_length": "0"}) == []
+
+
+def test_ignored_parameters_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / CLASSES_FILE).write_text(classes_json(CORE, "1.2") or "")
+    given = dict.fromkeys(parameter_classes(CORE, "1.2")["ignored"], "0,1;2,3") | {"max_beam_width": "2"}
+    left, _ = read(tmp_path, given)
+    assert {name for name in given if left.text(name) is not None} == {"max_beam_width"}
+    assert left.integer("max_beam_width") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sink_token_length", "4"), ("decoding_mode", "Medusa"), ("eagle_choices", "{0}"), ("enable_trt_overlap", "TRUE")],
+)
+def test_the_model_names_a_refused_parameter(tmp_path: Path, name: str, value: str) -> None:
+    (tmp_path / CLASSES_FILE).write_text(classes_json(CORE, "1.2") or "")
+    with pytest.raises(
+        ValueError, match=re.escape(f"Parameter {name} is '{value}', which this runtime does not support")
+    ):
+        loaded(tmp_path, {name: value})
+
+
+def test_without_the_file_all_parameters_reach_the_executor(tmp_path: Path) -> None:
+    assert loaded(tmp_path, {"sink_token_length": "4", "gpu_device_ids": "0"}) == []

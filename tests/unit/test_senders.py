@@ -1,14 +1,16 @@
-"""Answers of the core model that the BLS model fetches one by one."""
+"""Answers that the BLS model fetches one by one, and what a model's threads do again and again."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+import triton_python_backend_utils as pb_utils
 
-from trtserve.programs.shared import senders as fetched_answers
+from trtserve.programs.shared import senders as _senders
 
-pulls: Any = fetched_answers
+senders: Any = _senders
 
 
 class Answer:
@@ -35,7 +37,7 @@ class Call:
 
 def opened() -> tuple[Any, Any, Call]:
     """All requests, the sender of the one with the id `mine`, and its first call."""
-    fetched, first = pulls.FetchedAnswers(), Call()
+    fetched, first = senders.FetchedAnswers(), Call()
     sender = fetched.sender("mine", first)
     fetched.add("mine", sender)
     return fetched, sender, first
@@ -58,7 +60,7 @@ def test_answers_wait_until_they_are_fetched() -> None:
 
 
 def test_answers_that_wait_are_joined() -> None:
-    fetched, first = pulls.FetchedAnswers(lambda one, two: two and Answer(one.text + two.text)), Call()
+    fetched, first = senders.FetchedAnswers(lambda one, two: two and Answer(one.text + two.text)), Call()
     fetched.add("mine", sender := fetched.sender("mine", first))
     for text in "012":
         sender.send(Answer(text), final=False)
@@ -102,7 +104,7 @@ def test_an_ended_request_is_forgotten() -> None:
 
 
 def test_the_number_of_unfetched_requests_is_limited() -> None:
-    fetched = pulls.FetchedAnswers()
+    fetched = senders.FetchedAnswers()
     for number in range(5000):
         fetched.add(str(number), fetched.sender(str(number), Call()))
     assert len(fetched._open) == 4096
@@ -113,9 +115,26 @@ def test_the_number_of_unfetched_requests_is_limited() -> None:
     [("", None), ("{}", None), ('{"answers": "first"}', "first"), ('{"answers":"next"}', "next")],
 )
 def test_wanted_answers(parameters: str, wanted: str | None) -> None:
-    assert pulls.wanted_answers(parameters) == wanted
+    assert senders.wanted_answers(parameters) == wanted
 
 
 def test_other_words_are_refused() -> None:
     with pytest.raises(ValueError, match="answers is 'all'"):
-        pulls.wanted_answers('{"answers": "all"}')
+        senders.wanted_answers('{"answers": "all"}')
+
+
+def test_a_round_that_fails_is_told_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(pb_utils.Logger, "log_error", told.append)
+    stopping = threading.Event()
+    rounds: list[int] = []
+
+    def look() -> None:
+        rounds.append(len(rounds))
+        if len(rounds) == 1:
+            raise LookupError("no such request")
+        stopping.set()
+
+    senders.repeat(stopping, 0.001, look)
+    assert rounds == [0, 1]
+    assert told == ["look failed with LookupError: no such request"]

@@ -1,4 +1,4 @@
-"""Stop words on text: found across pieces, and the text ends after the first one."""
+"""Pieces of streamed text join to the whole, none ends inside a character, and stop words end them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,50 @@ import numpy as np
 import pytest
 
 from trtserve.programs.bls import texts
-from trtserve.programs.bls import texts as stop_words
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def decode(rows: Sequence[list[int]]) -> list[str]:
     """A byte-level vocabulary: id = byte."""
     return [bytes(row).decode("utf-8", errors="replace") for row in rows]
+
+
+def pieces(text: Any, data: bytes, sizes: Sequence[int]) -> list[str]:
+    result, at = [], 0
+    for size in sizes:
+        result.append(text.add(list(data[at : at + size])))
+        at += size
+    return [*result, text.finish()]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_join(seed: int) -> None:
+    generator = random.Random(seed)
+    words = ["a", " b", "é", "東", "🙂", " ", "\n", "☃"]
+    data = "".join(generator.choice(words) for _ in range(60)).encode()
+    if seed % 2:
+        data = generator.randbytes(200)  # impossible characters are part of what a model may write
+    sizes = [generator.choice([0, 1, 1, 1, 2, 3]) for _ in range(len(data))]
+    sizes.append(max(0, len(data) - sum(sizes)))
+    found = pieces(texts.IncrementalText(decode), data, sizes)
+    assert "".join(found) == decode([list(data)])[0]
+    assert not any(piece.endswith(REPLACEMENT) for piece in found[:-1])
+
+
+def test_half_character_is_held_back() -> None:
+    text = texts.IncrementalText(decode)
+    first, second = "é".encode()
+    assert [text.add([first]), text.add([second]), text.finish()] == ["", "é", ""]
+    assert [text.add([first]), text.finish()] == ["", REPLACEMENT]
+
+
+def test_accumulated_text() -> None:
+    text = texts.AccumulatedText(decode)
+    data = list("aé".encode())
+    assert [text.add(data[:1]), text.add(data[1:2]), text.add(data[2:]), text.finish()] == ["a", "a", "aé", ""]
+    assert text.add(data[1:2]) == "aé"
+    assert text.finish() == "aé" + REPLACEMENT
 
 
 def result(*beams: str, **others: Any) -> dict[str, Any]:
@@ -44,8 +82,8 @@ def text_of(answer: Any) -> list[str]:
 def test_streamed_text_ends_where_the_full_text_does(seed: int) -> None:
     generator = random.Random(seed)
     text = "".join(generator.choice("ab c") for _ in range(40))
-    words = stop_words.StopWords(["".join(generator.choice("ab c") for _ in range(size)) for size in (0, 3, 5)])
-    stopped, pieces, at = stop_words.StoppedText(words), [], 0
+    words = texts.StopWords(["".join(generator.choice("ab c") for _ in range(size)) for size in (0, 3, 5)])
+    stopped, pieces, at = texts.StoppedText(words), [], 0
     while at < len(text):
         size = generator.randint(0, 4)
         pieces.append(stopped.add(text[at : at + size]))
@@ -56,14 +94,14 @@ def test_streamed_text_ends_where_the_full_text_does(seed: int) -> None:
 
 
 def test_the_word_that_is_completed_first_ends_the_text() -> None:
-    words = stop_words.StopWords(["long word", "ng"])
+    words = texts.StopWords(["long word", "ng"])
     assert "a long word"[: words.end("a long word")] == "a long"
     assert words.end("a long word", 6) is None
-    assert not stop_words.StopWords(["", ""])
+    assert not texts.StopWords(["", ""])
 
 
 def test_stop_words_in_the_prompt_do_not_count() -> None:
-    words = [stop_words.StopWords(["stop"])]
+    words = [texts.StopWords(["stop"])]
     whole = texts.FullTexts(decode, words, [list(b"stop it")])
     answer = whole.add(
         result(
@@ -80,12 +118,12 @@ def test_stop_words_in_the_prompt_do_not_count() -> None:
 
 def test_answers_may_lack_the_expected_prompt() -> None:
     """A repository by hand may leave the prompt out without saying so to the BLS model."""
-    whole = texts.FullTexts(decode, [stop_words.StopWords(["b"])], [list(b"ab")])
+    whole = texts.FullTexts(decode, [texts.StopWords(["b"])], [list(b"ab")])
     assert text_of(whole.add(result("b and b"))) == ["b"]
 
 
 def test_each_row_has_its_own_stop_words() -> None:
-    words = [stop_words.StopWords(["x"]), stop_words.StopWords(["y"])]
+    words = [texts.StopWords(["x"]), texts.StopWords(["y"])]
     streamed = texts.StreamedTexts(decode, words, accumulate=False)
     sent: dict[int, str] = {0: "", 1: ""}
     for row, piece in ((0, "ay"), (1, "ax"), (0, "xz"), (1, "cyd"), (0, "more"), (1, "more")):
@@ -97,7 +135,7 @@ def test_each_row_has_its_own_stop_words() -> None:
 
 
 def test_a_streamed_stop_word_is_the_finish_reason() -> None:
-    streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["no"])], accumulate=False)
+    streamed = texts.StreamedTexts(decode, [texts.StopWords(["no"])], accumulate=False)
     assert text_of(streamed.add(result("n"))) == ["n"]
     assert text_of(streamed.add(result("ow"))) == ["o"]
     last: Any = streamed.add(result("", finish_reason=reasons("cancelled")))
@@ -105,21 +143,21 @@ def test_a_streamed_stop_word_is_the_finish_reason() -> None:
 
 
 def test_each_sequence_stops_separately() -> None:
-    streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["b"])], accumulate=False)
+    streamed = texts.StreamedTexts(decode, [texts.StopWords(["b"])], accumulate=False)
     first = [text_of(streamed.add(result(piece, sequence_index=number(0))))[0] for piece in ("a", "b", "c")]
     second = [text_of(streamed.add(result(piece, sequence_index=number(1))))[0] for piece in ("a", "c", "b")]
     assert (first, second) == (["a", "b", ""], ["a", "c", "b"])
 
 
 def test_an_empty_last_result_is_not_sent() -> None:
-    streamed = texts.StreamedTexts(decode, [stop_words.StopWords()], accumulate=False)
+    streamed = texts.StreamedTexts(decode, [texts.StopWords()], accumulate=False)
     assert text_of(streamed.add(result(""))) == [""]
     assert streamed.add(result("")) is None
     assert streamed.add(result("", finish_reason=reasons("end_id"))) is not None
 
 
 def test_accumulated_text_ends_at_the_stop_word() -> None:
-    streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["c d"])], accumulate=True)
+    streamed = texts.StreamedTexts(decode, [texts.StopWords(["c d"])], accumulate=True)
     found = [text_of(streamed.add(result(piece)))[0] for piece in ("a", "bc", " de", "f")]
     assert found == ["a", "abc", "abc d", "abc d"]
     assert streamed.stopped == {(0, 0)}
@@ -130,6 +168,6 @@ def test_the_finish_reason_comes_with_the_end_of_the_text() -> None:
     half = {**result("ab"), "finish_reason": reasons("length")}
     half["output_ids"][0, 0, 1] = "é".encode()[0]
     for accumulate in (False, True):
-        streamed = texts.StreamedTexts(decode, [stop_words.StopWords()], accumulate=accumulate)
+        streamed = texts.StreamedTexts(decode, [texts.StopWords()], accumulate=accumulate)
         assert text_of(streamed.add(half)) == ["a\N{REPLACEMENT CHARACTER}"]
         assert list(streamed.finish()) == []
