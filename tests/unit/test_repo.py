@@ -233,7 +233,7 @@ def test_flags_set_parameters(engine: Engine, tokenizer: Path) -> None:
     assert (bls["accumulate_tokens"], bls["exclude_input_in_output"]) == ("true", "true")
     assert config(made, "tensorrt_llm").dynamic_batching.default_queue_policy.max_queue_size == 7
     twice = replace(SPEC, max_queue_size=7, settings={"tensorrt_llm.max_queue_size": "8"})
-    with pytest.raises(UsageError, match=r"--set tensorrt_llm\.max_queue_size and the flag of max_queue_size"):
+    with pytest.raises(UsageError, match=r"--set tensorrt_llm\.max_queue_size and --max-queue-size were"):
         plan_repository(engine, tokenizer, twice)
 
 

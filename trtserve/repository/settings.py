@@ -62,7 +62,8 @@ def settings_of(spec: RepositorySpec) -> dict[str, str]:
             continue
         given = next((each for each in (key, f"{CORE}.{key}", option) if each in settings), None)
         if given is not None:
-            raise UsageError(f"--set {given} and the flag of {option} were both given; leave one of them out.")
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError(f"--set {given} and {flag} were both given; leave one of them out.")
         settings[key] = str(value).lower() if isinstance(value, bool) else str(value)
     return settings
 
