@@ -111,7 +111,7 @@ def test_a_result_is_the_only_document_of_a_command_that_fails_later(
         print_json(command, result)
         raise CheckError("too large")
 
-    monkeypatch.setattr("trtserve.cli.list_.print_json", print_and_fail)
+    monkeypatch.setattr("trtserve.cli.models.print_json", print_and_fail)
     assert run(["list", "--json"]) == CheckError.code
     assert "result" in json.loads(capsys.readouterr().out)
 

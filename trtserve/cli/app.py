@@ -101,8 +101,8 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "inspect": _command(MODELS, "inspect"),
     "lora": _command(MODELS, "lora", cleans_up=True),
     "models": _command(MODELS, "models"),
-    "list": _command(MODELS, "list_", "list_models"),
-    "remove": _command(MODELS, "remove"),
+    "list": _command(MODELS, "models", "list_models"),
+    "remove": _command(MODELS, "models", "remove"),
     "gateway": _command(UPKEEP, "gateway"),
     "door": _command(None, "gateway"),  # its former name, which no list shows
     "status": _command(UPKEEP, "status"),

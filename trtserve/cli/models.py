@@ -1,17 +1,21 @@
-"""`trtserve models`: list the models that have a short name."""
+"""`trtserve models`, `list` and `remove`: the models that have a short name, and those that were imported."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from trtserve.cli.options import JsonOption
-from trtserve.cli.output import (
-    count,
-    print_json,
-    print_table,
-    say,
-)
+import typer
+
+from trtserve.cli.options import DryRunOption, JsonOption, imports
+from trtserve.cli.output import count, print_data, print_json, print_table, say, with_bytes
+from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
+
+if TYPE_CHECKING:
+    from trtserve.pipeline.inventory import Entry
 
 
 def models(json: JsonOption = False) -> None:
@@ -45,3 +49,77 @@ def models(json: JsonOption = False) -> None:
     ungated = next((each.alias for each in found if not each.gated and each.fits == "yes"), None)
     if ungated is not None:
         say(f"Next: trtserve import {ungated}")
+
+
+def list_models(json: JsonOption = False) -> None:
+    """List imported models: source, size on disk, engine precision, repository, running server.
+
+    Examples:
+        trtserve list
+        trtserve list --json
+    """
+    from trtserve.pipeline.inventory import list_imported
+
+    entries = list_imported()
+    if json:
+        print_json("list", [with_bytes(asdict(entry)) for entry in entries])
+        return
+    if not entries:
+        say("Nothing has been imported yet. Try: trtserve import demo")
+        return
+    columns = ("name", "source", "size", "engine", "repository", "server")
+    rows = [
+        (e.name, e.source, format_bytes(e.size), e.precision or "-", _place(e.repository), _server(e)) for e in entries
+    ]
+    print_table(columns, rows)
+
+
+def _server(entry: Entry) -> str:
+    return f"{entry.server} (another build)" if entry.other_build else entry.server or "-"
+
+
+def _place(repository: str) -> str:
+    # A terminal shows only the name of a folder in the store; a pipe gets the full path.
+    from trtserve.artifacts import ModelRepository
+    from trtserve.store import Store
+
+    path = Path(repository)
+    in_store = path.parent == Store().folder(ModelRepository)
+    return path.name if repository and in_store and sys.stdout.isatty() else repository or "-"
+
+
+def remove(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Names, as `trtserve list` shows them.", autocompletion=imports),
+    ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Remove everything in the store, unfinished downloads included; logs only if no server runs."
+        ),
+    ] = False,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Remove imported models and their artefacts; artefacts that other names use stay.
+
+    Examples:
+        trtserve remove llama-2-7b --dry-run
+        trtserve remove --all
+    """
+    from trtserve.pipeline import inventory
+
+    if bool(names) == everything:
+        raise UsageError("Name what to remove, or give --all (not both).", hint="trtserve list shows the names.")
+    removal = inventory.plan_removal(names or (), everything=everything)
+    if not dry_run:
+        inventory.remove(removal)
+    if json:
+        print_json("remove", with_bytes(asdict(removal)) | {"removed": not dry_run})
+        return
+    for folder in removal.folders:
+        print_data(str(folder))
+    for folder in removal.kept:
+        say(f"kept, because another name uses it or it is outside the store: {folder}")
+    say(f"{format_bytes(removal.size)} {'would be freed' if dry_run else 'freed'}")

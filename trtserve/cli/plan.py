@@ -163,7 +163,7 @@ def _machine_lines(machine: MachineFit) -> list[str]:
         f"here        {memory} of memory and {disk} of disk are free",
         f"fits        {machine.tokens} tokens of KV cache: {machine.sequences} sequences of {machine.max_seq_len}"
         if machine.fits
-        else f"fits        not. {machine.hint}",
+        else f"fits        no. {machine.hint}",
     ]
 
 
