@@ -84,7 +84,7 @@ class Sides:
         self._ids = TokenizerFiles(tokenizer).encode(PROMPT, special=True)
 
     def tensors(self, count: int) -> Tensors:
-        """Return a greedy request for exactly so many tokens."""
+        """Return a greedy request for exactly this many tokens."""
         return NEWEST.core(self._ids, count, streaming=True, end_id=-1, exclude_input_in_output=True)
 
     def over_grpc(self, count: int) -> None:

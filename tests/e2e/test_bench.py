@@ -189,7 +189,7 @@ def test_an_unreachable_server_is_reported() -> None:
 
 
 def wait_for_lines(trace: Path, beginning: str, number: int) -> None:
-    """Wait until the models have written so many lines that begin like this."""
+    """Wait until the models have written this many lines that begin like this."""
     deadline = time.monotonic() + 20
     found = 0
     while time.monotonic() < deadline and found < number:

@@ -38,7 +38,7 @@ class Part:
     seconds: int
     """Time limit."""
     gpus: int = 1
-    """Without so many GPUs it is skipped."""
+    """It is skipped with fewer GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -105,7 +105,7 @@ def test_draft_models_come_first(tmp_path: Path) -> None:
         ("models:\n  demo:\n    dtype: float16\n", ":3: models.demo has no source", "demo, an alias"),
         ("models: demo\n", ":1: models must be a mapping", None),
         ("model:\n  demo: {}\n", ":1: the file has no key 'model'", "Did you mean models?"),
-        ("models:\n  a b:\n    source: demo\n", ":2: 'a b' is no name", "letters"),
+        ("models:\n  a b:\n    source: demo\n", ":2: 'a b' is not a valid name", "letters"),
         ("servers: {}\n", ":1: models is missing", None),
         (MODEL + "  x: [\n", "not YAML", None),
         ("# nothing\n", "is empty", "trtserve init"),
@@ -128,7 +128,7 @@ def test_draft_models_come_first(tmp_path: Path) -> None:
         ),
         (
             SERVED + "benchmarks:\n  b:\n    server: front\n    limits: {ttft_p9: 1s}\n",
-            ":10: benchmarks.b.limits: ttft_p9 is no limit",
+            ":10: benchmarks.b.limits: ttft_p9 is not a limit",
             "ttft_p99",
         ),
         (

@@ -28,7 +28,7 @@ class Calibration:
     workers: int
     responses_per_answer: int
     answers_per_second: float
-    """Highest rate of answers with so many responses."""
+    """Highest rate of answers with this many responses."""
     dispatch_p50_ms: float
     """How late requests are sent at a moderate rate."""
     dispatch_p99_ms: float
@@ -38,7 +38,7 @@ class Calibration:
     floor_p99_ms: float
 
     def capacity(self, responses: float) -> float:
-        """Return the highest rate of answers with so many responses, a response costing as much as a request."""
+        """Return the highest rate of answers with this many responses, a response costing as much as a request."""
         return self.answers_per_second * (1 + self.responses_per_answer) / (1 + max(1.0, responses))
 
 

@@ -46,7 +46,7 @@ def read_requirements(words: Mapping[str, str]) -> Requirements:
         elif name in RATES:
             value, wanted = _number(text), "a number above 0"
         else:
-            raise UsageError(f"{name} is no limit.", hint=f"Known: {', '.join((*TIMES, *RATES))}.")
+            raise UsageError(f"{name} is not a limit.", hint=f"Known: {', '.join((*TIMES, *RATES))}.")
         if value is None:
             raise UsageError(f"{name} is {text!r}; expected {wanted}.")
         limits[name] = value

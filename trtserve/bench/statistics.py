@@ -177,7 +177,7 @@ class Steady:
     in_flight: float
     """Average number of requests in flight, in the time between the first and the last send of this part."""
     drain_seconds: float
-    """From the last send of the window to the last end: the load falls, so its answers are no throughput."""
+    """From the last send of the window to the last end: the load falls, so its answers do not count as throughput."""
 
 
 @dataclass(frozen=True, kw_only=True)

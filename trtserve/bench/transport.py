@@ -98,7 +98,7 @@ class LoadTransport(Protocol):
     async def send(self, message: Any, received: list[Chunk], *, limit: int | None = None) -> None:
         """Send one message and append what arrives to `received`, until the answer ends.
 
-        With `limit` the request is cancelled after so many responses. A task that is cancelled cancels the request.
+        With `limit` the request is cancelled after this many responses. A task that is cancelled cancels the request.
         Raises SendError.
         """
 

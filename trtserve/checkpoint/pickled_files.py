@@ -108,7 +108,7 @@ def _require_archive(path: Path) -> None:
         # This command rewrites the file without running code from it.
         code = f"import torch; p = {str(path)!r}; torch.save(torch.load(p, map_location='cpu', weights_only=True), p)"
         raise UnsupportedModelError(
-            f"{path} uses PyTorch's format from before 1.6.", hint=f"Write it anew: python -c {shlex.quote(code)}"
+            f"{path} uses PyTorch's format from before 1.6.", hint=f"Save it again: python -c {shlex.quote(code)}"
         )
     what = "it is a Git LFS pointer, not the file itself" if start.startswith(_POINTER) else "torch.save never wrote it"
     raise CorruptFileError(f"{path} is damaged: {what}.", hint=_AGAIN)

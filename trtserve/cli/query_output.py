@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trtserve.client.query import Generation, QuerySpec
     from trtserve.client.request import RequestContext
 
-# Outputs with at most so many values are printed; larger ones as a shape, or a file if there is a folder.
+# Outputs with at most this many values are printed; larger ones as a shape, or a file if there is a folder.
 _SHOWN = 16
 # Attributes that JSON has in another form, such as milliseconds.
 _OTHERWISE = ("outputs", "sequences", "latency", "time_to_first_token")

@@ -183,7 +183,7 @@ def down(
     file: FileArgument = _DEFAULT,
     drain: Annotated[
         float,
-        typer.Option("--drain", metavar="SECONDS", min=0, help="Give running requests so much time to end."),
+        typer.Option("--drain", metavar="SECONDS", min=0, help="Wait this long for running requests to end."),
     ] = 0.0,
     json: JsonOption = False,
     quiet: QuietOption = False,

@@ -21,7 +21,7 @@ def stop(
             "--drain",
             metavar="SECONDS",
             min=0,
-            help="Refuse new requests, and give the running ones so much time to end.",
+            help="Refuse new requests, and wait this long for running ones to end.",
         ),
     ] = 0.0,
     json: JsonOption = False,

@@ -141,7 +141,7 @@ def check_generate(body: bytes, limits: RequestLimits, datatypes: Mapping[str, s
 
 
 def check_control(body: bytes, limits: RequestLimits) -> CheckedBody:
-    """Check the body of an operation that is no inference: nothing, or a small JSON object."""
+    """Check the body of an operation other than inference: nothing, or a small JSON object."""
     return CheckedBody(content=_written(parse_object(body, limits)) if body else b"")
 
 

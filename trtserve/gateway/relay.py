@@ -39,7 +39,7 @@ _BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
 _NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
 _OWN_ID = "gateway-"
 _STREAM = "text/event-stream"
-# What an error contains that is no fault of its request → status. Triton 2.51 answers most errors of models with 400.
+# Words of errors that the request did not cause → status. Triton 2.51 answers most errors of models with 400.
 _SERVER_ERRORS = (
     (re.compile(rb"executor has stopped working|Stub process '[^']*' is not healthy"), 503),
     (re.compile(rb"in forwardAsync function: the step failed"), 500),

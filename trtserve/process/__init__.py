@@ -149,7 +149,7 @@ def spawn(
 
     Output goes to a file because a full pipe that is not read blocks the writer; it is appended, so that the file can
     be emptied meanwhile. A `bound` process gets a SIGTERM from the kernel when this process ends without having stopped
-    it, for example because it was killed: see `orphans`. `stack` raises the limit of its threads' stacks to so many
+    it, for example because it was killed: see `orphans`. `stack` raises the limit of its threads' stacks to this many
     bytes, where this process may do that. It inherits the file descriptors to `keep`.
     """
     prepare = [each for each in (end_with_parent() if bound else None, larger_stack(stack)) if each is not None]

@@ -194,7 +194,7 @@ def plan_unit(repository: ModelRepository, spec: ServerSpec, *, out: Path | None
     name = server_name(repository, spec)
     path = (out or Path(f"trtserve-{name}.service")).absolute()
     if path.suffix != ".service":
-        raise UsageError(f"--out {path} is no unit file.", hint="Its name must end with .service.")
+        raise UsageError(f"--out {path} is not a unit file.", hint="Its name must end with .service.")
     program = [sys.executable, "-m", "trtserve"]
     return path, render(
         "server.service.j2",

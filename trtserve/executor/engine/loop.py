@@ -29,7 +29,7 @@ from trtserve.executor.engine.step import RunningStep, StepOutcome, Stepper
 
 logger = logging.getLogger(__name__)
 
-# So many steps that fail one after the other are no fault of their requests. For lack of memory it can be: a client may
+# After this many failed steps in a row, the requests are not at fault. Memory is different: a client may
 # ask again and again for more than fits.
 _FAILED_STEPS = 3
 _STEPS_WITHOUT_MEMORY = 30

@@ -46,7 +46,7 @@ def pad_step(step: StepInputs, size: int, block: int) -> StepInputs:
 
 
 def measure_steps(run: Callable[[int], object]) -> list[dict[int, float]]:
-    """Return the seconds of steps of each of `SIZES`, of several rounds; `run` computes a step of so many tokens."""
+    """Return the seconds of steps of each of `SIZES`, of several rounds; `run` computes a step of this many tokens."""
     rounds = []
     for _ in range(_ROUNDS + 1):
         seconds = {}

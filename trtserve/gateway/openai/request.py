@@ -162,7 +162,7 @@ def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | N
 
 
 def _require_context_logits(served: ServedModel, tokens: int) -> None:
-    """Raise ApiError unless the engine returns the logits of so many prompt tokens."""
+    """Raise ApiError unless the engine returns the logits of this many prompt tokens."""
     what = "echo with logprobs needs log-probabilities of the prompt"
     if not served.takes_ids:
         raise ApiError(f"{what}, and a model that takes token ids.", param="echo")

@@ -31,7 +31,7 @@ SCALARS = {
     "tokenizer": "Hugging Face folder with the tokenizer, or the name of an imported model.",
     "draft": "Another model of this file, which drafts tokens for this one.",
 }
-"""Keys of a model that are no fields of a spec, with their meaning."""
+"""Keys of a model that are not fields of a spec, with their meaning."""
 SERVED_MODEL = "The model of this file that it serves."
 BENCHMARK_KEYS = {
     "server": "The server of this file that it measures.",
@@ -41,9 +41,9 @@ BENCHMARK_KEYS = {
     "out": "Folder for report.json, requests.jsonl and more.",
     "limits": "Targets that the figures must meet; otherwise `up` ends with code 53.",
 }
-"""Keys of a benchmark that are no fields of a spec, with their meaning."""
+"""Keys of a benchmark that are not fields of a spec, with their meaning."""
 MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)
-# The name is the key of the mapping. A key of an API is no text for a file that is shared: api_key_file names its file.
+# The name is the key of the mapping. An API key does not belong in a shared file: api_key_file names its file.
 # The number of ranks follows from the model's tp_size and pp_size.
 _NOT_IN_FILES = {"name", "api_key", "world_size"}
 # `up` may run often, and would submit a job each time.

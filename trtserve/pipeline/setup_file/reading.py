@@ -115,7 +115,7 @@ class _Document:
                 raise self.error(key, f"{what} has {name!r} twice.")
             if what in ("models", "servers", "benchmarks") and not _NAME.fullmatch(name):
                 raise self.error(
-                    key, f"{name!r} is no name.", hint="Use at most 100 letters, digits, '.', '_' and '-'."
+                    key, f"{name!r} is not a valid name.", hint="Use at most 100 letters, digits, '.', '_' and '-'."
                 )
             found[name] = value
         return found

@@ -40,7 +40,7 @@ from .settings import executor_config, guided_decoding_config
 # this is not a polling period.
 _AWAIT = timedelta(seconds=0.5)
 _BEAT = 1.0
-# The process of an executor that has stopped ends after so many seconds: its requests are answered by then, and the
+# The process of an executor that has stopped ends after this many seconds: its requests are answered by then, and the
 # supervisor has read why.
 _LAST_WORDS = 2.0
 _NEEDED_OUTPUTS = ("output_ids", "sequence_length")
