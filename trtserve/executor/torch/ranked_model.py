@@ -34,7 +34,7 @@ _Masks: TypeAlias = "Mapping[str, npt.NDArray[np.bool_]]"
 # A step without its adapters, their masks, and their weights if the other ranks do not have them.
 _Described: TypeAlias = "tuple[StepInputs, _Masks | None, AdapterStack | None]"
 
-# A part of a step has at least this many tokens. With fewer, a GPU reads its weights in the same time as for all of them.
+# A part of a step has at least this many tokens. With fewer, a GPU reads its weights as long as for all of them.
 _LEAST_TOKENS: Final = {"cpu": 8, "cuda": 256}
 # mpirun reports the rank that ends first, which should be the one that is the reason for the end.
 _LAST_WORDS = 1.0
