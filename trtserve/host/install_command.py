@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -21,6 +20,8 @@ def _clone() -> Path | None:
     source = Path(__file__).parents[2]
     if (source / "pyproject.toml").is_file():
         return source
+    from importlib import metadata
+
     try:
         origin = json.loads(metadata.distribution("trtserve").read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):
