@@ -29,7 +29,7 @@ from trtserve.bench.statistics import Statistics, compute
 from trtserve.bench.transport import LoadTarget, ProtocolName
 from trtserve.bench.worker import Load
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.tensors import CORE_MODEL, ModelDescription
 from trtserve.specs import Quantization
 
@@ -116,7 +116,7 @@ def measure_in_process(side: ExecutorSide, prompts: list[list[int]]) -> float:
 def measure(case: str, endpoint: Endpoint, side: ExecutorSide, *, vocabulary: int, pairs: int) -> list[Row]:
     """Send each side new random prompts in turn: the server reuses the blocks of those that it has seen."""
     random = np.random.default_rng(0)
-    with_client = GrpcClient(endpoint, timeout=10)
+    with_client = grpc_client(endpoint, timeout=10)
     model = with_client.describe(CORE_MODEL)
     with_client.close()
     served: dict[ProtocolName, list[Statistics]] = {protocol: [] for protocol in PROTOCOLS}

@@ -31,7 +31,7 @@ from tests.benchmarks.memory import process_bytes
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
+from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client, infer_request
 from trtserve.client.tensors import ModelDescription
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server, log_file
@@ -97,7 +97,7 @@ async def drive(server: Server, seconds: float, *, seed: int, grpc_cancels: floa
     endpoint = Endpoint(
         host=server.address.host, http_port=server.address.http_port, grpc_port=server.address.grpc_port
     )
-    client = GrpcClient(endpoint, timeout=10)
+    client = grpc_client(endpoint, timeout=10)
     models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
     client.close()
     soak, begin = Soak(grpc_cancels=grpc_cancels, core=models[-1]), time.monotonic()

@@ -34,7 +34,7 @@ from tests.benchmarks.soak import CANCELLED, CORE, KV_TOKENS, STREAMS, require_o
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient
+from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
 from trtserve.store import Store
@@ -91,7 +91,7 @@ async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Ru
 
     address, choice = server.address, random.Random(seed)
     endpoint = Endpoint(host=address.host, http_port=address.http_port, grpc_port=address.grpc_port)
-    client = GrpcClient(endpoint, timeout=10)
+    client = grpc_client(endpoint, timeout=10)
     models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
     client.close()
     state = grpc_soak.Soak(core=models[-1])

@@ -20,7 +20,7 @@ import pytest
 from tests.support.model_server import ModelServer, serving
 from trtserve.artifacts import Checkpoint
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
+from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client, infer_request
 from trtserve.client.tensors import ModelDescription
 from trtserve.pipeline.build import build_engine
 from trtserve.repository.assembling import assemble_repository, plan_repository
@@ -56,7 +56,7 @@ def description(server: ModelServer) -> ModelDescription:
     endpoint = Endpoint(
         host=server.address.host, http_port=server.address.http_port, grpc_port=server.address.grpc_port
     )
-    with closing(GrpcClient(endpoint, timeout=10)) as client:
+    with closing(grpc_client(endpoint, timeout=10)) as client:
         return client.describe(MODEL)
 
 

@@ -21,13 +21,13 @@ from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.calibration import calibrate
 from trtserve.bench.echo_server import Echo, Spoken, running_echo
-from trtserve.bench.http_transport import HttpPool, post
 from trtserve.bench.processes import LoadOutcome, run_load
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.statistics import compute, percentile
-from trtserve.bench.transport import Chunk, Pressure
+from trtserve.bench.transport import Chunk
 from trtserve.bench.worker import Load
 from trtserve.cli import run
+from trtserve.client.http_pool import HttpPool, Pressure, http_request
 from trtserve.errors import ServerUnreachableError
 
 MS = 1_000_000
@@ -163,6 +163,10 @@ def test_sockets_that_hold_up_the_client_are_noticed() -> None:
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n".encode()
     received: list[Chunk] = []
 
+    def on_event(time_ns: int, event: bytes) -> bool:
+        received.append((time_ns, event))
+        return False
+
     async def exchange() -> Pressure:
         ended = asyncio.Event()
 
@@ -180,7 +184,7 @@ def test_sockets_that_hold_up_the_client_are_noticed() -> None:
         port = server.sockets[0].getsockname()[1]
         pool = HttpPool("127.0.0.1", port, tls=None, timeout=60, connect_timeout=60)
         await pool.open(1)
-        await pool.send(post("127.0.0.1", "/", b"x" * 2**25), received, events=True, limit=None)
+        await pool.send(http_request("127.0.0.1", "/", b"x" * 2**25), on_event)
         await pool.close()
         await ended.wait()
         server.close()

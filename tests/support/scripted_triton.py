@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.described_models import described
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.tensors import Reply, decoded
+from trtserve.client.tensors import ModelDescription, Reply, Tensor
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.gateway.openai.served import Backend, ServedModel
@@ -63,14 +63,14 @@ class ScriptedTriton(Backend):
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5)
 
-    async def infer(self, message: Any, *, decoupled: bool, timeout: float) -> AsyncIterator[Reply]:
-        """Answer one request, as AioClient does."""
-        inputs = {
-            tensor.name: decoded(tensor.datatype, tensor.shape, content).reshape(-1).tolist()
-            for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
-        }
+    async def infer(
+        self, model: ModelDescription, tensors: Sequence[Tensor], *, request_id: str, **_: Any
+    ) -> AsyncIterator[Reply]:
+        """Answer one request, as a transport does."""
+        del model
+        inputs = {tensor.name: tensor.flat() for tensor in tensors}
         if inputs.get("stop"):
-            self.stops.append(message.id)
+            self.stops.append(request_id)
             return
         self.requests.append(inputs)
         steps = self._steps()
@@ -82,7 +82,7 @@ class ScriptedTriton(Backend):
             await asyncio.sleep(self.pause)
             if isinstance(step, Exception):
                 raise step
-            if message.id in self.stops:
+            if request_id in self.stops:
                 return
             sent += step
             yield self._reply(step, sent, inputs, last=step is steps[-1])

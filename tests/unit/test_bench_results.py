@@ -42,7 +42,7 @@ def test_damaged_results_are_refused(tmp_path: Path) -> None:
         read_report(tmp_path)
     made(1, count=3).write(tmp_path)
     (tmp_path / "requests.jsonl").write_text("{}\n")
-    with pytest.raises(UsageError, match=r"Line 1 .* is not the record of a request"):
+    with pytest.raises(UsageError, match=r"Line 1 .* cannot be read as the record of a request: missing key"):
         read_report(tmp_path)
 
 

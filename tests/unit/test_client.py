@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from trtserve.client.call_errors import plain, refused
-from trtserve.client.grpc_client import infer_request, reply_of
-from trtserve.client.http_client import generate_body
+from trtserve.client.grpc_transport import infer_request, reply_of
+from trtserve.client.http_transport import generate_body
 from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor

@@ -13,8 +13,8 @@ from trtserve.bench.plan import plan_benchmark
 from trtserve.cli import run
 from trtserve.client.call_errors import spoken_at
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import GrpcClient
-from trtserve.client.http_client import HttpClient
+from trtserve.client.grpc_transport import grpc_client
+from trtserve.client.http_transport import http_client
 from trtserve.client.transport import SyncClient
 from trtserve.errors import ServerUnreachableError
 from trtserve.specs import BenchSpec
@@ -58,7 +58,7 @@ def port_that_says(answer: bytes) -> Iterator[int]:
 
 def client_of(protocol: str, port: int, *, connect_timeout: float = 10.0) -> SyncClient:
     endpoint = Endpoint(http_port=port, grpc_port=port, connect_timeout=connect_timeout)
-    return HttpClient(endpoint, timeout=60) if protocol == "http" else GrpcClient(endpoint, timeout=60)
+    return http_client(endpoint, timeout=60) if protocol == "http" else grpc_client(endpoint, timeout=60)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import pytest
 from tests.support.certificates import certificates
 from trtserve.client.call_errors import RequestCancelledError
 from trtserve.client.endpoint import Endpoint, Tls
-from trtserve.client.http_client import HttpClient, generate_body, infer_body
+from trtserve.client.http_transport import generate_body, http_client, infer_body
 from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, generate_shape
+from trtserve.client.transport import TransportClient
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -33,15 +34,17 @@ def chunks(*contents: bytes) -> bytes:
 
 
 @pytest.fixture
-def serving() -> Iterator[Callable[[bytes], HttpClient]]:
+def serving() -> Iterator[Callable[..., TransportClient]]:
     """A client of a server that answers its one request with the given bytes and ends there."""
     listener = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []
+    clients: list[TransportClient] = []
 
-    def start(answer: bytes) -> HttpClient:
+    def start(answer: bytes, timeout: float = 10) -> TransportClient:
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
+                connection.recv(1 << 16)
                 connection.sendall(answer)
                 connection.shutdown(socket.SHUT_WR)
                 # Closing with unread bytes would reset the connection instead of ending it.
@@ -50,20 +53,23 @@ def serving() -> Iterator[Callable[[bytes], HttpClient]]:
 
         threads.append(threading.Thread(target=serve))
         threads[-1].start()
-        return HttpClient(Endpoint(http_port=listener.getsockname()[1]), timeout=10)
+        clients.append(http_client(Endpoint(http_port=listener.getsockname()[1]), timeout=timeout))
+        return clients[-1]
 
     with listener:
         yield start
+        for client in clients:
+            client.close()
         for thread in threads:
             thread.join(10)
 
 
-def texts(client: HttpClient) -> Iterator[str]:
+def texts(client: TransportClient) -> Iterator[str]:
     for reply in client.infer(MODEL, [], request_id="r", stream=True):
         yield from reply.outputs["text_output"]
 
 
-def test_invalid_utf8_is_an_answer_too(serving: Callable[[bytes], HttpClient]) -> None:
+def test_invalid_utf8_is_an_answer_too(serving: Callable[..., TransportClient]) -> None:
     event = b'data: {"text_output":"a\xe2\x82"}\n\n'
     assert list(texts(serving(HEADER + chunks(event) + b"0\r\n\r\n"))) == ["a\ufffd"]
 
@@ -90,8 +96,10 @@ def test_any_model_name_can_be_requested() -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            client = HttpClient(Endpoint(http_port=server.server_port), timeout=10)
-            with pytest.raises(RequestError, match="größe 1/2"):
+            with (
+                closing(http_client(Endpoint(http_port=server.server_port), timeout=10)) as client,
+                pytest.raises(RequestError, match="größe 1/2"),
+            ):
                 client.describe("größe 1/2")
         finally:
             server.shutdown()
@@ -100,28 +108,42 @@ def test_any_model_name_can_be_requested() -> None:
 
 
 @pytest.mark.parametrize("sent", [EVENTS, (b"".join(EVENTS),), (EVENTS[0][:9], EVENTS[0][9:] + EVENTS[1])])
-def test_events_do_not_depend_on_the_chunks(serving: Callable[[bytes], HttpClient], sent: tuple[bytes, ...]) -> None:
+def test_events_do_not_depend_on_the_chunks(serving: Callable[..., TransportClient], sent: tuple[bytes, ...]) -> None:
     assert list(texts(serving(HEADER + chunks(*sent) + b"0\r\n\r\n"))) == [" M", "ach"]
 
 
 @pytest.mark.parametrize("end", [b"", b"2", b"1f\r\ndata: {"])
-def test_lost_connection_is_not_the_end(serving: Callable[[bytes], HttpClient], end: bytes) -> None:
+def test_lost_connection_is_not_the_end(serving: Callable[..., TransportClient], end: bytes) -> None:
     answer = texts(serving(HEADER + chunks(EVENTS[0]) + end))
     assert next(answer) == " M"
     with pytest.raises(ServerUnreachableError, match="in the middle of the answer"):
         next(answer)
 
 
-def test_time_limit_covers_the_stream(serving: Callable[[bytes], HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 9.0, 9.5, 10.5])
-    monkeypatch.setattr("trtserve.client.http_client.time.monotonic", lambda: next(clock))
-    answer = texts(serving(HEADER + chunks(*EVENTS) + b"0\r\n\r\n"))
-    assert next(answer) == " M"
-    with pytest.raises(RequestError, match=r"No answer from .* within 10 s"):
-        next(answer)
+def test_time_limit_covers_the_stream() -> None:
+    stop = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(HEADER)
+            while not stop.wait(0.1):
+                connection.sendall(chunks(EVENTS[0]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with closing(http_client(Endpoint(http_port=listener.getsockname()[1]), timeout=0.7)) as client:
+            answer = texts(client)
+            assert next(answer) == " M"
+            with pytest.raises(RequestError, match=r"No answer from .* within 0.7 s"):
+                list(answer)
+        stop.set()
+        thread.join(10)
 
 
-def test_cancelled_stream_is_not_a_lost_connection(serving: Callable[[bytes], HttpClient]) -> None:
+def test_cancelled_stream_is_not_a_lost_connection(serving: Callable[..., TransportClient]) -> None:
     client = serving(HEADER + chunks(EVENTS[0]))
     answer = texts(client)
     assert next(answer) == " M"
@@ -131,8 +153,7 @@ def test_cancelled_stream_is_not_a_lost_connection(serving: Callable[[bytes], Ht
 
 
 def test_cancellation_before_the_request_holds() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = HttpClient(Endpoint(http_port=listener.getsockname()[1]), timeout=10)
+    with closing(http_client(Endpoint(http_port=1), timeout=10)) as client:
         client.cancel()
         with pytest.raises(RequestCancelledError):
             next(texts(client))
@@ -230,8 +251,7 @@ def infer_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
 
 
 def test_answer_of_infer_has_shapes() -> None:
-    with infer_server() as port:
-        client = HttpClient(Endpoint(http_port=port), timeout=10)
+    with infer_server() as port, closing(http_client(Endpoint(http_port=port), timeout=10)) as client:
         (reply,) = client.infer(plain_model(x=(-1, -1)), [], request_id="r", stream=False)
     assert reply.outputs["text_output"].tolist() == ["hi"]
     assert reply.outputs["x"].tolist() == [[[0, 1, 2], [3, 4, 5]]]
@@ -252,8 +272,8 @@ def https() -> Iterator[int]:
 
 
 def ask(port: int, tls: Tls | None) -> str:
-    client = HttpClient(Endpoint(http_port=port, tls=tls), timeout=10)
-    (reply,) = client.infer(plain_model(x=(-1, -1)), [], request_id="r", stream=False)
+    with closing(http_client(Endpoint(http_port=port, tls=tls), timeout=10)) as client:
+        (reply,) = client.infer(plain_model(x=(-1, -1)), [], request_id="r", stream=False)
     return str(reply.outputs["text_output"][0])
 
 

@@ -18,7 +18,6 @@ from tests.support.server_records import server_record
 from trtserve.cli import run
 from trtserve.client.metrics import (
     CoreMetrics,
-    Sample,
     core_metrics,
     gpu_metrics,
     kv_blocks,
@@ -109,11 +108,13 @@ def record(port: int) -> None:
 
 
 def test_lines_of_the_format() -> None:
-    page = 'a{x="1",y="a \\"b\\" \\\\ \\n{c}"} 1e3\nb 2.5 1700000000\n# TYPE b gauge\nc{} NaN\nnot a sample\nd x\n'
-    first, second, third = parse(page)
-    assert first == Sample(name="a", labels={"x": "1", "y": 'a "b" \\ \n{c}'}, value=1000.0)
-    assert second == Sample(name="b", labels={}, value=2.5)
-    assert third.value != third.value
+    page = 'nv_a{x="1",y="a \\"b\\" \\\\ \\n{c}"} 1e3\nnv_b 2.5 1700000000\n# TYPE nv_b counter\nnv_c{} NaN\n'
+    for damaged in ("", "not a sample\nnv_d x\n"):
+        first, second, third = parse(page + damaged)
+        assert (first.name, first.value) == ("nv_a", 1000.0)
+        assert first.labels == {"x": "1", "y": 'a "b" \\ \n{c}'}
+        assert (second.name, second.labels, second.value) == ("nv_b", {}, 2.5)
+        assert third.value != third.value
 
 
 def test_core_models_and_their_families() -> None:

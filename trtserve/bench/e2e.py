@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 from trtserve.bench.plan import BenchPlan
-from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.tensors import CORE_MODEL, ModelDescription, Tensor
 from trtserve.client.transport import SyncClient
 from trtserve.errors import AnswerMismatchError
@@ -24,7 +24,7 @@ def check_pipeline(plan: BenchPlan, *, draft_tokens: int | None = None, progress
     AnswerMismatchError for the first difference, and RequestError.
     """
     target = plan.load().target
-    with closing(GrpcClient(plan.endpoint, timeout=_TIMEOUT)) as client:
+    with closing(grpc_client(plan.endpoint, timeout=_TIMEOUT)) as client:
         models = {name: client.describe(name) for name in ("preprocessing", CORE_MODEL, "postprocessing")}
         with progress.task(f"Checking {len(plan.traffic.requests)} answers", total=len(plan.traffic.requests)) as task:
             for request in plan.traffic.requests:

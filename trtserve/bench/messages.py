@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from trtserve.bench.records import DecodedResponse, RequestRecord, TrafficRequest
-from trtserve.client.grpc_client import infer_request, reply_of
+from trtserve.client.grpc_transport import infer_request, reply_of
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError

@@ -28,7 +28,7 @@ from trtserve.bench.traffic import WRITTEN, arrival_times, with_cancellations
 from trtserve.bench.transport import LoadTarget, OpenAi
 from trtserve.bench.worker import Load
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.query import describe_model
 from trtserve.client.tensors import CORE_MODEL, ModelDescription
 from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
@@ -253,7 +253,7 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint, *, offline: bool = False
     prompts), UsageError (no vocabulary size, no tokenizer, invalid dataset).
     """
     goals = read_goals(spec.slo)
-    with closing(GrpcClient(endpoint, timeout=endpoint.connect_timeout)) as client:
+    with closing(grpc_client(endpoint, timeout=endpoint.connect_timeout)) as client:
         measured = find_measured(spec, endpoint, client, offline=offline)
     engine = TrafficLimits()
     if measured.limits is not None:

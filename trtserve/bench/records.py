@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import parse_json, read_json_object
+from trtserve.files import decode_as, parse_json, read_json_object
 from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
@@ -216,16 +216,12 @@ def read_records(path: Path) -> list[RequestRecord]:
 
 
 def _read_record(line: str, number: int, path: Path) -> RequestRecord:
-    known = {each.name for each in fields(RequestRecord)}
+    place, hint = f"Line {number} of {path}", f"`trtserve bench … --out DIR` writes such a file: DIR/{FILE_NAME}."
     try:
-        content = {key: value for key, value in parse_json(line).items() if key in known}
-        content["arrivals"] = [(int(time), int(tokens)) for time, tokens in content["arrivals"]]
-        return RequestRecord(**content)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise UsageError(
-            f"Line {number} of {path} is not the record of a request: {error}.",
-            hint=f"`trtserve bench … --out DIR` writes such a file: DIR/{FILE_NAME}.",
-        ) from None
+        content = parse_json(line)
+    except ValueError as error:
+        raise UsageError(f"{place} is not JSON: {error}.", hint=hint) from None
+    return decode_as(content, RequestRecord, "the record of a request", place, UsageError, hint=hint, tolerant=True)
 
 
 def pooled(parts: Iterable[Sequence[RequestRecord]]) -> list[RequestRecord]:

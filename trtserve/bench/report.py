@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from trtserve.bench.records import (
 from trtserve.bench.statistics import QUANTILES, Distribution, Goals, Statistics, compute, read_goals
 from trtserve.bench.verdict import VALID_DELIVERY, Machine, Verdict, implausible, judge
 from trtserve.errors import UsageError
-from trtserve.files import parse_json, write_json
+from trtserve.files import decode_as, parse_json, write_json
 
 COLUMNS = ("Stat", "Value")
 SCHEMA = 2
@@ -34,10 +34,9 @@ Row = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchReport:
-    """Result of one benchmark. All figures follow from the records; the rest says where they come from."""
+class RunFacts:
+    """What was measured and how, as report.json has it."""
 
-    records: tuple[RequestRecord, ...] = field(repr=False)
     spec: Mapping[str, Any]
     """What was asked for, with the concurrency that was used."""
     endpoint: str
@@ -62,12 +61,19 @@ class BenchReport:
     bounds: Machine = field(default_factory=Machine)
     """What the engine's speed cannot exceed."""
     calibration: Calibration | None = None
-    health: tuple[WorkerHealth, ...] = ()
-    samples: Samples = field(default_factory=Samples, repr=False)
     queue_wait_ms: float | None = None
     """Mean wait in the server's own queue, from its metrics."""
     interrupted: bool = False
     timed_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport(RunFacts):
+    """Result of one benchmark. All figures follow from the records."""
+
+    records: tuple[RequestRecord, ...] = field(repr=False)
+    health: tuple[WorkerHealth, ...] = ()
+    samples: Samples = field(default_factory=Samples, repr=False)
     planned_notes: tuple[str, ...] = ()
     statistics: Statistics = field(init=False)
     verdict: Verdict = field(init=False)
@@ -127,16 +133,13 @@ class BenchReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the records and the samples over time; infinite values (see Distribution) become null."""
-        left_out = ("records", "samples", "planned_notes", "statistics", "verdict", "calibration", "health", "bounds")
-        content = {name: value for name, value in vars(self).items() if name not in left_out}
-        content |= {
+        content = {each.name: _plain(getattr(self, each.name)) for each in fields(RunFacts)} | {
+            "notes": self.notes,
             "partial": self.partial,
             "verdict": {"judgement": self.verdict.judgement, "reasons": self.verdict.reasons},
             "statistics": asdict(self.statistics),
-            "calibration": None if self.calibration is None else asdict(self.calibration),
             "capacity_per_second": self.capacity,
             "workers": [asdict(each) for each in self.health],
-            "bounds": asdict(self.bounds),
             "server": {"counters": self.samples.server, "tokens": self.samples.tokens},
         }
         finite: dict[str, Any] = _finite({"schema": SCHEMA, **content})
@@ -260,40 +263,41 @@ def read_report(path: Path) -> BenchReport:
         ) from None
     except ValueError as error:
         raise UsageError(f"{folder} is damaged: {error}.") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{folder / REPORT} is not a JSON object.")
-    if content.get("schema") != SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        found = content.get("schema") if isinstance(content, dict) else "none"
         raise UsageError(
-            f"{folder / REPORT} has the schema {content.get('schema')}; this version reads {SCHEMA}.",
+            f"{folder / REPORT} has the schema {found}; this version reads {SCHEMA}.",
             hint="Measure again, or read it with the version of trtserve that wrote it.",
         )
-    try:
-        return _report(content, records, rows)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{folder / REPORT} is damaged: {error!r}.") from None
-
-
-def _report(content: Mapping[str, Any], records: Sequence[RequestRecord], rows: list[dict[str, Any]]) -> BenchReport:
-    server, calibration = content["server"], content["calibration"]
-    computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds", "ranks")
-    made_again = (*computed, "calibration", "capacity_per_second")
-    known = {key: value for key, value in content.items() if key not in made_again}
-    if content.get("ranks", 1) > 1:  # of an older version under mpirun, whose samples are those of the first rank
-        rows = []
-    health_of = {each.name for each in fields(WorkerHealth)}
-    recomputed = notes_on(compute(records, read_goals(content["spec"].get("slo") or {})))
-    return BenchReport(
-        **known,
-        records=tuple(records),
-        bounds=Machine(**content["bounds"]),
-        calibration=None if calibration is None else Calibration(**calibration),
-        health=tuple(
-            WorkerHealth(**{key: value for key, value in each.items() if key in health_of})
-            for each in content["workers"]
-        ),
-        samples=Samples(rows=rows, server=server["counters"], tokens=server["tokens"]),
-        planned_notes=tuple(note for note in content["notes"] if note not in recomputed),
+    stored = decode_as(content, _ReportFile, "a report", folder / REPORT, UsageError, tolerant=True)
+    computed = notes_on(compute(records, read_goals(stored.spec.get("slo") or {})))
+    # Of several ranks, in results of older versions, only the first one sampled its requests in flight.
+    samples = Samples(
+        rows=rows if stored.ranks == 1 else [], server=stored.server.counters, tokens=stored.server.tokens
     )
+    return BenchReport(
+        **{each.name: getattr(stored, each.name) for each in fields(RunFacts)},
+        records=tuple(records),
+        health=stored.workers,
+        samples=samples,
+        planned_notes=tuple(note for note in stored.notes if note not in computed),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Server:
+    counters: dict[str, dict[str, float]]
+    tokens: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReportFile(RunFacts):
+    """What is read of report.json; the figures are computed again."""
+
+    workers: tuple[WorkerHealth, ...]
+    server: _Server
+    notes: tuple[str, ...]
+    ranks: int = 1
 
 
 def read_runs(path: Path) -> list[BenchReport]:
@@ -414,6 +418,10 @@ def _number(value: float | None) -> str:
     if value is None:
         return "n/a"
     return "∞ (requests failed)" if math.isinf(value) else f"{value:.2f}"
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _finite(content: Any) -> Any:

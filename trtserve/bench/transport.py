@@ -14,7 +14,8 @@ from trtserve.bench.messages import read_response, read_values, request_message,
 from trtserve.bench.records import DecodedResponse, TrafficRequest
 from trtserve.client.call_errors import explain_rpc_error, plain, silent
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import open_channel
+from trtserve.client.grpc_transport import open_channel
+from trtserve.client.http_pool import Pressure
 from trtserve.client.tensors import ModelDescription
 from trtserve.errors import RequestError, UsageError
 
@@ -59,19 +60,6 @@ class LoadTarget:
         if self.engine is not None:
             return f"{self.engine} in this process"
         return self.endpoint.grpc if self.protocol == "grpc" else self.endpoint.http
-
-
-@dataclass(kw_only=True)
-class Pressure:
-    """What the sockets of a transport held up; it stays zero where a library hides them (gRPC)."""
-
-    write_blocked_max_ns: int = 0
-    """Longest time for which a socket took no more of a request."""
-    crowded_reads: int = 0
-    """Reads of events that found `CROWDED` bytes or more waiting."""
-
-
-CROWDED = 32768
 
 
 class SendError(Exception):
@@ -130,10 +118,9 @@ class GrpcTransport:
         return Pressure()
 
     async def open(self, connections: int) -> None:
-        import grpc
 
         endpoint = self._target.endpoint
-        self._channel = open_channel(endpoint, grpc.aio)
+        self._channel = open_channel(endpoint)
         try:
             await asyncio.wait_for(self._channel.channel_ready(), endpoint.connect_timeout)
         except asyncio.TimeoutError:

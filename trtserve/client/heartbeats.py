@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtserve.errors import ArtifactError
+from trtserve.files import read_as
 from trtserve.programs.shared.run_folder import HEARTBEATS, STOPPED
 
 _SILENT = 15.0
@@ -39,23 +40,35 @@ class Heartbeat:
         return ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A heartbeat as `run_folder.py` writes it; times are seconds of the monotonic clock."""
+
+    model: str
+    pid: int
+    time: float
+    moved: float
+    open_requests: int
+    failure: str | None
+
+
 def read_heartbeats(folder: Path) -> list[Heartbeat]:
     """Return the heartbeats of a server's executors; none before they have loaded, and for NVIDIA's backends."""
     found = []
     for path in sorted(folder.glob(HEARTBEATS)):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # it was removed, or is being written for the first time
+            written = read_as(path, _Written, "a heartbeat", tolerant=True)
+        except (FileNotFoundError, ArtifactError):  # it was removed, or is being written for the first time
             continue
         now = time.monotonic()
         found.append(
             Heartbeat(
-                model=record["model"],
-                pid=record["pid"],
-                age=now - record["time"],
-                stalled=now - record["moved"],
-                open_requests=record["open_requests"],
-                failure=None if record["failure"] is None else record["failure"].removeprefix(f"{STOPPED}: "),
+                model=written.model,
+                pid=written.pid,
+                age=now - written.time,
+                stalled=now - written.moved,
+                open_requests=written.open_requests,
+                failure=None if written.failure is None else written.failure.removeprefix(f"{STOPPED}: "),
             )
         )
     return found

@@ -5,9 +5,12 @@ Names with `trtserve` are trtserve's own; the others are NVIDIA's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 CORE_LABELS: Mapping[str, str] = {
     "nv_trt_llm_request_metrics": "request_type",
@@ -32,18 +35,6 @@ TOKENS = "nv_trtserve_tokens_total"
 
 _INFERENCE = "nv_inference_"
 _GPU = "nv_gpu_"
-_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?")
-_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
-_ESCAPE = re.compile(r"\\(.)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One line of the page."""
-
-    name: str
-    value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +76,29 @@ class GpuMetrics:
     """The `nv_gpu_…` families without that prefix: `utilization` (0 … 1), `memory_used_bytes` and others."""
 
 
-def parse(text: str) -> list[Sample]:
-    """Parse a page; lines that are not samples are skipped."""
-    samples = []
-    for line in text.splitlines():
-        match = None if line.startswith("#") else _SAMPLE.fullmatch(line.strip())
-        if match is None:
-            continue
-        try:
-            value = float(match["value"])
-        except ValueError:
-            continue
-        labels = {
-            name: _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], content)
-            for name, content in _LABEL.findall(match["labels"] or "")
-        }
-        samples.append(Sample(name=match["name"], value=value, labels=labels))
-    return samples
+def parse(text: str, names: tuple[str, ...] = ("nv_",)) -> list[Sample]:
+    """Parse the lines of a page whose metrics begin with one of `names`; a line that is no sample is left out.
+
+    Without the comments, which name the types: by those the parser would rename Triton's counters.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(names)]
+    try:
+        return _samples("\n".join(lines))
+    except ValueError:
+        return [sample for line in lines for sample in _samples_of_line(line)]
+
+
+def _samples(text: str) -> list[Sample]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def _samples_of_line(line: str) -> list[Sample]:
+    try:
+        return _samples(line)
+    except ValueError:
+        return []
 
 
 def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:

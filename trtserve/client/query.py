@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from trtserve.client.answer import Generation
 from trtserve.client.call_errors import RequestCancelledError
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.prompts import messages
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import CORE_MODEL, ModelDescription
@@ -79,11 +79,11 @@ def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) 
         return server.in_process
     seconds = spec.timeout if timeout is None else timeout
     if spec.protocol == "http":
-        from trtserve.client.http_client import HttpClient
+        from trtserve.client.http_transport import http_client
 
-        return HttpClient(server, timeout=seconds)
+        return http_client(server, timeout=seconds)
     compression = None if spec.compression == "none" else spec.compression
-    return GrpcClient(server, timeout=seconds, compression=compression)
+    return grpc_client(server, timeout=seconds, compression=compression)
 
 
 def describe_model(client: SyncClient, name: str | None) -> ModelDescription:

@@ -9,10 +9,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from trtserve.client.aio_client import AioClient
 from trtserve.client.answer import Answer, Generation
 from trtserve.client.endpoint import Endpoint, Tls
-from trtserve.client.grpc_client import infer_request
+from trtserve.client.grpc_transport import GrpcTransport
 from trtserve.client.query import (
     Pieces,
     connect,
@@ -181,7 +180,7 @@ def require_complete(answer: Generation | None) -> Generation:
 class AsyncClient(Asker):
     """As `Client`, for asyncio: all requests share one gRPC connection, which the `async with` block closes."""
 
-    _connection: AioClient | None = None
+    _connection: GrpcTransport | None = None
 
     async def ask(
         self, prompt: Prompt, *, system: str | None = None, history: Turns = (), **options: Any
@@ -218,12 +217,16 @@ class AsyncClient(Asker):
     async def _pieces(self, spec: QuerySpec, stream: AsyncTextStream) -> AsyncGenerator[str, None]:
         context = await asyncio.to_thread(self._context, spec)
         request_id = request_id_of(spec)
-        request = infer_request(
-            context.model.name, request_tensors(context), request_id=request_id, outputs=spec.outputs
-        )
-        self._connection = self._connection or AioClient(self._server)
+        self._connection = self._connection or GrpcTransport(self._server, timeout=spec.timeout)
         answer = Answer(context)
-        replies = self._connection.infer(request, decoupled=context.model.decoupled, timeout=spec.timeout)
+        replies = self._connection.infer(
+            context.model,
+            request_tensors(context),
+            request_id=request_id,
+            stream=context.streams,
+            outputs=spec.outputs,
+            timeout=spec.timeout,
+        )
         try:
             async with aclosing(replies):
                 async for reply in replies:

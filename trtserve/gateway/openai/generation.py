@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from trtserve.client.grpc_client import infer_request
 from trtserve.client.request import IDS_INPUT
 from trtserve.client.tensors import Reply, stop_tensors
 from trtserve.client.transport import STOP_TIMEOUT
@@ -215,11 +214,16 @@ class EngineCall:
 
     async def _read_from(self, request: EngineRequest) -> None:
         model = self._served.model
-        message = infer_request(
-            model.name, list(request.tensors.values()), request_id=self._id, outputs=request.outputs
+        replies = self._backend.client.infer(
+            model,
+            list(request.tensors.values()),
+            request_id=self._id,
+            stream=True,
+            outputs=request.outputs,
+            timeout=self._backend.timeout,
         )
         try:
-            async for reply in self._infer(message, decoupled=model.decoupled, timeout=self._backend.timeout):
+            async for reply in replies:
                 self._arrived.put_nowait(reply)
         except RequestError as error:
             if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
@@ -231,20 +235,19 @@ class EngineCall:
         if core is None or IDS_INPUT not in core.inputs:  # the LLM API's model sees that its call was cancelled
             self._reader.cancel()
             return
-        message = infer_request(core.name, stop_tensors(core), request_id=self._id)
         deadline, pause = time.monotonic() + _STOPPED_WITHIN, _FIRST_PAUSE
         while not self._reader.done():
             if time.monotonic() > deadline:  # the engine hangs
                 self._reader.cancel()
                 return
             with suppress(TrtserveError):  # the server may be gone
-                async for _ in self._infer(message, decoupled=core.decoupled, timeout=STOP_TIMEOUT):
+                async for _ in self._backend.client.infer(
+                    core, stop_tensors(core), request_id=self._id, stream=core.decoupled, timeout=STOP_TIMEOUT
+                ):
                     pass
             await asyncio.wait({self._reader}, timeout=pause)
             pause *= 2
 
-    def _infer(self, message: Any, *, decoupled: bool, timeout: float) -> AsyncIterator[Reply]:
-        return self._backend.client.infer(message, decoupled=decoupled, timeout=timeout)
 
 
 class StoppedText:

@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trtserve.client.aio_client import AioClient
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_client import GrpcClient
+from trtserve.client.grpc_transport import GrpcTransport, grpc_client
 from trtserve.client.query import describe_model
 from trtserve.client.request import IDS_INPUT, TEXT_INPUT
 from trtserve.client.tensors import CORE_MODEL, ModelDescription
@@ -97,9 +96,9 @@ class Backend:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @cached_property
-    def client(self) -> AioClient:
+    def client(self) -> GrpcTransport:
         """The connection, which belongs to the event loop that asks for it first."""
-        return AioClient(self._endpoint)
+        return GrpcTransport(self._endpoint, timeout=self.timeout)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in a task of its own, which may outlive the request that asks for it."""
@@ -154,7 +153,7 @@ def _describe_all(endpoint: Endpoint, tokenizer: Path | None) -> tuple[ServedMod
 
     Loading a tokenizer takes a second or two.
     """
-    with closing(GrpcClient(endpoint, timeout=_DESCRIBED_WITHIN)) as client:
+    with closing(grpc_client(endpoint, timeout=_DESCRIBED_WITHIN)) as client:
         aliases = [name for name in client.model_names() if not name.startswith(_STANDARD)]
         described = [client.describe(name) for name in sorted(aliases, key=lambda name: name != endpoint.model)]
         texts = [model for model in described if TEXT_INPUT in model.inputs]

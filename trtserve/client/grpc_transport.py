@@ -1,0 +1,159 @@
+"""Triton over gRPC.
+
+Protocol: KServe v2 (`GRPCInferenceService`) with the messages and the stub that the tritonclient package ships. Its
+client classes are not used: they cost two to three times the CPU time per response. Here the end of the stream is the
+end of the answer, without a marker response.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trtserve.client.call_errors import explain_rpc_error, refused, unknown_model
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.tensors import ModelDescription, Reply, Tensor, decoded
+from trtserve.client.transport import TransportClient
+from trtserve.errors import UsageError
+
+CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+"""No limit on messages: gRPC's own 4 MiB are too small for logits."""
+
+
+def grpc_client(endpoint: Endpoint, *, timeout: float, compression: str | None = None) -> TransportClient:
+    """Return a client that waits; `timeout` is the limit of an answer in seconds."""
+    return TransportClient(lambda: GrpcTransport(endpoint, timeout=timeout, compression=compression))
+
+
+class GrpcTransport:
+    """One connection for many requests: a stream for decoupled models, a unary call for the others.
+
+    Triton refuses unary calls to decoupled models, even for a single response.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, timeout: float, compression: str | None = None) -> None:
+        # gRPC would also write to stderr what the errors below report.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        import grpc
+        from tritonclient.grpc import service_pb2_grpc
+
+        self._where, self._tls = endpoint.grpc, endpoint.tls is not None
+        self._timeout, self._first = timeout, min(timeout, endpoint.connect_timeout)
+        self._metadata = endpoint.grpc_metadata
+        self._compression = None if compression is None else grpc.Compression[compression.capitalize()]
+        self._channel = open_channel(endpoint)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def describe(self, model: str) -> ModelDescription:
+        import grpc
+        from google.protobuf.json_format import MessageToDict
+        from tritonclient.grpc import service_pb2
+
+        with self._explained(first=self._first):
+            try:
+                question = service_pb2.ModelConfigRequest(name=model)
+                answer = await self._stub.ModelConfig(question, timeout=self._first, metadata=self._metadata)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+                raise unknown_model(model, self._where, await self.model_names()) from None
+        return ModelDescription.from_config(MessageToDict(answer.config, preserving_proto_field_name=True))
+
+    async def model_names(self) -> list[str]:
+        from tritonclient.grpc import service_pb2
+
+        with self._explained(first=self._first):
+            question = service_pb2.RepositoryIndexRequest(ready=True)
+            index = await self._stub.RepositoryIndex(question, timeout=self._first, metadata=self._metadata)
+        return [model.name for model in index.models]
+
+    async def infer(
+        self,
+        model: ModelDescription,
+        tensors: Sequence[Tensor],
+        *,
+        request_id: str,
+        stream: bool,
+        outputs: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> AsyncGenerator[Reply, None]:
+        del stream  # among the tensors
+        request = infer_request(model.name, tensors, request_id=request_id, outputs=outputs)
+        options = {
+            "timeout": self._timeout if timeout is None else timeout,
+            "compression": self._compression,
+            "metadata": self._metadata,
+        }
+        with self._explained():
+            if not model.decoupled:
+                yield reply_of(await self._stub.ModelInfer(request, **options))
+                return
+            call = self._stub.ModelStreamInfer(iter([request]), **options)
+            try:
+                async for response in call:
+                    if response.error_message:
+                        raise refused(response.error_message)
+                    yield reply_of(response.infer_response)
+            finally:
+                call.cancel()
+
+    @contextmanager
+    def _explained(self, first: float | None = None) -> Iterator[None]:
+        import grpc
+
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise explain_rpc_error(error, self._where, tls=self._tls, first=first) from error
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def infer_request(model: str, tensors: Sequence[Tensor], *, request_id: str, outputs: Sequence[str] = ()) -> Any:
+    """Return the protobuf message ModelInferRequest; without `outputs` the server sends all of them."""
+    from tritonclient.grpc import service_pb2
+
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for tensor in tensors:
+        request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        request.raw_input_contents.append(tensor.raw())
+    for name in outputs:
+        request.outputs.add(name=name)
+    return request
+
+
+def reply_of(response: Any) -> Reply:
+    """Return outputs and parameters of a ModelInferResponse."""
+    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+    outputs = {output.name: decoded(output.datatype, output.shape, content) for output, content in pairs}
+    parameters = {
+        name: getattr(value, str(value.WhichOneof("parameter_choice"))) for name, value in response.parameters.items()
+    }
+    return Reply(outputs=outputs, parameters=parameters)
+
+
+def open_channel(endpoint: Endpoint) -> Any:
+    """Return a channel of `grpc.aio`."""
+    import grpc
+
+    if endpoint.tls is None:
+        return grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=_pem(endpoint.tls.root_certificates, "--root-certificates"),
+        private_key=_pem(endpoint.tls.private_key, "--private-key"),
+        certificate_chain=_pem(endpoint.tls.certificate_chain, "--certificate-chain"),
+    )
+    name = endpoint.tls.server_name
+    named = () if name is None else (("grpc.ssl_target_name_override", name),)
+    return grpc.aio.secure_channel(endpoint.grpc, credentials, options=(*CHANNEL_OPTIONS, *named))
+
+
+def _pem(path: Path | None, flag: str) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{flag} is {path}: {error.strerror}.") from None
