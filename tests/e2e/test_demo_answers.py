@@ -18,7 +18,8 @@ from tests.support.commands import command_line, environment, trtserve
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import QuerySpec, generate
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
 from trtserve.store import Store

@@ -20,7 +20,8 @@ from tests.support.servers import running_server
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import QuerySpec, generate
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 from trtserve.server.state import log_file
 from trtserve.server.triton.tritonserver import kv_blocks
 from trtserve.store import Store

@@ -20,7 +20,8 @@ from tests.support.openai_endpoint import PROMPTS, SCHEMA, expected
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.waiting import wait_until
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import QuerySpec, generate
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 
 pytestmark = pytest.mark.triton
 

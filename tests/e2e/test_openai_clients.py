@@ -22,7 +22,8 @@ from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import QuerySpec, generate
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 from trtserve.host.ports import free_ports
 from trtserve.process import find_sbin_program
 from trtserve.repository.assembling import assemble_repository, plan_repository

@@ -16,7 +16,8 @@ from tests.support.certificates import certificates
 from tests.support.echo_server import running_echo_server
 from trtserve.cli import run
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import QuerySpec, generate
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 
 pytestmark = pytest.mark.triton

@@ -17,8 +17,10 @@ from tests.support.model_server import ModelServer
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.waiting import wait_until
 from trtserve.cli import run
+from trtserve.client.answer import Generation
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import Generation, QuerySpec, generate
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 
 pytestmark = pytest.mark.triton
 

@@ -14,7 +14,8 @@ import uvicorn
 from tests.support.model_server import ModelServer
 from tests.support.waiting import wait_until
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import QuerySpec, generate
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
 from trtserve.gateway.app import Gateway
 from trtserve.gateway.settings import GatewaySettings
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.bench_records import answered, correlated, report_of
 from trtserve.bench.compare import compare
+from trtserve.bench.exports import write_result
 from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.plots import chart
 from trtserve.bench.report import BenchReport, read_report, sparkline
@@ -30,7 +31,7 @@ def made(seed: int, *, factor: float = 1.0, count: int = 300, **more: object) ->
 def test_a_result_is_read_again_with_the_same_figures(tmp_path: Path) -> None:
     rows = [{"time_ns": 1.0, "in_flight": 2.0}]
     report = made(1, samples=Samples(rows=rows), planned_notes=("A note.",), spec={"slo": {"ttft": "20ms"}})
-    report.write(tmp_path / "out")
+    write_result(report, tmp_path / "out")
     for place in (tmp_path / "out", tmp_path / "out" / "requests.jsonl"):
         again = read_report(place)
         assert again.to_json() == report.to_json()
@@ -40,7 +41,7 @@ def test_a_result_is_read_again_with_the_same_figures(tmp_path: Path) -> None:
 def test_damaged_results_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_report(tmp_path)
-    made(1, count=3).write(tmp_path)
+    write_result(made(1, count=3), tmp_path)
     (tmp_path / "requests.jsonl").write_text("{}\n")
     with pytest.raises(UsageError, match=r"Line 1 .* cannot be read as the record of a request: missing key"):
         read_report(tmp_path)
@@ -48,7 +49,7 @@ def test_damaged_results_are_refused(tmp_path: Path) -> None:
 
 def test_exports_have_the_layouts_of_nvidias_tools(tmp_path: Path) -> None:
     report = made(2)
-    report.write(tmp_path)
+    write_result(report, tmp_path)
     firsts = np.array(correlated(300, seed=2))
     for name in ("genai_perf", "aiperf"):
         content = json.loads((tmp_path / f"profile_export_{name}.json").read_text())
@@ -90,7 +91,7 @@ def test_exports_have_the_layouts_of_nvidias_tools(tmp_path: Path) -> None:
     ],
 )
 def test_load_is_told_in_the_words_of_aiperf(spec: dict[str, object], load: dict[str, object], tmp_path: Path) -> None:
-    report_of([answered(0, intended=0)], spec=spec).write(tmp_path)
+    write_result(report_of([answered(0, intended=0)], spec=spec), tmp_path)
     settings = json.loads((tmp_path / "profile_export_aiperf.json").read_text())["input_config"]
     assert settings["phases"] == [{"name": "profiling", "requests": 1, **load}]
     assert settings["models"] == {"items": [{"name": "demo"}]}
@@ -165,8 +166,8 @@ def test_too_few_requests_give_no_judgement() -> None:
 
 
 def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(1).write(tmp_path / "a")
-    made(2, factor=1.2).write(tmp_path / "b")
+    write_result(made(1), tmp_path / "a")
+    write_result(made(2, factor=1.2), tmp_path / "b")
     arguments = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
     assert run(arguments) == 52
     assert "is worse than" in capsys.readouterr().err
@@ -181,13 +182,13 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_compare_command_with_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for side, name in enumerate(("old", "new")):
         for number, report in enumerate(repeated(side, factor=1 + side / 2, drift=0.01)):
-            report.write(tmp_path / name / str(number))
+            write_result(report, tmp_path / name / str(number))
     arguments = ["bench", "compare", str(tmp_path / "old"), str(tmp_path / "new")]
     assert run(arguments) == 52
     captured = capsys.readouterr()
     assert "time to first token (ms), 6 pairs of runs" in captured.out
     assert "drift" not in captured.err
-    made(9, spec={"concurrency": 16}).write(tmp_path / "new" / "other")
+    write_result(made(9, spec={"concurrency": 16}), tmp_path / "new" / "other")
     assert run(arguments) == 2
     assert "they differ in concurrency" in capsys.readouterr().err
 
@@ -196,10 +197,10 @@ def test_compare_command_tells_what_speaks_against_a_comparison(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A server that refuses requests can be faster; other loads are no fair comparison, and neither are few answers."""
-    made(1).write(tmp_path / "a")
+    write_result(made(1), tmp_path / "a")
     quick = made(1, factor=0.5, count=20, spec={"concurrency": 16})
     failed = [replace(each, status="failed") for each in quick.records[:10]]
-    replace(quick, records=(*failed, *quick.records[10:])).write(tmp_path / "b")
+    write_result(replace(quick, records=(*failed, *quick.records[10:])), tmp_path / "b")
     arguments = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
     assert run([*arguments, "--max-regression", "5%"]) == 52
     said = " ".join(capsys.readouterr().err.split())
@@ -211,7 +212,7 @@ def test_compare_command_tells_what_speaks_against_a_comparison(
 
 def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (16, 8):
-        made(number, count=120, spec={"concurrency": number}).write(tmp_path / f"concurrency-{number}")
+        write_result(made(number, count=120, spec={"concurrency": number}), tmp_path / f"concurrency-{number}")
     assert run(["bench", "report", str(tmp_path), "--strict"]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     # 120 answers are not enough for p99, here as in the report of each.
@@ -220,9 +221,9 @@ def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["bench", "report", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["result"]["stages"]) == 2
     busy = (WorkerHealth(seconds=6, cpu=0.97),)
-    made(8, count=120, spec={"concurrency": 8}, health=busy).write(tmp_path / "concurrency-8")
+    write_result(made(8, count=120, spec={"concurrency": 8}, health=busy), tmp_path / "concurrency-8")
     assert run(["bench", "report", str(tmp_path), "--strict"]) == 51
-    made(8, spec={"concurrency": 4, "input_mean": 9}).write(tmp_path / "older")
+    write_result(made(8, spec={"concurrency": 4, "input_mean": 9}), tmp_path / "older")
     assert run(["bench", "report", str(tmp_path)]) == 2
     assert "they differ in input_mean" in capsys.readouterr().err
     assert run(["bench", "report", str(tmp_path), "--html", str(tmp_path / "page.pdf")]) == 2
@@ -230,13 +231,13 @@ def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(1).write(tmp_path / "a")
+    write_result(made(1), tmp_path / "a")
     assert run(["bench", "report", str(tmp_path / "a")]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("Statistic\tavg\tmin\tmax\tp50\tp75\tp90\tp95\tp99\nTime to first token (ms)\t")
     assert "not enough data" in captured.out
     assert "Verdict: valid" in captured.err
-    made(1, count=5).write(tmp_path / "b")
+    write_result(made(1, count=5), tmp_path / "b")
     assert run(["bench", "report", str(tmp_path / "b"), "--strict", "--table", "upstream"]) == 51
     assert capsys.readouterr().out.startswith("Stat\tValue\nRequests/Sec\t")
 
@@ -306,7 +307,7 @@ def trace_result(tmp_path: Path) -> Path:
     times = enumerate(correlated(100, seed=3))
     records = [answered(index, intended=index * 50, first=first, scheduled=True) for index, first in times]
     report = report_of(records, spec={"traffic": "replay", "request_rate": None, "concurrency": None})
-    report.write(tmp_path / "trace")
+    write_result(report, tmp_path / "trace")
     return tmp_path / "trace"
 
 

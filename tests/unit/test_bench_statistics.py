@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.described_models import described
+from trtserve.bench.exports import write_result
 from trtserve.bench.messages import core_tensors, read_response
 from trtserve.bench.records import RequestRecord, Status, TrafficRequest
 from trtserve.bench.report import BenchReport, notes_on
@@ -226,7 +227,7 @@ def test_report_of_a_run_without_answers() -> None:
 
 
 def test_report_files(tmp_path: Path) -> None:
-    _report([record(), lost("failed")]).write(tmp_path / "out")
+    write_result(_report([record(), lost("failed")]), tmp_path / "out")
     report = json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
     lines = [json.loads(line) for line in (tmp_path / "out" / "requests.jsonl").read_text().splitlines()]
     assert report["statistics"]["latency_ms"]["p99"] is None

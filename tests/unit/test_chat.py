@@ -15,8 +15,10 @@ from rich.console import Console
 from trtserve.cli import run
 from trtserve.cli.chat import MarkdownAnswer, complete_blocks, typed_ahead
 from trtserve.client import query
+from trtserve.client.answer import Generation
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.query import Conversation, Generation, QuerySpec
+from trtserve.client.query import Conversation
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import RequestError, ServerNotFoundError
 
 

@@ -8,7 +8,8 @@ import pytest
 from trtserve.client.call_errors import plain, refused
 from trtserve.client.grpc_transport import infer_request, reply_of
 from trtserve.client.http_transport import generate_body
-from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
+from trtserve.client.inputs import PreparedPrompts, RequestContext
+from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.errors import UsageError

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.bench_records import answered, report_of
 from trtserve.artifacts import Manifest
+from trtserve.bench.exports import write_result
 from trtserve.bench.recorded import read_dataset, read_trace
 from trtserve.bench.records import read_records
 from trtserve.bench.report import REPORT, SAMPLES, read_report
@@ -155,7 +156,7 @@ def test_sound_arrays_are_read(tmp_path: Path) -> None:
     "content", ["[" * DEEP, "null", "[]", "{}", '{"schema": SCHEMA}', '{"schema": SCHEMA, "spec": 1}']
 )
 def test_a_damaged_result_is_refused(content: str, tmp_path: Path) -> None:
-    report_of([answered(0, intended=0.0)]).write(tmp_path)
+    write_result(report_of([answered(0, intended=0.0)]), tmp_path)
     schema = json.loads((tmp_path / REPORT).read_text())["schema"]
     (tmp_path / REPORT).write_text(content.replace("SCHEMA", str(schema)))
     with pytest.raises(UsageError, match=str(tmp_path)):
@@ -163,7 +164,7 @@ def test_a_damaged_result_is_refused(content: str, tmp_path: Path) -> None:
 
 
 def test_lines_of_samples_that_are_not_json_are_refused(tmp_path: Path) -> None:
-    report_of([answered(0, intended=0.0)]).write(tmp_path)
+    write_result(report_of([answered(0, intended=0.0)]), tmp_path)
     (tmp_path / SAMPLES).write_text("[" * DEEP)
     with pytest.raises(UsageError, match="damaged: its lists or objects are nested too deeply"):
         read_report(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.cli import run
 from trtserve.cli.query_output import Sink
-from trtserve.client.query import QuerySpec
+from trtserve.client.spec import QuerySpec
 from trtserve.errors import RequestError
 from trtserve.server.local_engine import LocalEngine
 

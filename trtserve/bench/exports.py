@@ -1,4 +1,4 @@
-"""The files of NVIDIA's tools, from our figures: genai-perf's and AIPerf's JSON and CSV, for what reads those.
+"""The files of a result: our own, and genai-perf's and AIPerf's JSON and CSV from our figures, for what reads those.
 
 Percentiles here are NumPy's (linear), as both tools compute them; `report.json` has upstream's.
 """
@@ -11,13 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
+from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms, write_records
+from trtserve.bench.report import REPORT, SAMPLES, BenchReport
 from trtserve.files import write_json
-
-if TYPE_CHECKING:
-    from trtserve.bench.report import BenchReport
 
 _PERCENTILES = (99, 95, 90, 75, 50, 25)
 _AIPERF_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
@@ -39,7 +37,17 @@ _TITLES = {
 _TOKENS = ("output_sequence_length", "input_sequence_length")
 
 
-def write_exports(report: BenchReport, folder: Path) -> None:
+def write_result(report: BenchReport, folder: Path) -> None:
+    """Write the report, one line per planned request and the samples, and the files of NVIDIA's tools."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_records(report.records, folder)
+    lines = (json.dumps(row) + "\n" for row in report.samples.rows)
+    (folder / SAMPLES).write_text("".join(lines), encoding="utf-8")
+    write_json(folder / REPORT, report.to_json())
+    _write_exports(report, folder)
+
+
+def _write_exports(report: BenchReport, folder: Path) -> None:
     """Write each tool's figures as JSON and CSV, and its file of single requests, `profile_export.json` or `.jsonl`."""
     completed = [record for record in report.records if record.status == "completed"]
     values = {name: found for name, found in _values(completed, streaming=report.streaming).items() if found[1]}

@@ -68,7 +68,7 @@ class _HttpLoad:
         await self._pool.close()
 
 
-class GenerateTransport(_HttpLoad):
+class GenerateLoad(_HttpLoad):
     """Connections to the HTTP port of a Triton server."""
 
     def __init__(self, target: LoadTarget, *, timeout: float) -> None:
@@ -91,7 +91,7 @@ class GenerateTransport(_HttpLoad):
         return read_values(self._target.model, values, time_ns)
 
 
-class OpenAiTransport(_HttpLoad):
+class OpenAiLoad(_HttpLoad):
     """Connections to a server with OpenAI's API; the key comes from the variable OPENAI_API_KEY."""
 
     def __init__(self, target: LoadTarget, *, timeout: float) -> None:

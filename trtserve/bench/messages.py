@@ -10,14 +10,10 @@ from typing import Any, Literal
 
 from trtserve.bench.records import DecodedResponse, RequestRecord, TrafficRequest
 from trtserve.client.grpc_transport import infer_request, reply_of
-from trtserve.client.tensors import ModelDescription, Tensor
+from trtserve.client.tensors import IDS_INPUT, IDS_OUTPUT, TEXT_INPUT, TEXT_OUTPUT, ModelDescription, Tensor
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 
-IDS_INPUT = "input_ids"
-TEXT_INPUT = "text_input"
-TOKENS_OUTPUT = "output_ids"
-TEXT_OUTPUT = "text_output"
 REASON_OUTPUT = "finish_reason"
 REASON_INPUT = f"return_{REASON_OUTPUT}"
 OUTPUT_COUNT, INPUT_COUNT = "num_output_tokens", "num_input_tokens"
@@ -35,7 +31,7 @@ def takes_text(model: ModelDescription) -> bool:
 
 def request_message(model: ModelDescription, request: TrafficRequest, *, request_id: str, stream: bool) -> Any:
     """Return the protobuf message of one request."""
-    outputs = (TEXT_OUTPUT,) if takes_text(model) else (TOKENS_OUTPUT, "sequence_length")
+    outputs = (TEXT_OUTPUT,) if takes_text(model) else (IDS_OUTPUT, "sequence_length")
     optional = (REASON_OUTPUT, *(COUNTS if takes_text(model) else ()))
     outputs += tuple(name for name in optional if f"return_{name}" in model.inputs and name in model.outputs)
     tensors = request_tensors(model, request, stream=stream)
@@ -103,7 +99,7 @@ def read_values(model: ModelDescription, outputs: Mapping[str, Any], time_ns: in
     reason = first.get(REASON_OUTPUT)
     reason = None if reason in (None, [], *UNFINISHED) else str(reason)
     if not takes_text(model):
-        ids = outputs.get(TOKENS_OUTPUT, [])
+        ids = outputs.get(IDS_OUTPUT, [])
         ids = tuple(ids) if isinstance(ids, list) else (ids,)
         return DecodedResponse(time_ns=time_ns, tokens=len(ids), ids=ids, finish_reason=reason)
     counts = {name: int(first[name]) for name in COUNTS if first.get(name) not in (None, [])}

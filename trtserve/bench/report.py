@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -15,12 +14,11 @@ from trtserve.bench.records import (
     FILE_NAME,
     RequestRecord,
     read_records,
-    write_records,
 )
 from trtserve.bench.statistics import QUANTILES, Distribution, Goals, Statistics, compute, read_goals
 from trtserve.bench.verdict import VALID_DELIVERY, Machine, Verdict, implausible, judge
 from trtserve.errors import UsageError
-from trtserve.files import decode_as, parse_json, write_json
+from trtserve.files import decode_as, parse_json
 
 COLUMNS = ("Stat", "Value")
 SCHEMA = 2
@@ -144,17 +142,6 @@ class BenchReport(RunFacts):
         }
         finite: dict[str, Any] = _finite({"schema": SCHEMA, **content})
         return finite
-
-    def write(self, folder: Path) -> None:
-        """Write the report, one line per planned request and the samples, and the files of NVIDIA's tools."""
-        from trtserve.bench.exports import write_exports
-
-        folder.mkdir(parents=True, exist_ok=True)
-        write_records(self.records, folder)
-        lines = (json.dumps(row) + "\n" for row in self.samples.rows)
-        (folder / SAMPLES).write_text("".join(lines), encoding="utf-8")
-        write_json(folder / REPORT, self.to_json())
-        write_exports(self, folder)
 
     def rows(self, *, always: bool = True) -> list[Row]:
         """Return upstream's rows in upstream's order and with its names, then further ones.

@@ -100,7 +100,7 @@ class LoadTransport(Protocol):
 _SERVICE = "/inference.GRPCInferenceService"
 
 
-class GrpcTransport:
+class GrpcLoad:
     """One HTTP/2 connection to a Triton server."""
 
     def __init__(self, target: LoadTarget, *, timeout: float) -> None:
@@ -170,7 +170,7 @@ class GrpcTransport:
             await self._channel.close()
 
 
-class InProcessTransport:
+class InProcessLoad:
     """One executor; a thread hands its responses to the requests that wait for them."""
 
     def __init__(self, target: LoadTarget, *, timeout: float) -> None:

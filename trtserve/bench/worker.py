@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from trtserve.bench.http_transport import GenerateTransport, OpenAiTransport
+from trtserve.bench.http_transport import GenerateLoad, OpenAiLoad
 from trtserve.bench.messages import repeats_prompt, takes_text
 from trtserve.bench.monitoring import HealthMonitor, Live, WorkerHealth
 from trtserve.bench.records import DecodedResponse, RequestRecord, Status, TrafficRequest
 from trtserve.bench.timers import Timers
-from trtserve.bench.transport import Chunk, GrpcTransport, InProcessTransport, LoadTarget, LoadTransport, SendError
+from trtserve.bench.transport import Chunk, GrpcLoad, InProcessLoad, LoadTarget, LoadTransport, SendError
 from trtserve.errors import RequestError, ServerUnreachableError
 
 CANCEL_TIMEOUT = 5.0
@@ -307,7 +307,7 @@ class LoadWorker:
 
 def _make_transport(target: LoadTarget, *, timeout: float) -> LoadTransport:
     if target.protocol == "grpc":
-        return GrpcTransport(target, timeout=timeout)
+        return GrpcLoad(target, timeout=timeout)
     if target.protocol == "in-process":
-        return InProcessTransport(target, timeout=timeout)
-    return (OpenAiTransport if target.protocol == "openai" else GenerateTransport)(target, timeout=timeout)
+        return InProcessLoad(target, timeout=timeout)
+    return (OpenAiLoad if target.protocol == "openai" else GenerateLoad)(target, timeout=timeout)

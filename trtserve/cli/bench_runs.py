@@ -198,7 +198,9 @@ class _Stages:
         self._reports.append(report)
         if self._out is not None:
             folder = self._out if name is None else self._out / name
-            report.write(folder)
+            from trtserve.bench.exports import write_result
+
+            write_result(report, folder)
             self._progress.step(f"Written: {folder / 'report.json'}, {folder / 'requests.jsonl'} and more")
         return report
 

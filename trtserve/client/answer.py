@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trtserve.client.request import RequestContext
-from trtserve.client.tensors import Reply
+from trtserve.client.inputs import RequestContext
+from trtserve.client.tensors import IDS_OUTPUT, TEXT_OUTPUT, Reply
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
 
@@ -67,8 +67,6 @@ class Generation:
         return self.output_tokens / self.latency if self.output_tokens and self.latency > 0 else None
 
 
-TEXT_OUTPUT = "text_output"
-IDS_OUTPUT = "output_ids"
 LENGTHS_OUTPUT = "sequence_length"
 # Outputs that fill fields of a sequence or of the answer; all others are kept unchanged.
 _PARSED_OUTPUTS = (

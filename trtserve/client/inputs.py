@@ -1,4 +1,4 @@
-"""Values of inputs from texts, files and the repository.
+"""What a request is built from, and values of inputs from texts, files and the repository.
 
 `--input NAME=VALUE`, LoRA adapters, prompt embedding tables and draft tokens become tensors of the type and shape that
 the model declares.
@@ -8,21 +8,82 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, numpy_type
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.files import parse_json, read_json_object
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from trtserve.client.request import RequestContext
+Values = dict[str, Tensor]
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPrompts:
+    """The rows of one request, as texts, or as token ids for a core model."""
+
+    texts: tuple[str, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    end_words: tuple[str, ...] = ()
+    """Words that end an answer in addition to `end_id`."""
+    end_id: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Batch size."""
+        return len(self.texts) or len(self.token_ids)
+
+    def split(self) -> list[PreparedPrompts]:
+        """Return one request per row."""
+        texts = [replace(self, texts=(text,)) for text in self.texts]
+        return texts or [replace(self, token_ids=(ids,)) for ids in self.token_ids]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestContext:
+    """Everything a request is built from."""
+
+    spec: QuerySpec
+    model: ModelDescription
+    prompts: PreparedPrompts
+    tokenizer: TokenizerFiles | None = None
+    """The server's tokenizer, if its files are available on this machine."""
+    repository: Path | None = None
+    """The server's repository, if it is on this machine."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is streamed."""
+        return self.spec.stream and self.model.decoupled
+
+    def scalar(self, value: Any, *names: str) -> Values:
+        """Return `value` for every row, under the first of `names` that the model declares."""
+        name = self.model.first_input(*names)
+        return {name: self.model.tensor(name, [value], rows=self.prompts.rows)}
+
+    def list_input(self, values: Sequence[Any], name: str) -> Values:
+        """Return the list `values` for every row."""
+        return {name: self.model.tensor(name, list(values), rows=self.prompts.rows)}
+
+
+def require_tokenizer(files: TokenizerFiles | None, model: ModelDescription, what: str) -> TokenizerFiles:
+    """Return the tokenizer. Raises UsageError if there is none, because a core model needs it for `what`."""
+    if files is None:
+        raise UsageError(
+            f"{what} needs a tokenizer: the model {model.name!r} takes token ids, and no tokenizer is available here.",
+            hint="Give the tokenizer's folder with --tokenizer, or the prompt as ids with --input-tokens-csv.",
+        )
+    return files
 
 
 def split_input(text: str) -> tuple[str, str]:
@@ -190,7 +251,7 @@ def read_token_ids(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
     return tuple(row for row in rows if row)
 
 
-def adapter_inputs(context: RequestContext) -> dict[str, Tensor]:
+def adapter_inputs(context: RequestContext) -> Values:
     """Return the LoRA inputs: weights and configuration from a folder, or an adapter of the repository by name."""
     options = context.spec.options
     if "lora" in options and ("lora_path" in options or "lora_task_id" in options):
@@ -202,7 +263,7 @@ def adapter_inputs(context: RequestContext) -> dict[str, Tensor]:
     return _named_adapter(context, options["lora"]) if "lora" in options else {}
 
 
-def _adapter_files(context: RequestContext, folder: Path) -> dict[str, Tensor]:
+def _adapter_files(context: RequestContext, folder: Path) -> Values:
     files = {"lora_weights": LORA_WEIGHTS, "lora_config": LORA_CONFIG}
     arrays = {}
     for name, file in files.items():
@@ -221,7 +282,7 @@ def _adapter_files(context: RequestContext, folder: Path) -> dict[str, Tensor]:
     }
 
 
-def _named_adapter(context: RequestContext, name: str) -> dict[str, Tensor]:
+def _named_adapter(context: RequestContext, name: str) -> Values:
     """Send the name where the model has the input `lora_name`; else the adapter that lora.json lists under it."""
     known = _adapters(context.repository)
     if known is not None and name not in known:
@@ -251,10 +312,10 @@ def _adapters(repository: Path | None) -> Mapping[str, Any] | None:
     return adapters
 
 
-def prompt_table_inputs(context: RequestContext) -> dict[str, Tensor]:
+def prompt_table_inputs(context: RequestContext) -> Values:
     """Return the rows of one task of a p-tuning table, their number, and the ids that identify the table."""
     options = context.spec.options
-    values: dict[str, Tensor] = {}
+    values: Values = {}
     if "prompt_embedding_table_path" in options:
         table = _task_of_table(Path(options["prompt_embedding_table_path"]), options.get("prompt_task_id", 0))
         values["prompt_embedding_table"] = _tensor(
@@ -280,7 +341,7 @@ def _task_of_table(path: Path, task: int) -> Any:
     return tasks[task]
 
 
-def _extra_id_inputs(context: RequestContext, number: int) -> dict[str, Tensor]:
+def _extra_id_inputs(context: RequestContext, number: int) -> Values:
     if context.model.has("prompt_table_extra_id") or not context.model.has("prompt_table_extra_ids"):
         return context.scalar(number, "prompt_table_extra_id")
     # The core model expects one id per prompt token: `number` where the token refers to a row of the table, else 0.
@@ -304,10 +365,10 @@ def vocab_size(context: RequestContext) -> int | None:
     return None if size is None else int(size)
 
 
-def draft_inputs(context: RequestContext) -> dict[str, Tensor]:
+def draft_inputs(context: RequestContext) -> Values:
     """Return the draft tokens of one step and the three numbers of lookahead decoding."""
     options = context.spec.options
-    values: dict[str, Tensor] = {}
+    values: Values = {}
     if "draft_tokens_csv" in options:
         rows = read_token_ids(str(options["draft_tokens_csv"]), "--draft-tokens-csv")
         if len(rows) > 1:
@@ -318,12 +379,12 @@ def draft_inputs(context: RequestContext) -> dict[str, Tensor]:
     return values
 
 
-def _lookahead(context: RequestContext, text: str) -> dict[str, Tensor]:
+def _lookahead(context: RequestContext, text: str) -> Values:
     numbers = re.fullmatch(r"\[?\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]?", text)
     if numbers is None:
         raise UsageError(f"--lookahead-config is {text!r}; expected [window,ngram,verification-set], such as [7,7,7].")
     names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-    values: dict[str, Tensor] = {}
+    values: Values = {}
     for name, number in zip(names, numbers.groups(), strict=True):
         values |= context.scalar(int(number), name)
     return values

@@ -12,14 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.request import (
-    IDS_INPUT,
-    TEXT_INPUT,
-    PreparedPrompts,
-    require_tokenizer,
-)
+from trtserve.client.inputs import PreparedPrompts, require_tokenizer
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import ModelDescription
+from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, ModelDescription
 from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.client.transport import SyncClient
 from trtserve.errors import MissingDependencyError, UsageError

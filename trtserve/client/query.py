@@ -10,22 +10,18 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trtserve.client.answer import Generation
+from trtserve.client.answer import Answer, Generation
 from trtserve.client.call_errors import RequestCancelledError
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client
-from trtserve.client.prompts import messages
+from trtserve.client.inputs import RequestContext
+from trtserve.client.prompts import messages, prepare_prompts
+from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import CORE_MODEL, ModelDescription
+from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient, stop_request
 from trtserve.errors import RequestError, TrtserveError, UsageError
-
-if TYPE_CHECKING:
-    from trtserve.client.request import RequestContext
-
-__all__ = ["Generation", "QuerySpec", "connect", "generate", "generate_each", "request_contexts"]
 
 # The models of TensorRT-LLM's repository; any other model in it is the alias.
 STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
@@ -62,9 +58,6 @@ def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None =
 
 def request_contexts(spec: QuerySpec, server: Endpoint, client: SyncClient) -> list[RequestContext]:
     """Return what each request of `spec` is built from; asks the server for the model's inputs and outputs."""
-    from trtserve.client.prompts import prepare_prompts
-    from trtserve.client.request import RequestContext
-
     model = describe_model(client, spec.model or server.model)
     prompts, tokenizer = prepare_prompts(spec, model, server, client)
     return [
@@ -88,8 +81,6 @@ def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) 
 
 def describe_model(client: SyncClient, name: str | None) -> ModelDescription:
     """Return the description of the model `name`; without a name that of the alias, the BLS model or the ensemble."""
-    from trtserve.client.request import IDS_INPUT, TEXT_INPUT
-
     if name is None:
         names = client.model_names()
         aliases = [each for each in names if each not in STANDARD_MODELS]
@@ -113,9 +104,6 @@ def stream(context: RequestContext, server: Endpoint, client: SyncClient, *, num
     Several sequences are not mixed: they come with the answer alone. Closing the generator, an interrupt or a timeout
     cancels the call and stops the request in the engine. `number` keeps the ids of several requests apart.
     """
-    from trtserve.client.answer import Answer
-    from trtserve.client.request import request_tensors
-
     tensors = request_tensors(context)
     request_id = request_id_of(context.spec, number)
     answer = Answer(context)
@@ -193,8 +181,6 @@ def _stop_later(
 
 def _core_name(context: RequestContext) -> str:
     """Return the name of the core model that runs the engine for the queried model."""
-    from trtserve.client.request import IDS_INPUT
-
     if context.model.has(IDS_INPUT):
         return context.model.name
     return context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL

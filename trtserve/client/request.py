@@ -3,85 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trtserve.client.inputs import (
+    RequestContext,
+    Values,
     adapter_inputs,
     draft_inputs,
     input_tensor,
     prompt_table_inputs,
     read_text,
+    require_tokenizer,
     vocab_size,
 )
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
-from trtserve.client.tensors import ModelDescription, Tensor
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, Tensor
 from trtserve.errors import UsageError
-
-TEXT_INPUT = "text_input"
-IDS_INPUT = "input_ids"
-
-Values = dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedPrompts:
-    """The rows of one request, as texts, or as token ids for a core model."""
-
-    texts: tuple[str, ...] = ()
-    token_ids: tuple[tuple[int, ...], ...] = ()
-    end_words: tuple[str, ...] = ()
-    """Words that end an answer in addition to `end_id`."""
-    end_id: int | None = None
-
-    @property
-    def rows(self) -> int:
-        """Batch size."""
-        return len(self.texts) or len(self.token_ids)
-
-    def split(self) -> list[PreparedPrompts]:
-        """Return one request per row."""
-        texts = [replace(self, texts=(text,)) for text in self.texts]
-        return texts or [replace(self, token_ids=(ids,)) for ids in self.token_ids]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestContext:
-    """Everything a request is built from."""
-
-    spec: QuerySpec
-    model: ModelDescription
-    prompts: PreparedPrompts
-    tokenizer: TokenizerFiles | None = None
-    """The server's tokenizer, if its files are available on this machine."""
-    repository: Path | None = None
-    """The server's repository, if it is on this machine."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether the answer is streamed."""
-        return self.spec.stream and self.model.decoupled
-
-    def scalar(self, value: Any, *names: str) -> Values:
-        """Return `value` for every row, under the first of `names` that the model declares."""
-        name = self.model.first_input(*names)
-        return {name: self.model.tensor(name, [value], rows=self.prompts.rows)}
-
-    def list_input(self, values: Sequence[Any], name: str) -> Values:
-        """Return the list `values` for every row."""
-        return {name: self.model.tensor(name, list(values), rows=self.prompts.rows)}
-
-
-def require_tokenizer(files: TokenizerFiles | None, model: ModelDescription, what: str) -> TokenizerFiles:
-    """Return the tokenizer. Raises UsageError if there is none, because a core model needs it for `what`."""
-    if files is None:
-        raise UsageError(
-            f"{what} needs a tokenizer: the model {model.name!r} takes token ids, and no tokenizer is available here.",
-            hint="Give the tokenizer's folder with --tokenizer, or the prompt as ids with --input-tokens-csv.",
-        )
-    return files
 
 
 def request_tensors(context: RequestContext) -> list[Tensor]:

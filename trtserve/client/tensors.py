@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 CORE_MODEL = "tensorrt_llm"
+# Inputs and outputs that core and text models share in every release.
+TEXT_INPUT, IDS_INPUT = "text_input", "input_ids"
+TEXT_OUTPUT, IDS_OUTPUT = "text_output", "output_ids"
 
 _NUMPY_NAMES = {
     "BOOL": "bool",

@@ -12,16 +12,9 @@ from typing import Any
 from trtserve.client.answer import Answer, Generation
 from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.client.grpc_transport import GrpcTransport
-from trtserve.client.query import (
-    Pieces,
-    connect,
-    generate,
-    request_contexts,
-    request_id_of,
-    stop_in_engine,
-    stream,
-)
-from trtserve.client.request import RequestContext, request_tensors
+from trtserve.client.inputs import RequestContext
+from trtserve.client.query import Pieces, connect, generate, request_contexts, request_id_of, stop_in_engine, stream
+from trtserve.client.request import request_tensors
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec
 from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import RequestError, UsageError

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from trtserve.client.request import IDS_INPUT
-from trtserve.client.tensors import Reply, stop_tensors
+from trtserve.client.tensors import IDS_INPUT, Reply, stop_tensors
 from trtserve.client.transport import STOP_TIMEOUT
 from trtserve.errors import RequestError, TrtserveError
 from trtserve.gateway.openai.answers import TextPiece, TokenLogProb, TokenUsage, prompt_log_probs, token_log_probs
@@ -247,7 +246,6 @@ class EngineCall:
                     pass
             await asyncio.wait({self._reader}, timeout=pause)
             pause *= 2
-
 
 
 class StoppedText:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from trtserve.client.inputs import PreparedPrompts, RequestContext
 from trtserve.client.prompts import end_words, find_chat_template, render, without_bos
-from trtserve.client.request import PreparedPrompts, RequestContext, request_tensors
+from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import Tensor
 from trtserve.errors import UsageError

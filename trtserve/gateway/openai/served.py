@@ -14,8 +14,7 @@ from typing import Any
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import GrpcTransport, grpc_client
 from trtserve.client.query import describe_model
-from trtserve.client.request import IDS_INPUT, TEXT_INPUT
-from trtserve.client.tensors import CORE_MODEL, ModelDescription
+from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
 from trtserve.client.tokenizer import (
     PREPROCESSING,
     TokenizerFiles,

@@ -32,11 +32,12 @@ class Result:
 
 def run(setup: BenchmarkSetup, endpoint: Endpoint, *, metrics: str | None, progress: Progress = SILENT) -> Result:
     """Measure a server of the file. Raises what `plan_benchmark` and `run_benchmark` raise."""
+    from trtserve.bench.exports import write_result
     from trtserve.bench.plan import plan_benchmark
     from trtserve.bench.run import run_benchmark
 
     progress.step(f"Benchmark {setup.name}")
     report = run_benchmark(plan_benchmark(setup.spec, endpoint), progress=progress, metrics=metrics)
     if setup.out is not None:
-        report.write(setup.out)
+        write_result(report, setup.out)
     return Result(setup=setup, report=report)
