@@ -31,7 +31,7 @@ from trtserve.nvidia.releases.drivers import driver_of, driver_versions
 from trtserve.nvidia.releases.gpus import kernels
 from trtserve.nvidia.releases.installed import engine_route
 from trtserve.nvidia.releases.loaders import evidence, family_architectures, takes_stages
-from trtserve.pipeline.setup_file.schema import json_schema
+from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.repository.check import RULES
 from trtserve.repository.profiles import (
     BLS,

@@ -22,8 +22,8 @@ from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
-from trtserve.pipeline.parity import constants, original, rows
-from trtserve.pipeline.parity.comparison import Verdict
+from trtserve.pipeline.parity import constants, original
+from trtserve.pipeline.parity.comparison import Judgement
 from trtserve.specs import ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")
@@ -50,11 +50,11 @@ def write_real(folder: Path, name: str) -> Path:
     return write_tiny_model(folder, name, **changed)
 
 
-def judged(config: CheckpointConfig, of: constants.Constants) -> list[Verdict]:
-    return constants.judged(config, family(config.architecture).decoder(config), of)
+def judged(config: CheckpointConfig, of: constants.Constants) -> list[Judgement]:
+    return constants.judged_constants(config, family(config.architecture).decoder(config), of)
 
 
-def failed(verdicts: list[Verdict]) -> list[str]:
+def failed(verdicts: list[Judgement]) -> list[str]:
     return [verdict.name for verdict in verdicts if not verdict.passed]
 
 
@@ -78,10 +78,10 @@ def test_every_constant_is_compared_by_value(name: str, tmp_path: Path) -> None:
 def test_a_wrong_row_outside_of_the_prompts_is_found(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", name, vocab_size=1000, **changed)
     made = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=tmp_path / "made").path
-    products = rows.products_of(original._load(model))
+    products = constants.products_of(original._load(model))
 
     def beyond() -> list[str]:
-        return failed(list(rows.judged(CheckpointReader(made), products, "float32")))
+        return failed(list(constants.judged_rows(CheckpointReader(made), products, "float32")))
 
     assert beyond() == []
     tensors = read_safetensors(made / "rank0.safetensors")
@@ -97,9 +97,9 @@ def test_a_wrong_row_outside_of_the_prompts_is_found(name: str, changed: dict[st
 def test_a_table_of_another_length_fails(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", "gpt2")
     made = convert_model(Model(path=model), ConvertSpec(), out=tmp_path / "made").path
-    products = rows.products_of(original._load(model))
+    products = constants.products_of(original._load(model))
     products["transformer.position_embedding.weight"] = products["transformer.position_embedding.weight"][:100]
-    assert failed(list(rows.judged(CheckpointReader(made), products, "float32"))) == ["rows of the positions"]
+    assert failed(list(constants.judged_rows(CheckpointReader(made), products, "float32"))) == ["rows of the positions"]
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "starcoder2"])
@@ -111,6 +111,6 @@ def test_faults_of_constants_are_faults_of_whole_checkpoints_too(name: str, tmp_
     of, decoder = constants.constants_of(original._load(model)), family(config.architecture).decoder(config)
     assert failed(judged(config, of)) == ["layers with another window"]
     # NVIDIA's converters leave windows to the start of the server; other windows than the model's are wrong there too.
-    assert failed(constants.judged(config, decoder, of, windows=False)) == []
+    assert failed(constants.judged_constants(config, decoder, of, windows=False)) == []
     other = replace(decoder, windows=(77,))
-    assert failed(constants.judged(config, other, of, windows=False)) == ["layers with another window"]
+    assert failed(constants.judged_constants(config, other, of, windows=False)) == ["layers with another window"]

@@ -23,7 +23,7 @@ from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor import runtimes
 from trtserve.host.ports import free_ports
-from trtserve.pipeline.import_records import recorded_spec
+from trtserve.pipeline.import_spec import recorded_spec
 from trtserve.pipeline.world_size import repository_for, with_world_size
 from trtserve.repository.served import inspect_repository
 from trtserve.server.engine_fit import wants_rebuild

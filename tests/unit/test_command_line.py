@@ -11,8 +11,7 @@ import pytest
 
 from trtserve.cli import import_ as command_line
 from trtserve.cli import run
-from trtserve.pipeline.import_records import as_json
-from trtserve.pipeline.import_spec import ImportSpec
+from trtserve.pipeline.import_spec import ImportSpec, as_json
 from trtserve.specs import (
     BUILDER_FIELDS,
     BuildSpec,

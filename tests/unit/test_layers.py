@@ -62,7 +62,6 @@ CONFINED = {
         "executor/torch/",
         "pipeline/parity/original.py",
         "pipeline/parity/constants.py",
-        "pipeline/parity/rows.py",
         "checkpoint/pickled_files.py",
     ),
     "pynvml": ("host/nvidia.py",),

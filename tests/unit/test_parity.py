@@ -37,22 +37,22 @@ from trtserve.pipeline.parity import (
 )
 from trtserve.pipeline.parity.comparison import (
     BOUNDS,
-    Answer,
     Differences,
+    Judgement,
     Precision,
-    Verdict,
+    PromptLogits,
     compare,
     verdicts,
 )
-from trtserve.pipeline.parity.prompts import TEXTS, Vocabulary, prompt_set
+from trtserve.pipeline.parity.original import TEXTS, Vocabulary, prompt_set
 from trtserve.specs import CheckSpec, ConvertSpec
 
 Logits = npt.NDArray[np.float32]
 
 
-def answer(logits: npt.ArrayLike, prompt_length: int = 1) -> Answer:
+def answer(logits: npt.ArrayLike, prompt_length: int = 1) -> PromptLogits:
     rows = np.asarray(logits, dtype=np.float32)
-    return Answer(tokens=[0] * len(rows), prompt_length=prompt_length, logits=rows)
+    return PromptLogits(tokens=[0] * len(rows), prompt_length=prompt_length, logits=rows)
 
 
 def random_logits(rows: int = 40, vocab: int = 50, seed: int = 0) -> Logits:
@@ -365,8 +365,8 @@ def test_error_names_figures_and_next_step() -> None:
 
 
 def test_epsilon_must_be_exact() -> None:
-    assert Verdict(name="norm epsilon", value=1e-5, relation="exactly", bound=1e-5).passed
-    assert not Verdict(name="norm epsilon", value=1.1e-5, relation="exactly", bound=1e-5).passed
+    assert Judgement(name="norm epsilon", value=1e-5, relation="exactly", bound=1e-5).passed
+    assert not Judgement(name="norm epsilon", value=1.1e-5, relation="exactly", bound=1e-5).passed
 
 
 def test_zero_max_tokens_is_refused() -> None:

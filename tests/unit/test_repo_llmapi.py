@@ -19,7 +19,7 @@ from trtserve.artifacts import Model, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
 from trtserve.nvidia.releases import NEWEST
-from trtserve.pipeline.parity.prompts import Vocabulary, prompt_set
+from trtserve.pipeline.parity.original import Vocabulary, prompt_set
 from trtserve.programs.llmapi import engine, requests
 from trtserve.repository.assembling import assemble_repository, check_tokenizer
 from trtserve.repository.check import check_repository

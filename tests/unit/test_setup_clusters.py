@@ -11,8 +11,8 @@ import yaml
 
 from trtserve.cli import run
 from trtserve.errors import UsageError
+from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
-from trtserve.pipeline.setup_file.schema import json_schema
 from trtserve.specs.cluster import KubernetesOptions, SlurmOptions
 
 MODEL = "models:\n  demo: {source: demo, runtime: llmapi, tp_size: 2}\nservers:\n  far:\n    model: demo\n"

@@ -12,10 +12,9 @@ import yaml
 
 from trtserve.cli import run
 from trtserve.errors import UsageError
-from trtserve.pipeline.setup_file.content import Setup
+from trtserve.pipeline.setup_file.content import Setup, json_schema
 from trtserve.pipeline.setup_file.plan import bring_up, plan_setup
 from trtserve.pipeline.setup_file.reading import read_setup, template
-from trtserve.pipeline.setup_file.schema import json_schema
 from trtserve.store import Store
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "setups").glob("*.yaml"))

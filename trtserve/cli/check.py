@@ -170,7 +170,7 @@ def _print_report(report: CheckReport) -> None:
         for stage in report.stages
         for verdict in stage.verdicts
     ]
-    print_table(("Stage", "Figure", "Value", "Bound", "Verdict"), rows)
+    print_table(("Stage", "Figure", "Value", "Bound", "Judgement"), rows)
     lines = [f"{report.prompts} prompts, {report.stages[0].differences.positions} positions; {report.reason}"]
     for stage in report.stages:
         found = stage.differences

@@ -15,7 +15,7 @@ from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.inventory import Entry
+    from trtserve.pipeline.inventory import StoredName
 
 
 def models(json: JsonOption = False) -> None:
@@ -74,7 +74,7 @@ def list_models(json: JsonOption = False) -> None:
     print_table(columns, rows)
 
 
-def _server(entry: Entry) -> str:
+def _server(entry: StoredName) -> str:
     return f"{entry.server} (another build)" if entry.other_build else entry.server or "-"
 
 

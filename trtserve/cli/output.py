@@ -20,7 +20,7 @@ from trtserve.progress import Task, Unit
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trtserve.pipeline.stages import StageSummary as Stage
+    from trtserve.pipeline.stages import StageSummary
 
 ENVELOPE_VERSION = 1
 _documents: list[str] = []  # commands whose JSON this command line has written
@@ -132,14 +132,14 @@ def count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
 
 
-def print_stages(stages: Sequence[Stage]) -> None:
+def print_stages(stages: Sequence[StageSummary]) -> None:
     """Write a line for each stage: what it would do, how much it would write, and where."""
     for stage in stages:
         path = stage["path"] or "a folder of the store that follows from the weights"
         print_block(f"{stage['stage']:<9} {stage['action']:<6} {format_bytes(stage['bytes']):>9}  {path}")
 
 
-def print_commands(stages: Sequence[Stage]) -> None:
+def print_commands(stages: Sequence[StageSummary]) -> None:
     """Write the external commands that the stages would run."""
     for stage in stages:
         if stage["command"]:

@@ -22,8 +22,7 @@ from trtserve.cli.output import (
 from trtserve.errors import MissedLimitError, UsageError
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.setup_file.benchmarks import Result
-    from trtserve.pipeline.setup_file.plan import Brought, SetupPlan
+    from trtserve.pipeline.setup_file.plan import BenchmarkResult, Brought, SetupPlan
     from trtserve.progress import Progress
 
 FileArgument = Annotated[
@@ -47,8 +46,7 @@ def init(
         trtserve init chat.yaml --from llama-2-7b
     """
     from trtserve.files import writing
-    from trtserve.pipeline.setup_file.imported import setup_of_import
-    from trtserve.pipeline.setup_file.reading import template
+    from trtserve.pipeline.setup_file.reading import setup_of_import, template
     from trtserve.store import Store
 
     if file.exists():
@@ -125,13 +123,13 @@ def _announce(plan: SetupPlan, progress: Progress) -> None:
         progress.step(f"Plan: benchmark {benchmark.name}")
 
 
-def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Result]:
-    from trtserve.pipeline.setup_file.benchmarks import run
+def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[BenchmarkResult]:
+    from trtserve.pipeline.setup_file.plan import measure
 
     results = []
     for benchmark in plan.benchmarks:
         connection = Connection(server=benchmark.server)
-        result = run(benchmark, find_endpoint(connection), metrics=metrics_url(connection), progress=progress)
+        result = measure(benchmark, find_endpoint(connection), metrics=metrics_url(connection), progress=progress)
         results.append(result)
         if not json:
             print_report(result.report, table="upstream")
@@ -141,7 +139,7 @@ def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Result]
     return results
 
 
-def _require_limits(results: list[Result]) -> None:
+def _require_limits(results: list[BenchmarkResult]) -> None:
     """Raise the error of the first benchmark that failed, or MissedLimitError with all limits that were missed."""
     for result in results:
         require_complete(result.report, strict=result.setup.strict)
@@ -194,8 +192,7 @@ def down(
         trtserve down
         trtserve down chat.yaml --drain 30
     """
-    from trtserve.pipeline.setup_file.clusters import stop_command
-    from trtserve.pipeline.setup_file.plan import bring_down
+    from trtserve.pipeline.setup_file.plan import bring_down, stop_command
     from trtserve.pipeline.setup_file.reading import read_setup
 
     progress, setup = TerminalProgress(quiet=quiet), read_setup(file)

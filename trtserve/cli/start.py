@@ -28,7 +28,7 @@ from trtserve.specs.server import GPUS, SUPERVISION
 
 if TYPE_CHECKING:
     from trtserve.artifacts import ModelRepository
-    from trtserve.pipeline.stages import StageSummary as Stage
+    from trtserve.pipeline.stages import StageSummary
     from trtserve.server.plan import ServerPlan
     from trtserve.server.state import Server
 
@@ -223,7 +223,7 @@ def _dry_run(
     _print_plan(plan, stages, json=json)
 
 
-def _print_plan(plan: ServerPlan, stages: Sequence[Stage], *, json: bool) -> None:
+def _print_plan(plan: ServerPlan, stages: Sequence[StageSummary], *, json: bool) -> None:
     commands = [str(instance.launch.command) for instance in plan.instances]
     gateways = [str(instance.gateway.command) for instance in plan.instances if instance.gateway is not None]
     if json:

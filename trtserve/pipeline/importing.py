@@ -23,8 +23,7 @@ from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.conversion import ConversionPlan
 from trtserve.pipeline.convert import plan_conversion
 from trtserve.pipeline.gpu_fit import require_gpu_memory
-from trtserve.pipeline.import_records import record_of, take_name
-from trtserve.pipeline.import_spec import ENGINE_DEST_PATH, ImportSpec, llmapi_repository_spec
+from trtserve.pipeline.import_spec import ENGINE_DEST_PATH, ImportSpec, llmapi_repository_spec, record_of, take_name
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, memory_needs, require_enough_memory
 from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.model_files import is_convertible

@@ -31,7 +31,7 @@ _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StoredName:
     """One name in the store."""
 
     name: str
@@ -54,7 +54,7 @@ class Removal:
     size: int  # bytes that become free
 
 
-def list_imported(store: Store | None = None) -> list[Entry]:
+def list_imported(store: Store | None = None) -> list[StoredName]:
     """Return all names in the store: imported ones first, newest at the top."""
     store = store or Store()
     records = store.recorded()
@@ -166,9 +166,9 @@ def _of_servers(store: Store) -> Iterator[Path]:
         yield from (path for path in (store.servers, store.root / "backends", store.root / "doctor") if path.is_dir())
 
 
-def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Server]) -> Entry:
+def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Server]) -> StoredName:
     server, other = _server_of(record.name, record.repository, servers)
-    return Entry(
+    return StoredName(
         name=record.name,
         source=record.source,
         size=disk_usage({*folders, *_artifacts_of(record)}),
@@ -192,7 +192,7 @@ def _server_of(name: str, repository: str, servers: Iterable[Server]) -> tuple[s
     return other, other is not None
 
 
-def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> Entry:
+def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> StoredName:
     manifests: dict[Path, Manifest] = {}
     for folder in folders:
         with suppress(ArtifactError):  # it may have been removed meanwhile
@@ -204,7 +204,7 @@ def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> E
     repositories = [folder for folder, manifest in manifests.items() if manifest.kind == KINDS[ModelRepository]]
     repository = max(repositories, key=lambda folder: manifests[folder].created, default=None)
     server, other = (None, False) if repository is None else _server_of(name, str(repository), servers)
-    return Entry(
+    return StoredName(
         name=name,
         source=source,
         size=disk_usage(folders),

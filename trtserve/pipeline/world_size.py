@@ -8,10 +8,9 @@ from typing import cast
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import UsageError, counted
-from trtserve.pipeline.import_records import as_json, recorded_spec
-from trtserve.pipeline.import_spec import ImportSpec
+from trtserve.pipeline.import_spec import ImportSpec, as_json, recorded_spec
 from trtserve.pipeline.importing import import_to_repository, plan_import, warn_about_resources
-from trtserve.pipeline.stages import StageSummary as Stage
+from trtserve.pipeline.stages import StageSummary
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import wants_rebuild
@@ -69,7 +68,7 @@ def plan_rebuild(repository: ModelRepository, spec: ServerSpec, *, store: Store 
 
 def planned_stages(
     rebuild: Rebuild, *, store: Store | None = None, progress: Progress = SILENT
-) -> tuple[list[Stage], ModelRepository]:
+) -> tuple[list[StageSummary], ModelRepository]:
     """Return the stages of the import, and its repository: where it is, or as far as known where it will be."""
     store, spec = store or Store(), rebuild.spec
     plan = plan_import(spec, store=store, progress=progress)

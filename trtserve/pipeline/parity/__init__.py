@@ -33,24 +33,18 @@ from trtserve.errors import (
 from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_memory, to_be_mapped
 from trtserve.pipeline.memory import check_memory
-from trtserve.pipeline.parity import (
-    constants,
-    converted,
-    original,
-    rows,
-)
+from trtserve.pipeline.parity import constants, converted, original
 from trtserve.pipeline.parity.comparison import (
-    Answer,
     Differences,
+    Judgement,
     Precision,
-    Verdict,
+    PromptLogits,
     compare,
     described,
     verdicts,
 )
 from trtserve.pipeline.parity.converted import Changes, changes_of
-from trtserve.pipeline.parity.original import Original
-from trtserve.pipeline.parity.prompts import Tokens, Vocabulary, prompt_set
+from trtserve.pipeline.parity.original import Original, Tokens, Vocabulary, prompt_set
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec
 from trtserve.store import Store
@@ -94,7 +88,7 @@ class Stage:
     name: Literal["conversion", "precision"]
     bounds: Precision
     differences: Differences
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[Judgement]
 
     def described(self) -> dict[str, Any]:
         """The stage as JSON."""
@@ -266,7 +260,7 @@ def compare_checkpoint(
 def _stage(
     name: Literal["conversion", "precision"],
     bounds: Precision,
-    answers: Sequence[Answer],
+    answers: Sequence[PromptLogits],
     logits: Sequence[Logits],
     *,
     experts: bool,
@@ -276,14 +270,14 @@ def _stage(
     return Stage(name=name, bounds=bounds, differences=differences, verdicts=judged)
 
 
-def _beside_logits(plan: CheckPlan, said: Original, checkpoint: Path) -> list[Verdict]:
+def _beside_logits(plan: CheckPlan, said: Original, checkpoint: Path) -> list[Judgement]:
     """Compare values that a few prompts' logits do not reveal."""
     # Use the folder's config, which is part of what is checked, not the plan's.
     reader = CheckpointReader(checkpoint)
     decoder = family(reader.config.architecture).decoder(reader.config)
     return [
-        *constants.judged(reader.config, decoder, said.constants, windows=plan.windows),
-        *rows.judged(reader, said.products, plan.changes.rows),
+        *constants.judged_constants(reader.config, decoder, said.constants, windows=plan.windows),
+        *constants.judged_rows(reader, said.products, plan.changes.rows),
     ]
 
 

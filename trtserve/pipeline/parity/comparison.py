@@ -51,7 +51,7 @@ BOUNDS: Mapping[Precision, Bounds] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PromptLogits:
     """A model's answer to one prompt: `tokens` are prompt and answer without its last token.
 
     `logits` f32[tokens, vocab]; rows from `prompt_length` − 1 on chose the answer.
@@ -101,7 +101,7 @@ class Differences:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Judgement:
     """A figure, its bound, and the side of the bound it must be on."""
 
     name: str
@@ -131,7 +131,7 @@ class _Part:
     token: int  # of the largest difference
 
 
-def compare(originals: Sequence[Answer], converted: Sequence[Logits], precision: Precision) -> Differences:
+def compare(originals: Sequence[PromptLogits], converted: Sequence[Logits], precision: Precision) -> Differences:
     """Compare the logits of the same tokens, prompt by prompt; `precision` determines what counts as a tie."""
     import numpy as np
 
@@ -142,7 +142,7 @@ def compare(originals: Sequence[Answer], converted: Sequence[Logits], precision:
     return _summary(parts, sum(answer.logits.size for answer in originals), deviation, BOUNDS[precision].far_beyond)
 
 
-def _compare_one(answer: Answer, converted: Logits, tolerance: float) -> _Part:
+def _compare_one(answer: PromptLogits, converted: Logits, tolerance: float) -> _Part:
     import numpy as np
 
     original = answer.logits
@@ -222,28 +222,28 @@ def _greedy(equal: Sequence[npt.NDArray[np.bool_]]) -> float:
     return float(sum(np.logical_and.accumulate(row).sum() for row in equal) / sum(len(row) for row in equal))
 
 
-def verdicts(differences: Differences, precision: Precision, *, experts: bool = False) -> list[Verdict]:
+def verdicts(differences: Differences, precision: Precision, *, experts: bool = False) -> list[Judgement]:
     """Judge every figure that has a bound; `experts` marks a model with routed experts."""
     bounds = BOUNDS[precision]
-    top1 = Verdict(name="top-1 agreement", value=differences.top1_ties, relation="at least", bound=bounds.top1)
+    top1 = Judgement(name="top-1 agreement", value=differences.top1_ties, relation="at least", bound=bounds.top1)
     if experts:
         found = [
-            Verdict(name="median token", value=differences.median, relation="at most", bound=bounds.difference),
-            Verdict(name="far tokens", value=differences.far, relation="at most", bound=bounds.far),
+            Judgement(name="median token", value=differences.median, relation="at most", bound=bounds.difference),
+            Judgement(name="far tokens", value=differences.far, relation="at most", bound=bounds.far),
         ]
         # Without rounding, no token is routed differently.
         return [*found, top1] if precision == "float32" else found
     return [
-        Verdict(name="difference", value=differences.relative, relation="at most", bound=bounds.difference),
-        Verdict(
+        Judgement(name="difference", value=differences.relative, relation="at most", bound=bounds.difference),
+        Judgement(
             name="largest difference", value=differences.relative_maximum, relation="at most", bound=bounds.largest
         ),
-        Verdict(name="KL divergence", value=differences.divergence, relation="at most", bound=bounds.divergence),
+        Judgement(name="KL divergence", value=differences.divergence, relation="at most", bound=bounds.divergence),
         top1,
-        Verdict(name="greedy match", value=differences.greedy_ties, relation="at least", bound=bounds.greedy),
+        Judgement(name="greedy match", value=differences.greedy_ties, relation="at least", bound=bounds.greedy),
     ]
 
 
-def described(verdict: Verdict) -> dict[str, object]:
+def described(verdict: Judgement) -> dict[str, object]:
     """A verdict as JSON."""
     return {**asdict(verdict), "passed": verdict.passed}

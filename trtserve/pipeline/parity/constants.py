@@ -1,22 +1,30 @@
-"""Compare constants that logits of short prompts hardly reveal: epsilons, rotary embeddings, windows and soft-caps.
+"""Compare what logits of short prompts hardly reveal: constants, and tables of which prompts touch few rows.
 
-The original's values come from its modules, preferably from their behaviour rather than their names: the rotation of
-position 1 gives a rotary embedding's frequencies.
+Constants are epsilons, rotary embeddings, windows and soft-caps. The original's values come from its modules,
+preferably from their behaviour rather than their names: the rotation of position 1 gives a rotary embedding's
+frequencies. Tables (embeddings, positions, head) are compared row by row, by their products with a few random vectors,
+so that neither side copies the other's table.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.pipeline.parity.comparison import Verdict
+from trtserve.checkpoint.unified import HEAD, CheckpointReader
+from trtserve.pipeline.parity.comparison import BOUNDS, Judgement, Precision
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from trtserve.checkpoint.architectures.base import Decoder
+
+    Products = npt.NDArray[np.float32]
 
 # transformers rounds frequencies in another order; a wrong base, factor or size changes them far more.
 _CLOSE = 1e-5
@@ -129,7 +137,9 @@ def _angles(sine: Any, cosine: Any) -> tuple[float, ...]:
     return tuple(torch.atan2(sine.double(), cosine.double()).tolist())
 
 
-def judged(config: CheckpointConfig, decoder: Decoder, original: Constants, *, windows: bool = True) -> list[Verdict]:
+def judged_constants(
+    config: CheckpointConfig, decoder: Decoder, original: Constants, *, windows: bool = True
+) -> list[Judgement]:
     """Compare the constants of a checkpoint `config` and its `decoder` with the original's.
 
     Without `windows`, a checkpoint with no windows at all passes.
@@ -144,12 +154,12 @@ def judged(config: CheckpointConfig, decoder: Decoder, original: Constants, *, w
     ]
 
 
-def _judged_epsilon(config: CheckpointConfig, original: Constants) -> Iterator[Verdict]:
+def _judged_epsilon(config: CheckpointConfig, original: Constants) -> Iterator[Judgement]:
     """Compare the norms' epsilon with the closest of the original's."""
     value = float(config.norm_epsilon)
     nearest = min(original.epsilons, key=lambda epsilon: abs(epsilon - value), default=None)
     if nearest is not None:
-        yield Verdict(name="norm epsilon", value=value, relation="exactly", bound=nearest)
+        yield Judgement(name="norm epsilon", value=value, relation="exactly", bound=nearest)
 
 
 def _own(decoder: Decoder, frequencies: tuple[float, ...] | None) -> Rotation | None:
@@ -164,7 +174,7 @@ def _own(decoder: Decoder, frequencies: tuple[float, ...] | None) -> Rotation | 
     )
 
 
-def _judged_local(decoder: Decoder, original: Constants) -> Iterator[Verdict]:
+def _judged_local(decoder: Decoder, original: Constants) -> Iterator[Judgement]:
     """Compare the rotation of layers with a window, if it differs from the other layers'."""
     if decoder.local_rope_inv_freq is not None or original.local != original.rotation:
         yield from _judged_rotation(
@@ -172,7 +182,7 @@ def _judged_local(decoder: Decoder, original: Constants) -> Iterator[Verdict]:
         )
 
 
-def _judged_rotation(name: str, own: Rotation | None, original: Rotation | None) -> Iterator[Verdict]:
+def _judged_rotation(name: str, own: Rotation | None, original: Rotation | None) -> Iterator[Judgement]:
     if own is None and original is None:
         return
     if own is None or original is None:
@@ -182,7 +192,7 @@ def _judged_rotation(name: str, own: Rotation | None, original: Rotation | None)
     yield _nearly(f"{name} scale", _apart([own.scale], [original.scale]))
     if own.long is not None or original.long is not None:
         yield _nearly(f"{name} frequencies of long sequences", _apart(own.long or (), original.long or ()))
-        yield Verdict(
+        yield Judgement(
             name=f"{name}: tokens of the longest short sequence",
             value=float(own.beyond or 0),
             relation="exactly",
@@ -190,8 +200,8 @@ def _judged_rotation(name: str, own: Rotation | None, original: Rotation | None)
         )
 
 
-def _nearly(name: str, value: float) -> Verdict:
-    return Verdict(name=name, value=value, relation="at most", bound=_CLOSE)
+def _nearly(name: str, value: float) -> Judgement:
+    return Judgement(name=name, value=value, relation="at most", bound=_CLOSE)
 
 
 def _apart(own: Sequence[float], original: Sequence[float]) -> float:
@@ -201,7 +211,7 @@ def _apart(own: Sequence[float], original: Sequence[float]) -> float:
     return max((abs(one - other) / abs(other) if other else math.inf for one, other in zip(own, original, strict=True)))
 
 
-def _judged_windows(config: CheckpointConfig, decoder: Decoder, original: Constants) -> Iterator[Verdict]:
+def _judged_windows(config: CheckpointConfig, decoder: Decoder, original: Constants) -> Iterator[Judgement]:
     """Count layers with a different window; a window longer than any sequence counts as none."""
     longest = config.max_position_embeddings or math.inf
 
@@ -212,10 +222,72 @@ def _judged_windows(config: CheckpointConfig, decoder: Decoder, original: Consta
     ours = [effective(decoder.window(layer)) for layer in range(config.num_hidden_layers)]
     if any(ours) or any(theirs):
         others = sum(one != other for one, other in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
-        yield Verdict(name="layers with another window", value=float(others), relation="exactly", bound=0.0)
+        yield Judgement(name="layers with another window", value=float(others), relation="exactly", bound=0.0)
 
 
-def _judged_cap(name: str, own: float | None, original: float | None) -> Iterator[Verdict]:
+def _judged_cap(name: str, own: float | None, original: float | None) -> Iterator[Judgement]:
     """0 means none."""
     if own or original:
-        yield Verdict(name=name, value=float(own or 0), relation="exactly", bound=float(original or 0))
+        yield Judgement(name=name, value=float(own or 0), relation="exactly", bound=float(original or 0))
+
+
+# Checkpoint name → name of the figure.
+_TABLES: Mapping[str, str] = {
+    "transformer.vocab_embedding.weight": "rows of the embedding",
+    "transformer.position_embedding.weight": "rows of the positions",
+    HEAD: "rows of the head",
+}
+_POSITIONS = ("wpe.weight", "embed_positions.weight")
+_SEED, _VECTORS = 20240301, 4
+# Rows converted to float32 at a time.
+_ROWS = 4096
+
+
+def products_of(model: Any) -> dict[str, Products]:
+    """Return the products f32[rows, 4] of every table of a transformers model, keyed by checkpoint name."""
+    vocabulary, positions, head = _TABLES
+    parameters = dict(model.named_parameters())
+    tables = {vocabulary: model.get_input_embeddings().weight, head: model.get_output_embeddings().weight}
+    learned = next((values for name, values in parameters.items() if name.endswith(_POSITIONS)), None)
+    if learned is not None:
+        tables[positions] = learned
+    inward = next((values for name, values in parameters.items() if name.endswith("project_in.weight")), None)
+    outward = next((values for name, values in parameters.items() if name.endswith("project_out.weight")), None)
+    # OPT-350m's embeddings are narrower than its layers; a checkpoint stores the products.
+    through = {vocabulary: None if inward is None else inward.T, head: outward}
+    return {name: _products(table.detach(), through.get(name)) for name, table in tables.items()}
+
+
+def _products(table: Any, through: Any) -> Products:
+    import torch
+
+    with torch.inference_mode():
+        size = table.shape[1] if through is None else through.shape[1]
+        vectors = torch.from_numpy(_vectors(size))
+        products: Products = (table @ (vectors if through is None else through.detach() @ vectors)).numpy()
+    return products
+
+
+def _vectors(size: int) -> Products:
+    import numpy as np
+
+    return np.random.default_rng(_SEED).standard_normal((size, _VECTORS), dtype=np.float32)
+
+
+def judged_rows(reader: CheckpointReader, originals: Mapping[str, Products], bounds: Precision) -> Iterator[Judgement]:
+    """Return each table's row farthest from the original's, as a share of the products' root mean square."""
+    import numpy as np
+
+    held = set(reader.names())
+    for name, figure in _TABLES.items():
+        if name not in held or name not in originals:
+            continue
+        table = reader.merged(name)
+        vectors = _vectors(table.shape[1])
+        parts = [table[row : row + _ROWS].astype(np.float32) @ vectors for row in range(0, len(table), _ROWS)]
+        own, original = np.concatenate(parts), originals[name]
+        # OPT's position table starts with two unused rows.
+        gaps = np.abs(own - original[-len(own) :]) if len(own) <= len(original) else np.array([np.inf])
+        root = float(np.sqrt(np.square(original).mean()))
+        value = float(gaps.max()) / root if root else float(gaps.max())
+        yield Judgement(name=figure, value=value, relation="at most", bound=BOUNDS[bounds].largest)

@@ -30,7 +30,7 @@ from trtserve.errors import (
 )
 from trtserve.host.install_command import install_command
 from trtserve.host.machine import give_memory_back
-from trtserve.pipeline.parity.comparison import Answer, Precision
+from trtserve.pipeline.parity.comparison import Precision, PromptLogits
 from trtserve.pipeline.parity.original import Rounding
 from trtserve.progress import SILENT, Progress
 
@@ -204,7 +204,7 @@ def _algorithm(config: CheckpointConfig) -> str:
 
 
 def logits_of(
-    folder: Path, originals: Sequence[Answer], *, quantised: bool = False, progress: Progress = SILENT
+    folder: Path, originals: Sequence[PromptLogits], *, quantised: bool = False, progress: Progress = SILENT
 ) -> list[Logits]:
     """Return the logits of the checkpoint in `folder` for the original's answers.
 

@@ -1,15 +1,16 @@
 """Plan what brings a machine to the state that a setup file describes, and do it.
 
 Nothing is remembered about earlier runs: artefacts are reused by their fingerprints, and a running server is compared
-by the arguments that its supervisor was started with.
+by the arguments that its supervisor was started with. For a server that a cluster runs, its job or manifest is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts import (
     Adapter,
@@ -20,35 +21,36 @@ from trtserve.artifacts import (
 )
 from trtserve.errors import PortInUseError, UsageError
 from trtserve.executor.loaders import is_embedded_runtime
-from trtserve.executor.runtimes import choose_runtime
+from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.host.ports import ipv4_address, is_free
-from trtserve.pipeline.import_records import as_json, pinned_source
-from trtserve.pipeline.import_spec import ImportSpec, engine_destination
+from trtserve.pipeline.import_spec import ImportSpec, as_json, engine_destination, pinned_source
 from trtserve.pipeline.importing import ImportPlan, plan_import, require_resources, run_import
-from trtserve.pipeline.setup_file.clusters import (
-    WrittenJob,
-    has_files,
-    require_cluster,
-    write,
-)
 from trtserve.pipeline.setup_file.content import (
     BenchmarkSetup,
+    ClusterSetup,
     ModelSetup,
     ServerSetup,
     Setup,
     in_keys,
 )
-from trtserve.pipeline.stages import StageSummary as Stage
+from trtserve.pipeline.stages import StageSummary
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
 from trtserve.server.background import start_arguments, start_in_background
 from trtserve.server.checks import access_warnings
 from trtserve.server.front import require_protected
+from trtserve.server.launch import CLUSTERS
+from trtserve.server.launch.cluster import ClusterJob, is_written, write_job
 from trtserve.server.plan import with_free_ports
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
+
+if TYPE_CHECKING:
+    from trtserve.bench.report import BenchReport
+    from trtserve.client.endpoint import Endpoint
+
 
 Action = Literal["start", "restart", "keep", "write"]
 
@@ -62,7 +64,7 @@ class PlannedModel:
     waits_for_draft: bool
     """Whether its repository can be planned only when the engine of its draft model exists."""
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[StageSummary]:
         """Return the stages in order, as a dry run shows them."""
         *first, last = self.plan.stages()
         return [*first, {**last, "action": "make", "path": None} if self.waits_for_draft else last]
@@ -172,7 +174,7 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
         setup, repository = server.setup, made[server.setup.model]
         if setup.cluster is not None:
             progress.step(f"Files of server {setup.name} for {setup.cluster.kind}")
-            jobs.append(write(setup, setup.cluster, repository, progress))
+            jobs.append(write_files(setup, setup.cluster, repository, progress))
             continue
         running = recorded_server(setup.name, plan.store)
         action = _action(setup, repository, plan.store)
@@ -300,3 +302,108 @@ def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in spec.items():
         flat |= value if key in ("convert", "build", "repository") else {key: value}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in flat.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenJob:
+    """The files of a server that a cluster runs."""
+
+    server: str
+    model: str
+    kind: str
+    job: ClusterJob
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        """How to start it."""
+        return CLUSTERS[self.kind].next_steps(self.job, None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return name, model, kind of cluster, and the files."""
+        record = CLUSTERS[self.kind].record(self.job, None)
+        return {"name": self.server, "model": self.model, "cluster": self.kind, **record}
+
+
+def require_cluster(server: ServerSetup, cluster: ClusterSetup, runtime: str) -> None:
+    """Raise UsageError for options that no job can have, and for a model that is served on CPUs."""
+    with _named(server, cluster):
+        CLUSTERS[cluster.kind].settings(cluster.spec, cluster.options, server.spec)
+    if RUNTIMES[runtime].device() == "cpu":
+        raise UsageError(
+            f"Server {server.name} is for {cluster.kind}, which starts engines on GPUs; the runtime {runtime} serves "
+            f"{server.model} on the CPU.",
+            hint=f"Give the model a runtime for GPUs, such as `runtime: torch`, or leave out `{cluster.kind}`.",
+        )
+
+
+def has_files(server: ServerSetup, cluster: ClusterSetup, repository: ModelRepository) -> bool:
+    """Return whether the files are there as `write_files` would write them."""
+    return is_written(_plan_job(server, cluster, repository, SILENT))
+
+
+def write_files(
+    server: ServerSetup, cluster: ClusterSetup, repository: ModelRepository, progress: Progress = SILENT
+) -> WrittenJob:
+    """Write the job or manifest, unless it is there. Raises what `plan_job` of the cluster and `write_job` raise."""
+    job = _plan_job(server, cluster, repository, progress)
+    if not is_written(job):
+        write_job(job)
+    for note in job.notes:
+        progress.step(note)
+    return WrittenJob(server=server.name, model=server.model, kind=cluster.kind, job=job)
+
+
+def stop_command(cluster: ClusterSetup) -> str:
+    """Return what stops such a server."""
+    return CLUSTERS[cluster.kind].stop_command(cluster.place)
+
+
+def _plan_job(
+    server: ServerSetup, cluster: ClusterSetup, repository: ModelRepository, progress: Progress
+) -> ClusterJob:
+    module = CLUSTERS[cluster.kind]
+    with _named(server, cluster):
+        settings = module.settings(cluster.spec, cluster.options, server.spec)
+        return module.plan_job(repository, server.spec, settings, cluster.place, progress=progress)
+
+
+@contextmanager
+def _named(server: ServerSetup, cluster: ClusterSetup) -> Iterator[None]:
+    """Let a refusal name the server and the keys of the file instead of the flags of `start`."""
+    try:
+        yield
+    except UsageError as error:
+        hint = None if error.hint is None else in_keys(error.hint)
+        raise UsageError(f"servers.{server.name}.{cluster.kind}: {in_keys(error.message)}", hint=hint) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkResult:
+    """A benchmark that was run."""
+
+    setup: BenchmarkSetup
+    report: BenchReport
+
+    @property
+    def missed(self) -> list[str]:
+        """The limits that its figures do not meet, one sentence for each."""
+        return self.setup.requirements.missed_by(self.report.statistics)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return name, report and missed limits."""
+        return {"name": self.setup.name, "missed": self.missed, "report": self.report.to_json()}
+
+
+def measure(
+    setup: BenchmarkSetup, endpoint: Endpoint, *, metrics: str | None, progress: Progress = SILENT
+) -> BenchmarkResult:
+    """Measure a server of the file. Raises what `plan_benchmark` and `run_benchmark` raise."""
+    from trtserve.bench.exports import write_result
+    from trtserve.bench.plan import plan_benchmark
+    from trtserve.bench.run import run_benchmark
+
+    progress.step(f"Benchmark {setup.name}")
+    report = run_benchmark(plan_benchmark(setup.spec, endpoint), progress=progress, metrics=metrics)
+    if setup.out is not None:
+        write_result(report, setup.out)
+    return BenchmarkResult(setup=setup, report=report)

@@ -1,4 +1,4 @@
-"""Read a setup file; every refusal names the file, the line and the nearest known key.
+"""Read a setup file; every refusal names the file, the line and the nearest known key. Write one of an import.
 
 Its keys are the fields of the specs, so their declarations (`specs/options.py`) check the values.
 """
@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from trtserve.bench.requirements import Requirements, read_requirements
-from trtserve.errors import UsageError
+from trtserve.errors import ArtifactError, UsageError
 from trtserve.files import read_text
+from trtserve.pipeline.import_spec import recorded_spec
 from trtserve.pipeline.setup_file.content import (
     BENCHMARK_KEYS,
     MODEL_SPECS,
@@ -41,7 +42,9 @@ from trtserve.specs.cluster import (
     OPTIONS,
     ClusterSpec,
 )
+from trtserve.specs.command_line import given_values
 from trtserve.specs.options import Option, options_of, read_value
+from trtserve.store import Store
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -327,3 +330,32 @@ class _Document:
                 chain.append(models[draft])
             ordered |= {each.name: each for each in reversed(chain)}
         return tuple(ordered.values())
+
+
+def setup_of_import(name: str, store: Store) -> str:
+    """Return a setup file that makes the import `name` again, with its options, and serves it.
+
+    Raises ArtifactError when there is no such import, and UsageError for one that a file cannot describe.
+    """
+    known = {record.name: record for record in store.recorded()}
+    if name not in known:
+        names = ", ".join(known)
+        raise ArtifactError(
+            f"Nothing was imported as {name!r}.", hint=f"Imports: {names}." if names else "Import a model first."
+        )
+    spec = recorded_spec(known[name])
+    if spec is None:
+        raise UsageError(f"The record of {name!r} does not say how it was made.", hint="Import it again.")
+    if spec.draft is not None:
+        raise UsageError(
+            f"{name!r} has a draft engine, and a setup file describes the model that drafts.",
+            hint="Start from examples/setups/draft-and-target.yaml.",
+        )
+    model: dict[str, Any] = {"source": spec.source}
+    if spec.tokenizer is not None:
+        model["tokenizer"] = str(spec.tokenizer)
+    for part in (spec.convert, spec.build, spec.repository):
+        model |= given_values(part)
+    content = {"models": {name: model}, "servers": {name: {"model": name}}}
+    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return text
