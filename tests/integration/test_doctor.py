@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from trtserve.cli import run
-from trtserve.server.doctor import mpi, packages
+from trtserve.server.doctor import examination, findings, programs, system
+from trtserve.server.triton import tritonserver
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,14 @@ def test_two_ranks_of_the_real_mpirun_communicate(whole: dict[str, dict[str, str
 
 
 def test_an_mpirun_whose_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "_PROGRAM", "raise SystemExit('no MPI here')")
-    finding = mpi.check_mpirun(needed=True)
+    monkeypatch.setattr(programs, "_PROGRAM", "raise SystemExit('no MPI here')")
+    finding = programs.check_mpirun(needed=True)
     assert (finding.state, bool(finding.fix)) == ("failed", True)
     assert "exit code 1" in finding.evidence
 
 
 def test_packages_of_this_environment() -> None:
-    assert packages.check_packages("cpu").state == "ok"
+    assert system.check_packages("cpu").state == "ok"
 
 
 def _on_a_terminal(arguments: list[str], columns: int, environment: dict[str, str]) -> list[str]:
@@ -103,11 +104,19 @@ def test_on_a_terminal(tmp_path: Path) -> None:
 def test_quiet_output_is_a_table_for_scripts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trtserve.server.doctor import examination
-
     for part in ("_python", "_triton", "_gpus", "_tools"):
         monkeypatch.setattr(examination, part, lambda *_arguments: [])
     assert run(["doctor", "-q", "--runtime", "openvino"]) == 0
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert {len(row) for row in rows} == {5}
     assert rows[:2] == [["group", "name", "state", "evidence", "fix"], ["machine", "system", "ok", *rows[1][3:]]]
+
+
+def test_the_first_python3_on_path_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "python3"
+    fake.write_text('#!/bin/sh\necho \'{"version": [3, 8], "prefix": "/elsewhere", "numpy": "2.0.0"}\'\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    monkeypatch.setattr(tritonserver, "stub_environment", lambda: environment)
+    wrong = {finding.name for finding in findings.failed(examination.quick_checks())}
+    assert wrong == {"python3", "numpy"}

@@ -18,11 +18,10 @@ from trtserve import process
 from trtserve.errors import ServerStartError
 from trtserve.server.doctor import (
     examination,
-    mpi,
+    programs,
     token,
-    tools,
 )
-from trtserve.server.doctor.findings import GPU, NONE, Finding
+from trtserve.server.doctor.findings import GPU, NONE, CheckResult
 from trtserve.server.front import plan_proxy, write_proxy
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
@@ -72,7 +71,7 @@ NO_DAEMON = "echo; echo 'Cannot connect to the Docker daemon.' >&2; exit 1"
 )
 def test_docker(server: str, runtimes: str, gpus: int, state: str, evidence: str, program: Program) -> None:
     program("docker", DOCKER % (server, runtimes))
-    finding = tools.check_docker(gpus)
+    finding = programs.check_docker(gpus)
     assert (finding.state, finding.evidence, finding.needed_by) == (state, evidence, NONE)
     assert bool(finding.fix) == (state != "ok")
 
@@ -91,7 +90,7 @@ def test_docker(server: str, runtimes: str, gpus: int, state: str, evidence: str
 def test_slurm(sinfo: str, state: str, evidence: str, program: Program) -> None:
     program("sbatch", "echo 'slurm 23.11.4'")
     program("sinfo", sinfo)
-    finding = tools.check_slurm()
+    finding = programs.check_slurm()
     assert (finding.state, finding.evidence) == (state, evidence)
 
 
@@ -99,11 +98,11 @@ def test_versions_of_other_programs(program: Program) -> None:
     program("podman", "echo 'podman version 4.9.3'")
     program("kubectl", "echo 'Client Version: v1.32.4'; echo 'Kustomize Version: v5.5.0'")
     program("nginx", "echo 'nginx version: nginx/1.22.1' >&2")
-    found = [tools.check_podman(), tools.check_kubernetes(), tools.check_nginx()]
+    found = [programs.check_podman(), programs.check_kubernetes(), programs.check_nginx()]
     assert [finding.evidence for finding in found] == ["4.9.3", "1.32.4", "1.22.1"]
     assert {finding.state for finding in found} == {"ok"}
     program("nginx", "echo 'cannot open shared object file' >&2; exit 127")
-    assert tools.check_nginx().state == "warning"
+    assert programs.check_nginx().state == "warning"
 
 
 def test_doctor_and_start_find_the_same_nginx(
@@ -114,7 +113,7 @@ def test_doctor_and_start_find_the_same_nginx(
     folder.mkdir()
     path.rename(folder / "nginx")
     monkeypatch.setattr(process, "_SBIN_DIRS", (str(folder),))
-    assert (tools.check_nginx().state, tools.check_nginx().evidence) == ("ok", "1.22.1")
+    assert (programs.check_nginx().state, programs.check_nginx().evidence) == ("ok", "1.22.1")
     addresses = [Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)]
     assert plan_proxy("x", addresses, ServerSpec(), Store(tmp_path / "home")).executable == folder / "nginx"
 
@@ -122,9 +121,15 @@ def test_doctor_and_start_find_the_same_nginx(
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize(
     "check",
-    [lambda: tools.check_docker(1), tools.check_podman, tools.check_slurm, tools.check_kubernetes, tools.check_nginx],
+    [
+        lambda: programs.check_docker(1),
+        programs.check_podman,
+        programs.check_slurm,
+        programs.check_kubernetes,
+        programs.check_nginx,
+    ],
 )
-def test_tools_that_are_absent(check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_that_are_absent(check: Callable[[], CheckResult], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_SBIN_DIRS", ())
     finding = check()
     assert (finding.state, finding.evidence) == ("failed", "not installed")
@@ -139,7 +144,7 @@ def mpirun(program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
 
     path = program("python3", "exit 1").parent
     monkeypatch.setattr(tritonserver, "stub_environment", lambda: {"PATH": str(path)})
-    monkeypatch.setattr(mpi, "stub_environment", lambda: {"PATH": str(path)})
+    monkeypatch.setattr(programs, "stub_environment", lambda: {"PATH": str(path)})
 
     def make(name: str, script: str) -> Path:
         return program(name, f'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit 0; fi\n{script}')
@@ -173,16 +178,16 @@ def hello(rank: int, received: int, mpi4py: str | None, problem: str | None = No
 )
 def test_two_ranks(script: str, state: str, evidence: str, mpirun: Program) -> None:
     mpirun("mpirun", script)
-    finding = mpi.check_mpirun(needed=True)
+    finding = programs.check_mpirun(needed=True)
     assert (finding.state, finding.needed_by) == (state, GPU)
     assert evidence in finding.evidence
     assert ("--oversubscribe" in finding.fix) == ("slots" in script)
 
 
 def test_ranks_that_hang_are_ended(mpirun: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "_TIMEOUT", 0.3)
+    monkeypatch.setattr(programs, "_MPI_TIMEOUT", 0.3)
     mpirun("mpirun", "echo 'waiting for the other'; exec /bin/sleep 600")
-    finding = mpi.check_mpirun(needed=False)
+    finding = programs.check_mpirun(needed=False)
     assert (finding.state, finding.needed_by) == ("failed", NONE)
     assert finding.evidence == "Open MPI 5.0.11: did not end in time: waiting for the other"
 
@@ -197,20 +202,20 @@ def test_an_interrupt_ends_the_ranks(mpirun: Program, tmp_path: Path, monkeypatc
             began.append(int(text))
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(mpi, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+    monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
     with pytest.raises(KeyboardInterrupt):
-        mpi.check_mpirun(needed=True)
+        programs.check_mpirun(needed=True)
     assert not psutil.pid_exists(began[0])
 
 
 @pytest.mark.usefixtures("program")
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    finding = mpi.check_mpirun(needed=True)
+    finding = programs.check_mpirun(needed=True)
     assert (finding.state, finding.evidence) == ("failed", "no mpirun on PATH")
 
 
-def one_token(**options: bool) -> Finding:
+def one_token(**options: bool) -> CheckResult:
     (finding,) = token.check_token(**options)
     return finding
 
@@ -312,7 +317,7 @@ def test_a_token_is_never_printed(
 
 def test_doubles_of_docker_are_understood(doubles: Doubles) -> None:
     """doctor accepts the double of docker that `start --container` is tested with."""
-    finding = tools.check_docker(0)
+    finding = programs.check_docker(0)
     assert "daemon 27.5.1" in finding.evidence
     assert {call.arguments[0] for call in doubles.calls("docker")} <= {"--version", "version", "info"}
 

@@ -17,19 +17,17 @@ from trtserve.cli import run
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import machine
 from trtserve.host.install_command import install_command
-from trtserve.server import doctor
 from trtserve.server.doctor import (
     examination,
-    host,
-    packages,
     stub,
+    system,
 )
 from trtserve.server.doctor.findings import (
     EMBEDDED,
     EVERY,
     GPU,
     NONE,
-    Finding,
+    CheckResult,
     look,
 )
 from trtserve.server.triton import installation, tritonserver
@@ -38,8 +36,8 @@ from trtserve.store import Store
 GIB = 2**30
 
 
-def broken(name: str, evidence: str, fix: str, *, needed_by: frozenset[str] = EMBEDDED) -> Finding:
-    return Finding(group="triton", name=name, state="failed", evidence=evidence, fix=fix, needed_by=needed_by)
+def broken(name: str, evidence: str, fix: str, *, needed_by: frozenset[str] = EMBEDDED) -> CheckResult:
+    return CheckResult(group="triton", name=name, state="failed", evidence=evidence, fix=fix, needed_by=needed_by)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +45,11 @@ def broken(name: str, evidence: str, fix: str, *, needed_by: frozenset[str] = EM
     [(("glibc", "2.35"), "ok"), (("glibc", "2.40"), "ok"), (("glibc", "2.31"), "failed"), (("", ""), "failed")],
 )
 def test_glibc(version: tuple[str, str], state: str) -> None:
-    assert host.check_glibc(version).state == state
+    assert system.check_glibc(version).state == state
 
 
 @pytest.mark.parametrize(
-    ("system", "architecture", "state"),
+    ("name", "architecture", "state"),
     [
         ("Linux", "x86_64", "ok"),
         ("Linux", "aarch64", "ok"),
@@ -59,17 +57,17 @@ def test_glibc(version: tuple[str, str], state: str) -> None:
         ("Darwin", "arm64", "failed"),
     ],
 )
-def test_system(system: str, architecture: str, state: str) -> None:
-    finding = host.check_system(system, architecture)
+def test_system(name: str, architecture: str, state: str) -> None:
+    finding = system.check_system(name, architecture)
     assert (finding.state, finding.needed_by) == (state, EVERY)
     assert architecture in finding.evidence
 
 
 def test_cpu() -> None:
-    new = host.check_cpu(frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "sse2"}), 8)
+    new = system.check_cpu(frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "sse2"}), 8)
     assert (new.state, new.evidence) == ("ok", "8 cores, AVX2, AVX-512, VNNI, bfloat16")
-    assert host.check_cpu(frozenset({"asimd", "sve", "bf16"}), 4).evidence == "4 cores, NEON, SVE, bfloat16"
-    old = host.check_cpu(frozenset({"sse2"}), 2)
+    assert system.check_cpu(frozenset({"asimd", "sve", "bf16"}), 4).evidence == "4 cores, NEON, SVE, bfloat16"
+    old = system.check_cpu(frozenset({"sse2"}), 2)
     assert old.state == "warning"
     assert "AVX2" in old.fix
 
@@ -90,9 +88,9 @@ def test_python_of_another_environment_is_refused() -> None:
 
 
 def test_python_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host.check_python_version().state == "ok"
+    assert system.check_python_version().state == "ok"
     monkeypatch.setattr(sys, "version_info", (3, 13, 0, "final", 0))
-    new = host.check_python_version()
+    new = system.check_python_version()
     assert (new.state, new.fix, new.needed_by) == ("failed", "Use Python 3.10 – 3.12.", EVERY)
 
 
@@ -122,38 +120,38 @@ def test_libpython(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_shared_memory(tmp_path: Path) -> None:
-    assert host.check_shared_memory(tmp_path).state == "ok"
-    assert host.check_shared_memory(tmp_path / "absent").state == "failed"
-    small = host.check_shared_memory(tmp_path, least=2**62)
+    assert system.check_shared_memory(tmp_path).state == "ok"
+    assert system.check_shared_memory(tmp_path / "absent").state == "failed"
+    small = system.check_shared_memory(tmp_path, least=2**62)
     assert (small.state, small.fix) == ("failed", "In Docker: --shm-size=1g.")
-    tight = host.check_shared_memory(tmp_path, wanted=2**62)
+    tight = system.check_shared_memory(tmp_path, wanted=2**62)
     assert (tight.state, tight.fix) == ("warning", "In Docker: --shm-size=1g.")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: 100)
-    states = [host.check_memory(wanted, least=least).state for wanted, least in ((50, 20), (190, 99), (200, 101))]
+    states = [system.check_memory(wanted, least=least).state for wanted, least in ((50, 20), (190, 99), (200, 101))]
     assert states == ["ok", "warning", "failed"]
 
 
 def test_memory_names_the_limit_of_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, count in (("free_memory", 3), ("total_memory", 4), ("physical_memory", 64)):
         monkeypatch.setattr(machine, name, lambda count=count: count * GIB)
-    evidence = host.check_memory(GIB).evidence
+    evidence = system.check_memory(GIB).evidence
     assert evidence == "3.0 GiB free of 4.0 GiB (the limit of this process; the machine has 64.0 GiB)"
 
 
 @pytest.mark.parametrize(("free", "state"), [(2**29, "failed"), (5 * GIB, "warning"), (100 * GIB, "ok")])
 def test_disk(free: int, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "free_disk", lambda _path: free)
-    finding = host.check_disk(Store(tmp_path / "store"))
+    finding = system.check_disk(Store(tmp_path / "store"))
     assert finding.state == state
     assert bool(finding.fix) == (state != "ok")
 
 
 def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "access", lambda *_arguments: False)
-    finding = host.check_disk(Store(tmp_path / "store"))
+    finding = system.check_disk(Store(tmp_path / "store"))
     assert (finding.state, finding.evidence) == ("failed", f"{tmp_path} is not writable")
 
 
@@ -161,13 +159,13 @@ def test_taken_ports_name_their_owner() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         address = tritonserver.Address(host="127.0.0.1", http_port=port, grpc_port=port, metrics_port=port)
-        finding = host.check_ports(address)
+        finding = system.check_ports(address)
     assert finding.state == "warning"
     assert finding.evidence.startswith(f"{port} is taken by process {os.getpid()}")
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         first, second = one.getsockname()[1], two.getsockname()[1]
         address = tritonserver.Address(host="127.0.0.1", http_port=first, grpc_port=second, metrics_port=first)
-        finding = host.check_ports(address)
+        finding = system.check_ports(address)
     assert finding.evidence.startswith(f"{first}, {second} are taken by process {os.getpid()}")
     assert finding.evidence.count("taken") == 1
 
@@ -204,8 +202,8 @@ def test_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     requires = ["rich>=13", "numpy<2; extra == 'cpu'", "openvino>=2026; extra == 'cpu'", "torch; extra == 'oracle'"]
     here = {"trtserve": "0.1", "rich": "14.0", "numpy": "2.1.0"}
     Installed(here, {"trtserve": requires}).install(monkeypatch, tmp_path)
-    assert packages.check_packages("").state == "ok"
-    wrong = packages.check_packages("cpu")
+    assert system.check_packages("").state == "ok"
+    wrong = system.check_packages("cpu")
     assert wrong.state == "failed"
     assert wrong.evidence == "numpy 2.1.0 (wanted <2), openvino missing (wanted >=2026)"
     assert wrong.fix == install_command("cpu")
@@ -213,13 +211,13 @@ def test_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_another_version_than_required_may_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Installed({"trtserve": "0.1", "rich": "12.0"}, {"trtserve": ["rich>=13"]}).install(monkeypatch, tmp_path)
-    old = packages.check_packages("")
+    old = system.check_packages("")
     assert (old.state, old.evidence, old.fix) == ("warning", "rich 12.0 (wanted >=13)", install_command())
 
 
 def test_packages_of_a_source_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Installed({"rich": "14.0"}, {}).install(monkeypatch, tmp_path)
-    finding = packages.check_packages("cpu")
+    finding = system.check_packages("cpu")
     assert (finding.state, finding.fix) == ("warning", install_command("cpu"))
 
 
@@ -227,7 +225,7 @@ def test_conflicts_between_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     requires = {"triton-cli": ["grpcio-tools==1.64.0", "fastapi>=0.1"], "rich": ["pygments>=2; python_version < '3'"]}
     here = {"triton-cli": "0.1.2", "grpcio-tools": "1.60.0", "rich": "14.0", "pygments": "1.0"}
     Installed(here, requires).install(monkeypatch, tmp_path)
-    finding = packages.check_conflicts()
+    finding = system.check_conflicts()
     assert (finding.state, finding.evidence) == (
         "warning",
         "triton-cli 0.1.2: grpcio-tools 1.60.0 (wanted ==1.64.0)",
@@ -238,7 +236,7 @@ def test_a_failure_counts_for_the_runtimes_that_need_it() -> None:
     finding = broken("stub", "none", "Install it.")
     assert [finding.judged(name).state for name in ("openvino", "llmapi")] == ["failed", "unneeded"]
     assert broken("docker", "none", "Install it.", needed_by=NONE).judged("llmapi").state == "unneeded"
-    fine = Finding(group="gpu", name="driver", state="ok", evidence="580.1", needed_by=GPU)
+    fine = CheckResult(group="gpu", name="driver", state="ok", evidence="580.1", needed_by=GPU)
     assert fine.judged("openvino") is fine
 
 
@@ -250,7 +248,7 @@ def test_a_failure_counts_for_the_runtimes_that_need_it() -> None:
     ],
 )
 def test_a_probe_that_breaks_is_a_finding(error: Exception, evidence: str, fix: str) -> None:
-    def probe() -> Finding:
+    def probe() -> CheckResult:
         raise error
 
     (finding,) = look("tools", "docker", probe)
@@ -262,11 +260,11 @@ def test_failures_become_one_error_with_every_fix(monkeypatch: pytest.MonkeyPatc
         broken("glibc", "glibc 2.31", "Newer system."),
         broken("numpy", "2.1.0", "Older NumPy."),
         broken("stub numpy", "2.1.0", "Older NumPy."),
-        Finding(group="machine", name="ports", state="warning", evidence="taken", fix="Other ports."),
+        CheckResult(group="machine", name="ports", state="warning", evidence="taken", fix="Other ports."),
     ]
-    monkeypatch.setattr(doctor, "quick_checks", lambda: findings)
+    monkeypatch.setattr(examination, "quick_checks", lambda: findings)
     with pytest.raises(MachineError, match=r"glibc: glibc 2\.31; numpy: 2\.1\.0") as caught:
-        doctor.require_machine(Store(tmp_path))
+        examination.require_machine(Store(tmp_path))
     assert caught.value.hint == "Newer system.\nOlder NumPy."
 
 

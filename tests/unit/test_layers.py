@@ -84,7 +84,6 @@ STILL_TWICE: frozenset[str] = frozenset(
     {
         "Answer",
         "Entry",
-        "Finding",
         "Result",
         "Stage",
         "Verdict",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from trtserve.server.doctor.examination import Examination
-    from trtserve.server.doctor.findings import Finding
+    from trtserve.server.doctor.findings import CheckResult
 
 _TITLES = {
     "machine": "Machine",
@@ -64,8 +64,8 @@ def doctor(
         trtserve doctor
         trtserve doctor --runtime tensorrt_llm --json
     """
-    from trtserve.server.doctor import raise_failed
     from trtserve.server.doctor.examination import examine
+    from trtserve.server.doctor.findings import raise_failed
     from trtserve.server.triton.tritonserver import Address
 
     spec = ServerSpec()
@@ -110,7 +110,7 @@ def _print(examination: Examination) -> None:
     console.print(Text.assemble("\nRuntime ", (examination.runtime, "bold"), f" ({examination.reason}) ", works, "."))
 
 
-def _lines(finding: Finding, names: int, width: int) -> Text:
+def _lines(finding: CheckResult, names: int, width: int) -> Text:
     from rich.text import Text
 
     indent = 2 + _STATE_WIDTH + names

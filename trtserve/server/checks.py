@@ -15,7 +15,9 @@ from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
 from trtserve.repository.check.files import require_intact
-from trtserve.server.doctor import check_shared_memory, raise_failed, require_machine
+from trtserve.server.doctor.examination import require_machine
+from trtserve.server.doctor.findings import raise_failed
+from trtserve.server.doctor.system import check_shared_memory
 from trtserve.server.engine_fit import require_fitting_engine, require_release
 from trtserve.server.front import ProxyPlan, is_loopback
 from trtserve.server.gpu_checks import require_devices, require_gpu_memory, require_mpirun, require_workers

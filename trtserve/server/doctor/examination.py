@@ -1,4 +1,4 @@
-"""All checks of `trtserve doctor`, judged for the runtime that should work here."""
+"""All checks of `trtserve doctor`, judged for the runtime that should work here, and the quick ones of `start`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,14 @@ from trtserve.nvidia.releases import NEWEST, RELEASES
 from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.nvidia.releases.launcher import launcher_facts
 from trtserve.progress import SILENT, Progress
-from trtserve.server.doctor import (
-    gpus,
-    host,
-    mpi,
-    packages,
-    pytorch,
-    stub,
-    tensorrt_llm,
-    token,
-    tools,
-)
+from trtserve.server.doctor import gpus, programs, stub, system, tensorrt_llm, token
 from trtserve.server.doctor.findings import (
     GROUPS,
     TENSORRT_LLM,
-    Finding,
+    CheckResult,
     failed,
     look,
+    raise_failed,
 )
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import RuntimeName
@@ -46,7 +37,7 @@ class Examination:
     runtime: str
     reason: str
     """Why this runtime was chosen."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
     @property
     def works(self) -> bool:
@@ -112,24 +103,24 @@ def examine(
     return Examination(runtime=chosen, reason=reason, findings=tuple(judged))
 
 
-def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iterator[Finding]:
-    several = host.SHARED_MEMORY_OF_RANKS if runtime in TENSORRT_LLM and facts.count > 1 else 0
-    yield from look("machine", "system", lambda: host.check_system(platform.system(), platform.machine()))
-    yield from look("machine", "glibc", lambda: host.check_glibc(platform.libc_ver()))
-    yield from look("machine", "CPU", lambda: host.check_cpu(machine.cpu_flags(), len(os.sched_getaffinity(0))))
-    yield from look("machine", "memory", lambda: host.check_memory(host.MINIMUM_MEMORY))
-    yield from look("machine", "shared memory", lambda: host.check_shared_memory(wanted=several))
-    yield from look("machine", "disk", lambda: host.check_disk(store))
-    yield from look("machine", "ports", lambda: host.check_ports(address))
+def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iterator[CheckResult]:
+    several = system.SHARED_MEMORY_OF_RANKS if runtime in TENSORRT_LLM and facts.count > 1 else 0
+    yield from look("machine", "system", lambda: system.check_system(platform.system(), platform.machine()))
+    yield from look("machine", "glibc", lambda: system.check_glibc(platform.libc_ver()))
+    yield from look("machine", "CPU", lambda: system.check_cpu(machine.cpu_flags(), len(os.sched_getaffinity(0))))
+    yield from look("machine", "memory", lambda: system.check_memory(system.MINIMUM_MEMORY))
+    yield from look("machine", "shared memory", lambda: system.check_shared_memory(wanted=several))
+    yield from look("machine", "disk", lambda: system.check_disk(store))
+    yield from look("machine", "ports", lambda: system.check_ports(address))
 
 
-def _python(runtime: str) -> Iterator[Finding]:
-    yield from look("python", "Python", host.check_python_version)
-    yield from look("python", "packages", lambda: packages.check_packages(RUNTIMES[runtime].extra))
-    yield from look("python", "conflicts", packages.check_conflicts)
+def _python(runtime: str) -> Iterator[CheckResult]:
+    yield from look("python", "Python", system.check_python_version)
+    yield from look("python", "packages", lambda: system.check_packages(RUNTIMES[runtime].extra))
+    yield from look("python", "conflicts", system.check_conflicts)
 
 
-def _triton(runtime: str, store: Store, progress: Progress) -> Iterator[Finding]:
+def _triton(runtime: str, store: Store, progress: Progress) -> Iterator[CheckResult]:
     """Check the stub's environment, and then the round trip if nothing that the runtime needs has failed."""
     findings = [
         *look("triton", "stub", stub.quick_checks),
@@ -144,10 +135,10 @@ def _triton(runtime: str, store: Store, progress: Progress) -> Iterator[Finding]
         )
 
 
-def _driver() -> tuple[Gpus | None, list[Finding]]:
+def _driver() -> tuple[Gpus | None, list[CheckResult]]:
     held: list[Gpus] = []
 
-    def probe() -> Finding:
+    def probe() -> CheckResult:
         try:
             held.append(find_gpus())
         except MachineError as error:
@@ -158,7 +149,7 @@ def _driver() -> tuple[Gpus | None, list[Finding]]:
     return next((each for each in held if each.devices), None), findings
 
 
-def _gpus(facts: _Machine) -> Iterator[Finding]:
+def _gpus(facts: _Machine) -> Iterator[CheckResult]:
     found, wanted = facts.gpus, facts.wanted
     if found is None:
         return
@@ -170,7 +161,7 @@ def _gpus(facts: _Machine) -> Iterator[Finding]:
     yield from look("gpu", "kernels", lambda: gpus.check_kernels(found, wanted))
 
 
-def _tensorrt_llm(facts: _Machine, asked: Installed | None) -> Iterator[Finding]:
+def _tensorrt_llm(facts: _Machine, asked: Installed | None) -> Iterator[CheckResult]:
     here = facts.here
     suited = gpus.suited_container(facts.gpus) if facts.gpus else ""
     yield from look("tensorrt_llm", "TensorRT-LLM", lambda: tensorrt_llm.check_installed(here, asked, suited=suited))
@@ -182,20 +173,44 @@ def _tensorrt_llm(facts: _Machine, asked: Installed | None) -> Iterator[Finding]
     yield from look("tensorrt_llm", "LLM API", lambda: tensorrt_llm.check_llmapi(here, facts.count))
 
 
-def _pytorch(facts: _Machine, progress: Progress) -> Iterator[Finding]:
+def _pytorch(facts: _Machine, progress: Progress) -> Iterator[CheckResult]:
     if facts.gpus is None:
         return
     progress.step("Loading PyTorch …")
-    yield from look("gpu", "PyTorch", pytorch.check_pytorch)
+    yield from look("gpu", "PyTorch", gpus.check_pytorch)
     if facts.count > 1:
-        yield from look("mpi", "NCCL", pytorch.check_ranks)
+        yield from look("mpi", "NCCL", gpus.check_ranks)
 
 
-def _tools(facts: _Machine, progress: Progress) -> Iterator[Finding]:
+def _tools(facts: _Machine, progress: Progress) -> Iterator[CheckResult]:
     progress.step("Starting two ranks under mpirun …")
-    yield from look("mpi", "mpirun", lambda: mpi.check_mpirun(needed=facts.needs_mpirun))
-    yield from look("tools", "docker", lambda: tools.check_docker(facts.count))
-    yield from look("tools", "podman", tools.check_podman)
-    yield from look("tools", "Slurm", tools.check_slurm)
-    yield from look("tools", "kubectl", tools.check_kubernetes)
-    yield from look("tools", "nginx", tools.check_nginx)
+    yield from look("mpi", "mpirun", lambda: programs.check_mpirun(needed=facts.needs_mpirun))
+    yield from look("tools", "docker", lambda: programs.check_docker(facts.count))
+    yield from look("tools", "podman", programs.check_podman)
+    yield from look("tools", "Slurm", programs.check_slurm)
+    yield from look("tools", "kubectl", programs.check_kubernetes)
+    yield from look("tools", "nginx", programs.check_nginx)
+
+
+def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
+    """Run the checks of `start`: all cheap ones, and the round trip through Triton once per environment.
+
+    Raises MachineError with every failed check and its fix; warnings go to `progress`.
+    """
+    findings = [*quick_checks(), stub.check_store(store)]
+    if not failed(findings) and not stub.passed_before(store):
+        progress.step("First start in this environment: testing Triton with a small model …")
+        findings.append(stub.check_round_trip(store))
+    for finding in findings:
+        if finding.state == "warning":
+            progress.warn(f"{finding.name}: {finding.evidence}. {finding.fix}")
+    raise_failed(findings)
+
+
+def quick_checks() -> list[CheckResult]:
+    """Check what a start with the wheel's Triton needs, without starting a server, in a fraction of a second."""
+    return [
+        system.check_glibc(platform.libc_ver()),
+        *stub.quick_checks(),
+        system.check_shared_memory(),
+    ]

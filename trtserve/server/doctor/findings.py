@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from trtserve.errors import MachineError, TrtserveError
 from trtserve.executor.runtimes import RUNTIMES, runtimes_with
@@ -24,7 +24,7 @@ NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     group: Group
@@ -36,23 +36,40 @@ class Finding:
     needed_by: frozenset[str] = NONE
     """Runtimes that cannot work when it has failed; for others the failure becomes `unneeded`."""
 
-    def judged(self, runtime: str) -> Finding:
+    def judged(self, runtime: str) -> CheckResult:
         """Return the finding with its severity for one runtime."""
         return replace(self, state="unneeded") if self.state == "failed" and runtime not in self.needed_by else self
 
 
-Probe = Callable[[], "Finding | Iterable[Finding]"]
+class Reporter(Protocol):
+    """Make the results of a group of checks. A result that is ok has nothing to fix."""
+
+    def __call__(self, name: str, state: State, evidence: str, fix: str = "") -> CheckResult:
+        """Return a result."""
 
 
-def look(group: Group, name: str, probe: Probe) -> list[Finding]:
+def report_for(group: Group, needed_by: frozenset[str] = NONE) -> Reporter:
+    """Return what makes the results of a group, whose failures keep the runtimes `needed_by` from working."""
+
+    def report(name: str, state: State, evidence: str, fix: str = "") -> CheckResult:
+        fix = "" if state == "ok" else fix
+        return CheckResult(group=group, name=name, state=state, evidence=evidence, fix=fix, needed_by=needed_by)
+
+    return report
+
+
+Probe = Callable[[], "CheckResult | Iterable[CheckResult]"]
+
+
+def look(group: Group, name: str, probe: Probe) -> list[CheckResult]:
     """Return the findings of a probe. If the probe itself fails, return that as a finding."""
     try:
         found = probe()
-        return [found] if isinstance(found, Finding) else list(found)
+        return [found] if isinstance(found, CheckResult) else list(found)
     except Exception as error:  # noqa: BLE001 - one broken probe must not hide the other findings
         reason = error.message.rstrip(".") if isinstance(error, TrtserveError) else f"{type(error).__name__}: {error}"
         return [
-            Finding(
+            CheckResult(
                 group=group,
                 name=name,
                 state="warning",
@@ -62,12 +79,12 @@ def look(group: Group, name: str, probe: Probe) -> list[Finding]:
         ]
 
 
-def failed(findings: Iterable[Finding]) -> list[Finding]:
+def failed(findings: Iterable[CheckResult]) -> list[CheckResult]:
     """Return the findings that prevent a start."""
     return [finding for finding in findings if finding.state == "failed"]
 
 
-def raise_failed(findings: Iterable[Finding]) -> None:
+def raise_failed(findings: Iterable[CheckResult]) -> None:
     """Raise MachineError, with every fix, when a finding has failed."""
     wrong = failed(findings)
     if wrong:

@@ -1,13 +1,17 @@
-"""GPUs: the driver, each device, peer access, and whether driver, CUDA, TensorRT-LLM and GPU fit together."""
+"""GPUs: driver, devices, peer access; whether CUDA, TensorRT-LLM, PyTorch and NCCL work with them."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
 
 from trtserve.errors import MachineError, counted
 from trtserve.host.cuda_devices import VISIBLE_DEVICES, shown_devices
+from trtserve.host.install_command import install_command
 from trtserve.host.machine import format_bytes
 from trtserve.host.nvidia import (
     NVML,
@@ -24,28 +28,65 @@ from trtserve.nvidia.releases.containers import (
 from trtserve.nvidia.releases.drivers import cuda_of, driver_of, driver_support, newest_container, newest_cuda
 from trtserve.nvidia.releases.gpus import kernels_for, runs_on
 from trtserve.nvidia.releases.installed import Installed
+from trtserve.process import Command, run
 from trtserve.server.doctor.findings import (
     GPU,
+    PYTORCH,
     TENSORRT_LLM,
-    Finding,
+    CheckResult,
     State,
+    report_for,
 )
+from trtserve.server.doctor.programs import run_two_ranks
 
 # More memory than the driver and a display use.
 _OWN_USE = 2**30
+_TIMEOUT = 60.0
+_MARK = "found "
+# A process of its own: PyTorch takes seconds to load, and a broken driver may end it.
+_LOOK = f"""\
+import json, warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter('always')
+    import torch
+    count = torch.cuda.device_count() if torch.version.cuda else 0
+    problem = ''
+    try:
+        for number in range(count):
+            torch.ones(1, device=f'cuda:{{number}}').add_(1).item()
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+nccl = '.'.join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
+problem = problem or ('' if count else ' '.join(str(each.message) for each in told).strip())
+print({_MARK!r} + json.dumps(dict(torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl, gpus=count,
+    problem=problem)))
+"""
+_HELLO = f"""\
+import json, torch
+from trtserve.executor.torch.ranks import join
+ranks = join(2, 1, 'cuda', None)
+total = ranks.all_reduce(torch.full((4,), ranks.rank + 1.0, device=ranks.device))
+print({_MARK!r} + json.dumps(dict(rank=ranks.rank, device=str(ranks.device), sum=float(total.sum()))), flush=True)
+"""
+_SUM = 4 * (1.0 + 2.0)
+
+_GPU = report_for("gpu", GPU)
+_TENSORRT_LLM = report_for("gpu", TENSORRT_LLM)
+_PYTORCH = report_for("gpu", PYTORCH)
+_NCCL = report_for("mpi", PYTORCH)
 
 
-def check_no_driver(error: MachineError) -> Finding:
+def check_no_driver(error: MachineError) -> CheckResult:
     """Report why no GPU can be used here."""
     found = on_the_bus()
     bus = f"; {counted(found, 'NVIDIA GPU') if found else 'no NVIDIA GPU'} on the PCI bus"
-    return _finding("driver", "failed", f"none ({error.message}){bus}", error.hint or "")
+    return _GPU("driver", "failed", f"none ({error.message}){bus}", error.hint or "")
 
 
-def check_driver(gpus: Gpus) -> Finding:
+def check_driver(gpus: Gpus) -> CheckResult:
     """Report the driver and the newest CUDA that it supports."""
     if not gpus.devices:
-        return _finding(
+        return _GPU(
             "driver",
             "failed",
             f"{gpus.driver.version or gpus.source} shows no GPU",
@@ -53,32 +94,32 @@ def check_driver(gpus: Gpus) -> Finding:
         )
     derived = "" if gpus.driver.cuda else " (derived from its version)"
     how = gpus.source if gpus.source == NVML else f"{gpus.source}; nvidia-ml-py is not installed"
-    return _finding(
+    return _GPU(
         "driver", "ok", f"{gpus.driver.version}, supports CUDA {_dotted(newest_cuda(gpus.driver))}{derived} ({how})"
     )
 
 
-def check_visible(gpus: Gpus) -> Iterator[Finding]:
+def check_visible(gpus: Gpus) -> Iterator[CheckResult]:
     """Check CUDA_VISIBLE_DEVICES, if it is set: CUDA programs see only the GPUs that it lists."""
     text = os.environ.get(VISIBLE_DEVICES)
     if text is None:
         return
     shown = shown_devices(text, [device.uuid for device in gpus.devices])
     if shown is None:
-        yield _finding(VISIBLE_DEVICES, "ok", f"{text}: partitions, not checked")
+        yield _GPU(VISIBLE_DEVICES, "ok", f"{text}: partitions, not checked")
         return
     count = f"{len(shown.devices)} of {counted(len(gpus.devices), 'GPU')}"
     fix = f"Unset {VISIBLE_DEVICES}, or correct it."
     if not shown.devices:
         why = f"{shown.stopped}, so no GPU is left" if shown.stopped else "no GPU is left"
-        yield _finding(VISIBLE_DEVICES, "failed", f"{text!r}: {why}", fix)
+        yield _GPU(VISIBLE_DEVICES, "failed", f"{text!r}: {why}", fix)
     elif shown.stopped:
-        yield _finding(VISIBLE_DEVICES, "warning", f"{text!r}: {count}, because {shown.stopped}", fix)
+        yield _GPU(VISIBLE_DEVICES, "warning", f"{text!r}: {count}, because {shown.stopped}", fix)
     else:
-        yield _finding(VISIBLE_DEVICES, "ok", f"{text}: {count}")
+        yield _GPU(VISIBLE_DEVICES, "ok", f"{text}: {count}")
 
 
-def check_device(device: Device) -> Finding:
+def check_device(device: Device) -> CheckResult:
     """Describe one GPU, and warn about conditions that would slow down or break a server."""
     facts = [f"{device.name}, compute capability {device.capability}"]
     facts.append(f"{format_bytes(device.free)} free of {format_bytes(device.memory)}")
@@ -87,7 +128,7 @@ def check_device(device: Device) -> Finding:
     facts += [counted(device.errors, "uncorrected memory error")] if device.errors is not None else []
     problems = list(_problems(device))
     state: State = "warning" if problems else "ok"
-    return _finding(f"GPU {device.index}", state, ", ".join(facts), " ".join(problems))
+    return _GPU(f"GPU {device.index}", state, ", ".join(facts), " ".join(problems))
 
 
 def _problems(device: Device) -> Iterator[str]:
@@ -99,32 +140,32 @@ def _problems(device: Device) -> Iterator[str]:
         yield "Its memory has errors: reset the GPU, and replace it if they come back."
 
 
-def check_peers(gpus: Gpus) -> Iterator[Finding]:
+def check_peers(gpus: Gpus) -> Iterator[CheckResult]:
     """Check whether GPUs can read each other's memory; without that, tensor parallelism goes through the host."""
     count = len(gpus.devices)
     if count < 2 or gpus.apart is None:
         return
     if gpus.apart:
         pairs = ", ".join(f"{one}–{other}" for one, other in gpus.apart)
-        yield _finding(
+        yield _GPU(
             "peer access",
             "warning",
             f"none between GPUs {pairs}",
             "Tensor parallelism between them is slow: choose others with --gpus; in a VM, check IOMMU and ACS.",
         )
     else:
-        yield _finding("peer access", "ok", "between both GPUs" if count == 2 else f"between all {count} GPUs")
+        yield _GPU("peer access", "ok", "between both GPUs" if count == 2 else f"between all {count} GPUs")
 
 
-def check_cuda(gpus: Gpus, found: Installed | None) -> Finding:
+def check_cuda(gpus: Gpus, found: Installed | None) -> CheckResult:
     """Compare the driver with the CUDA of the TensorRT-LLM that should run here."""
     if found is None:
-        return _of_tensorrt_llm("CUDA", "ok", f"this driver runs {_runs(gpus)}")
+        return _TENSORRT_LLM("CUDA", "ok", f"this driver runs {_runs(gpus)}")
     exact = [each for each in all_containers() if each.tensorrt_llm == found.version]
     same = [each for each in all_containers() if each.release == found.release]
     made_in = next(reversed(exact or same), None)
     if made_in is None:
-        return _of_tensorrt_llm(
+        return _TENSORRT_LLM(
             "CUDA",
             "warning",
             f"unknown for TensorRT-LLM {found.version}, which is not in any known container",
@@ -134,10 +175,10 @@ def check_cuda(gpus: Gpus, found: Installed | None) -> Finding:
     needs = f"TensorRT-LLM {found.version} is built with CUDA {_dotted(cuda_of(made_in))}"
     speaks = f"driver {gpus.driver.version} supports CUDA {_dotted(newest_cuda(gpus.driver))}"
     if support == "full":
-        return _of_tensorrt_llm("CUDA", "ok", f"{speaks}; {needs}")
+        return _TENSORRT_LLM("CUDA", "ok", f"{speaks}; {needs}")
     if support == "minor":
-        return _of_tensorrt_llm("CUDA", "ok", f"{speaks}; {needs}, which runs thanks to minor version compatibility")
-    return _of_tensorrt_llm(
+        return _TENSORRT_LLM("CUDA", "ok", f"{speaks}; {needs}, which runs thanks to minor version compatibility")
+    return _TENSORRT_LLM(
         "CUDA",
         "failed",
         f"{speaks}; {needs}",
@@ -145,7 +186,7 @@ def check_cuda(gpus: Gpus, found: Installed | None) -> Finding:
     )
 
 
-def check_kernels(gpus: Gpus, found: Installed | None) -> Finding:
+def check_kernels(gpus: Gpus, found: Installed | None) -> CheckResult:
     """Check whether the TensorRT-LLM that should run here, else the newest one, has kernels for these GPUs."""
     capabilities = sorted({device.capability for device in gpus.devices})
     release = found.release if found else latest_container().release
@@ -154,15 +195,15 @@ def check_kernels(gpus: Gpus, found: Installed | None) -> Finding:
     subject = f"TensorRT-LLM {found.version if found else release}"
     lacking = [capability for capability, runs in known.items() if runs is False]
     if lacking:
-        return _of_tensorrt_llm(
+        return _TENSORRT_LLM(
             "kernels", "failed", f"{subject} has no kernels for {_architecture(lacking[0])}", _releases(lacking[0])
         )
     if None in known.values():
-        return _of_tensorrt_llm(
+        return _TENSORRT_LLM(
             "kernels", "warning", f"unknown whether {subject} has kernels for {named}", "See its release notes."
         )
     mixed = len({device.name for device in gpus.devices}) > 1
-    return _of_tensorrt_llm(
+    return _TENSORRT_LLM(
         "kernels",
         "warning" if mixed else "ok",
         f"{subject} has kernels for {named}",
@@ -215,9 +256,39 @@ def _dotted(cuda: tuple[int, int]) -> str:
     return f"{cuda[0]}.{cuda[1]}"
 
 
-def _finding(name: str, state: State, evidence: str, fix: str = "") -> Finding:
-    return Finding(group="gpu", name=name, state=state, evidence=evidence, fix=fix, needed_by=GPU)
+def check_pytorch() -> CheckResult:
+    """Load PyTorch in another process, and calculate on every GPU that it sees."""
+    if find_spec("torch") is None:
+        return _PYTORCH("PyTorch", "failed", "not installed", install_command("cuda"))
+    output = run(Command(argv=(sys.executable, "-c", _LOOK)), timeout=_TIMEOUT).stdout
+    (seen,) = _found(output)
+    if seen["cuda"] is None:
+        fix = "Install a build of PyTorch for CUDA: https://pytorch.org/get-started/locally"
+        return _PYTORCH("PyTorch", "failed", f"{seen['torch']} is built without CUDA", fix)
+    what = f"{seen['torch']}, CUDA {seen['cuda']}, NCCL {seen['nccl']}"
+    if not seen["gpus"] or seen["problem"]:
+        reason = seen["problem"] or "the driver shows none"
+        fix = "Install a driver for that CUDA, or a PyTorch for the CUDA of this driver."
+        return _PYTORCH("PyTorch", "failed", f"{what}: no usable GPU: {reason}", fix)
+    return _PYTORCH("PyTorch", "ok", f"{what}, calculates on {counted(seen['gpus'], 'GPU')}")
 
 
-def _of_tensorrt_llm(name: str, state: State, evidence: str, fix: str = "") -> Finding:
-    return replace(_finding(name, state, evidence, fix), needed_by=TENSORRT_LLM)
+def check_ranks() -> CheckResult:
+    """Start two ranks as `start` does; each takes a GPU, and NCCL adds a tensor of both."""
+    if find_spec("torch") is None:
+        return _NCCL("NCCL", "failed", "PyTorch is not installed", install_command("cuda"))
+    code, output = run_two_ranks(_HELLO, bound=False)
+    ranks = {each["rank"]: each for each in _found(output) if each["sum"] == _SUM}
+    if len(ranks) == 2:
+        devices = " and ".join(ranks[rank]["device"] for rank in sorted(ranks))
+        return _NCCL("NCCL", "ok", f"two ranks added a tensor on {devices}")
+    printed = [line.strip() for line in output.splitlines() if line.strip(" -*=")] or ["it printed nothing"]
+    problem = "did not end in time" if code is None else f"exit code {code}"
+    fix = "Start it with NCCL_DEBUG=INFO to see why: NCCL_DEBUG=INFO trtserve doctor"
+    return _NCCL("NCCL", "failed", f"two ranks: {problem}: {printed[-1]}", fix)
+
+
+def _found(output: str) -> Iterator[dict[str, Any]]:
+    for line in output.splitlines():
+        if _MARK in line:
+            yield json.loads(line.partition(_MARK)[2])

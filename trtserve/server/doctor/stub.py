@@ -21,9 +21,8 @@ from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.process import Command, run
 from trtserve.server.doctor.findings import (
     EMBEDDED,
-    Finding,
-    Group,
-    State,
+    CheckResult,
+    report_for,
 )
 from trtserve.server.triton import installation
 from trtserve.server.triton import tritonserver as triton_server
@@ -37,107 +36,105 @@ _PYTHON_FACTS = (
     "except m.PackageNotFoundError: n = None\n"
     "print(json.dumps({'version': list(sys.version_info[:2]), 'prefix': sys.prefix, 'numpy': n}))"
 )
-_GROUPS: dict[str, Group] = {"libpython": "python", "python3": "python", "numpy": "python"}
 
 
-def _finding(name: str, state: State, evidence: str, fix: str = "") -> Finding:
-    group = _GROUPS.get(name, "triton")
-    return Finding(group=group, name=name, state=state, evidence=evidence, fix=fix, needed_by=EMBEDDED)
+_TRITON = report_for("triton", EMBEDDED)
+_PYTHON = report_for("python", EMBEDDED)
 
 
-def quick_checks() -> list[Finding]:
+def quick_checks() -> list[CheckResult]:
     """Run all checks except the round trip, in a fraction of a second."""
     facts = _stub_python()
     return [check_triton(), check_stub(), check_libpython(), check_python(facts), check_numpy(facts)]
 
 
-def check_triton() -> Finding:
+def check_triton() -> CheckResult:
     """Find a tritonserver with the python backend."""
     try:
         triton = installation.find_triton()
     except MissingDependencyError as error:
-        return _finding("tritonserver", "failed", error.message.rstrip("."), fix=error.hint or "")
-    return _finding("tritonserver", "ok", str(triton.executable))
+        return _TRITON("tritonserver", "failed", error.message.rstrip("."), error.hint or "")
+    return _TRITON("tritonserver", "ok", str(triton.executable))
 
 
-def check_faults() -> Finding:
+def check_faults() -> CheckResult:
     """Name the known security faults of the embedded Triton, which `start` therefore keeps behind its gateway."""
     faults = known_faults(EMBEDDED_TAG) if has_triton() else None
     text = "none" if faults is None else f"{faults} `trtserve start` keeps it behind a gateway (docs/security.md)"
-    return _finding("known faults", "ok", text)
+    return _TRITON("known faults", "ok", text)
 
 
-def check_stub() -> Finding:
+def check_stub() -> CheckResult:
     """Check the stub, which runs model.py and is built for one minor version of Python."""
     triton = next(iter(installation.installed()), None)
     if triton is None:
-        return _finding("stub", "failed", "none, because tritonserver is missing", fix=check_triton().fix)
+        return _TRITON("stub", "failed", "none, because tritonserver is missing", check_triton().fix)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if triton.stub is None:
-        return _finding("stub", "failed", f"none for Python {version}", fix="Use Python 3.10, 3.11 or 3.12.")
-    return _finding("stub", "ok", f"for Python {version}")
+        return _TRITON("stub", "failed", f"none for Python {version}", "Use Python 3.10, 3.11 or 3.12.")
+    return _TRITON("stub", "ok", f"for Python {version}")
 
 
-def check_libpython() -> Finding:
+def check_libpython() -> CheckResult:
     """Check libpython, which the stub links dynamically; without it every model fails with an empty error."""
     name = str(sysconfig.get_config_var("INSTSONAME") or "")
     folder = Path(str(sysconfig.get_config_var("LIBDIR")))
     shared = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     if (folder / shared).exists():
-        return _finding("libpython", "ok", str(folder / shared))
+        return _PYTHON("libpython", "ok", str(folder / shared))
     if shared in _linker_cache():
-        return _finding("libpython", "ok", f"{shared} (linker cache)")
-    return _finding(
+        return _PYTHON("libpython", "ok", f"{shared} (linker cache)")
+    return _PYTHON(
         "libpython",
         "failed",
         f"{shared} is neither in {folder} nor found by the linker (this Python is built as {name or 'static'})",
-        fix=f"Debian: apt-get install libpython{sys.version_info.major}.{sys.version_info.minor}; "
+        f"Debian: apt-get install libpython{sys.version_info.major}.{sys.version_info.minor}; "
         "pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared.",
     )
 
 
-def check_python(facts: Mapping[str, Any]) -> Finding:
+def check_python(facts: Mapping[str, Any]) -> CheckResult:
     """Check the first `python3` on PATH, whose environment the stub uses; it ignores PYTHONPATH."""
     wanted = {"version": list(sys.version_info[:2]), "prefix": sys.prefix}
     if not facts:
         found = "no python3 in this environment's bin folder or on PATH"
     elif all(facts[key] == value for key, value in wanted.items()):
-        return _finding("python3", "ok", sys.prefix)
+        return _PYTHON("python3", "ok", sys.prefix)
     else:
         found = (
             f"the stub would use Python {'.'.join(map(str, facts['version']))} of {facts['prefix']}, not {sys.prefix}"
         )
-    return _finding(
+    return _PYTHON(
         "python3",
         "failed",
         found,
-        fix=f"Install trtserve in a virtual environment (python3 -m venv .venv; {install_command('cpu')}).",
+        f"Install trtserve in a virtual environment (python3 -m venv .venv; {install_command('cpu')}).",
     )
 
 
-def check_numpy(facts: Mapping[str, Any]) -> Finding:
+def check_numpy(facts: Mapping[str, Any]) -> CheckResult:
     """Check NumPy: with version 2 the stub of Triton 2.51 silently reads each element of an input as the first one."""
     version = facts.get("numpy")
     if version is None:
-        return _finding("numpy", "failed", "not installed for the stub's Python", fix=install_command("cpu"))
+        return _PYTHON("numpy", "failed", "not installed for the stub's Python", fix=install_command("cpu"))
     fits = int(str(version).split(".")[0]) < 2
-    return _finding(
+    return _PYTHON(
         "numpy",
         "ok" if fits else "failed",
         str(version) if fits else f"{version}: with NumPy 2 Triton's stub reads inputs wrongly",
-        fix="" if fits else "pip install 'numpy>=1.26,<2'",
+        "pip install 'numpy>=1.26,<2'",
     )
 
 
-def check_store(store: Store) -> Finding:
+def check_store(store: Store) -> CheckResult:
     """Check the path of the store, which holds Triton's backend folder and the repositories of imports."""
     if is_stub_path(store.root):
-        return _finding("store", "ok", str(store.root))
-    return _finding(
+        return _TRITON("store", "ok", str(store.root))
+    return _TRITON(
         "store",
         "failed",
         stub_path_fault(store.root),
-        fix=f"Set TRTSERVE_HOME to a folder whose path has {ALLOWED_CHARACTERS}.",
+        f"Set TRTSERVE_HOME to a folder whose path has {ALLOWED_CHARACTERS}.",
     )
 
 
@@ -146,7 +143,7 @@ def has_triton() -> bool:
     return bool(installation.installed())
 
 
-def check_round_trip(store: Store, *, system_first: bool = False) -> Finding:
+def check_round_trip(store: Store, *, system_first: bool = False) -> CheckResult:
     """Send strings and integers through a real Triton and its stub and back; a success is remembered.
 
     `system_first` prefers a container's own server.
@@ -155,10 +152,10 @@ def check_round_trip(store: Store, *, system_first: bool = False) -> Finding:
     with tempfile.TemporaryDirectory(prefix="trtserve-doctor-") as folder:
         problem = round_trip(Path(folder), store, triton)
     if problem:
-        return _finding("round trip", "failed", problem, fix=f"Reinstall: {install_command('cpu')}.")
+        return _TRITON("round trip", "failed", problem, f"Reinstall: {install_command('cpu')}.")
     if triton == installation.find_triton():
         write_json(_passed_file(store), {"passed": True})
-    return _finding("round trip", "ok", "strings and integers came back through Triton")
+    return _TRITON("round trip", "ok", "strings and integers came back through Triton")
 
 
 def passed_before(store: Store) -> bool:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.errors import TrtserveError
-from trtserve.server.doctor.findings import Finding, State
+from trtserve.server.doctor.findings import CheckResult, report_for
 from trtserve.store import hub
 
 # In the order in which the hub's client reads them.
 _VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _READERS = stat.S_IRGRP | stat.S_IROTH
+_report = report_for("hub")
 _SHAPE = re.compile(r"hf_[A-Za-z0-9]{10,}")
 
 
@@ -31,13 +32,13 @@ class _Token:
         return f"_Token({self.place})"
 
 
-def check_token(*, online: bool = False) -> Iterator[Finding]:
+def check_token(*, online: bool = False) -> Iterator[CheckResult]:
     """Check the token's place, shape and permissions; with `online` also whether the hub accepts it."""
     token = _find()
     if hub.is_offline():
-        yield _finding("network", "ok", "HF_HUB_OFFLINE is set: only files on this machine are used")
+        yield _report("network", "ok", "HF_HUB_OFFLINE is set: only files on this machine are used")
     if token is None:
-        yield _finding(
+        yield _report(
             "token",
             "failed",
             f"none in {' or '.join(_VARIABLES)}, nor in {_file()}",
@@ -49,9 +50,9 @@ def check_token(*, online: bool = False) -> Iterator[Finding]:
         try:
             hub.require_token(token.text)
         except TrtserveError as error:
-            yield _finding("hub", "warning", error.message.rstrip("."), error.hint or "")
+            yield _report("hub", "warning", error.message.rstrip("."), error.hint or "")
         else:
-            yield _finding("hub", "ok", f"{hub.endpoint()} accepts the token")
+            yield _report("hub", "ok", f"{hub.endpoint()} accepts the token")
 
 
 def _find() -> _Token | None:
@@ -74,16 +75,12 @@ def _file() -> Path:
     return Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
 
 
-def _described(token: _Token) -> Finding:
+def _described(token: _Token) -> CheckResult:
     mode = stat.S_IMODE(token.file.stat().st_mode) if token.file else 0
     evidence = f"{token.place}{f', mode {mode:04o}' if token.file else ''}"
     if mode & _READERS:
-        return _finding("token", "warning", f"{evidence}: other users can read it", f"chmod 600 {token.file}")
+        return _report("token", "warning", f"{evidence}: other users can read it", f"chmod 600 {token.file}")
     if _SHAPE.fullmatch(token.text) is None:
         fix = "A token is one word that begins with hf_: set it again (`hf auth login`)."
-        return _finding("token", "warning", f"{evidence}: does not look like a token", fix)
-    return _finding("token", "ok", evidence)
-
-
-def _finding(name: str, state: State, evidence: str, fix: str = "") -> Finding:
-    return Finding(group="hub", name=name, state=state, evidence=evidence, fix=fix)
+        return _report("token", "warning", f"{evidence}: does not look like a token", fix)
+    return _report("token", "ok", evidence)

@@ -1,0 +1,223 @@
+"""The machine itself: system, CPU, memory within its cgroup, shared memory, disk, ports; Python and its packages."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtserve.errors import counted
+from trtserve.host import machine
+from trtserve.host.install_command import install_command
+from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_bytes, free_shared_memory
+from trtserve.host.ports import is_free, owner
+from trtserve.server.doctor.findings import (
+    EMBEDDED,
+    EVERY,
+    CheckResult,
+    State,
+    report_for,
+)
+from trtserve.server.triton.tritonserver import Address
+from trtserve.store import Store
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+MINIMUM_GLIBC = (2, 35)
+MINIMUM_MEMORY = 2**30
+MINIMUM_DISK = 2**30
+PLENTY_OF_DISK = 20 * 2**30
+# NVIDIA's guides use this --shm-size for several ranks; Docker's default of 64 MiB stops NCCL.
+SHARED_MEMORY_OF_RANKS = 2**30
+ARCHITECTURES = ("x86_64", "aarch64")
+PYTHONS = ((3, 10), (3, 12))
+
+_PACKAGE = "trtserve"
+_SHOWN = 4
+
+_noted = report_for("machine")
+_needed = report_for("machine", EVERY)
+
+# Names of the kernel → instructions that make the openvino runtime faster.
+_INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "VNNI",
+    "avx512_bf16": "bfloat16",
+    "amx_tile": "AMX",
+    "asimd": "NEON",
+    "sve": "SVE",
+    "bf16": "bfloat16",
+}
+
+
+def check_system(system: str, architecture: str) -> CheckResult:
+    """Check the system: wheels of Triton, OpenVINO and TensorRT-LLM exist for Linux on x86-64 and 64-bit Arm."""
+    fits = system == "Linux" and architecture in ARCHITECTURES
+    evidence = f"{system} {platform.release()} on {architecture}"
+    return _needed("system", "ok" if fits else "failed", evidence, "Use Linux on x86-64 or aarch64.")
+
+
+def check_glibc(version: tuple[str, str]) -> CheckResult:
+    """Check glibc: nvidia-pytriton's Triton needs 2.35, and reports only a missing symbol with an older one."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version[1])[:2])
+    fits = version[0] == "glibc" and numbers >= MINIMUM_GLIBC
+    return report_for("machine", EMBEDDED)(
+        "glibc",
+        "ok" if fits else "failed",
+        " ".join(version).strip() or "no glibc",
+        "Use a system with glibc 2.35 or newer, such as Ubuntu 22.04 or Debian 12.",
+    )
+
+
+def check_cpu(flags: frozenset[str], cores: int) -> CheckResult:
+    """Report the cores that this process may use, and the instructions that make the openvino runtime fast."""
+    names = list(dict.fromkeys(name for flag, name in _INSTRUCTIONS.items() if flag in flags))
+    slow = not flags & {"avx2", "asimd"}
+    evidence = f"{counted(cores, 'core')}, {', '.join(names) or 'no known vector instructions'}"
+    fix = "This CPU lacks AVX2, so the openvino runtime will be slow."
+    return _noted("CPU", "warning" if slow else "ok", evidence, fix)
+
+
+def check_memory(wanted: int, *, least: int = 0) -> CheckResult:
+    """Compare free memory with `wanted` bytes (less is a warning) and `least` (less is a failure)."""
+    free, total, physical = machine.free_memory(), machine.total_memory(), machine.physical_memory()
+    state: State = "failed" if free < least else "warning" if free < wanted else "ok"
+    needed = "" if state == "ok" else f"; about {format_bytes(max(wanted, least))} needed"
+    limit = f" (the limit of this process; the machine has {format_bytes(physical)})" if total < physical else ""
+    evidence = f"{format_bytes(free)} free of {format_bytes(total)}{limit}{needed}"
+    fix = "Close other programs, or build a smaller engine (`trtserve import --quantize int8`)."
+    return _needed("memory", state, evidence, fix)
+
+
+def check_shared_memory(
+    folder: Path = SHARED_MEMORY, *, least: int = MINIMUM_SHARED_MEMORY, wanted: int = 0
+) -> CheckResult:
+    """Check that `least` bytes are free there; less than `wanted`, which NCCL needs between ranks, is a warning."""
+    name, fix, free = "shared memory", "In Docker: --shm-size=1g.", free_shared_memory(folder)
+    if free is None:
+        return _needed(name, "failed", f"{folder} is not writable", fix)
+    if free < max(least, wanted):
+        evidence = f"{format_bytes(free)} free in {folder}; {format_bytes(max(least, wanted))} needed"
+        return _needed(name, "failed" if free < least else "warning", evidence, fix)
+    return _needed(name, "ok", f"{format_bytes(free)} free in {folder}")
+
+
+def check_disk(store: Store) -> CheckResult:
+    """Check free space for models and engines in the store, and permission to write there."""
+    free = machine.free_disk(store.root)
+    folder = next(parent for parent in (store.root, *store.root.parents) if parent.exists())
+    if not os.access(folder, os.W_OK):
+        return _needed("disk", "failed", f"{folder} is not writable", "Set TRTSERVE_HOME to a folder that you own.")
+    state: State = "failed" if free < MINIMUM_DISK else "warning" if free < PLENTY_OF_DISK else "ok"
+    needed = "" if state == "ok" else "; a 7 B model needs about 40 GB from import to repository"
+    fix = "Free some space, or set TRTSERVE_HOME to a larger disk."
+    return _needed("disk", state, f"{format_bytes(free)} free for {store.root}{needed}", fix)
+
+
+def check_ports(address: Address) -> CheckResult:
+    """Check whether the default ports are free; a taken port is a warning, because `start` can use others."""
+    numbers = tuple(address.ports.values())
+    taken = [port for port in dict.fromkeys(numbers) if not is_free(address.host, port)]
+    if not taken:
+        return _noted("ports", "ok", f"{', '.join(map(str, numbers))} are free")
+    owners: dict[str, list[str]] = {}
+    for port in taken:
+        owners.setdefault(owner(port)[1] or "another process", []).append(str(port))
+    evidence = "; ".join(
+        f"{', '.join(ports)} {'is' if len(ports) == 1 else 'are'} taken by {name}" for name, ports in owners.items()
+    )
+    return _noted("ports", "warning", evidence, "Use `trtserve start --auto-ports`.")
+
+
+def check_python_version() -> CheckResult:
+    """Check the Python version: trtserve, Triton's stub and TensorRT-LLM exist for these."""
+    fits = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
+    names = " – ".join(".".join(map(str, each)) for each in PYTHONS)
+    evidence = f"{platform.python_version()} at {sys.executable}"
+    return report_for("python", EVERY)("Python", "ok" if fits else "failed", evidence, f"Use Python {names}.")
+
+
+def check_packages(extra: str = "") -> CheckResult:
+    """Check what trtserve requires, with one of its extras; another version than required is a warning."""
+    try:
+        distribution = metadata.distribution(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        evidence = f"{_PACKAGE} runs from its source tree, so its requirements are unknown"
+        return report_for("python")("packages", "warning", evidence, install_command(extra or "cpu"))
+    installed = _installed()
+    wanted = list(_requirements(distribution, extra))
+    wrong = [each for each in wanted if not _fits(each, installed)]
+    missing = any(_key(each.name) not in installed for each in wrong)
+    words = [_words(each, installed) for each in wrong]
+    return report_for("python", EVERY)(
+        "packages",
+        "failed" if missing else "warning" if wrong else "ok",
+        _joined(words) if words else f"{len(wanted)} required, all installed",
+        install_command(extra),
+    )
+
+
+def check_conflicts() -> CheckResult:
+    """Check for incompatible packages in this environment, as `pip check` does."""
+    installed = _installed()
+    wrong = [
+        f"{distribution.name} {distribution.version}: {_words(each, installed)}"
+        for distribution in metadata.distributions()
+        for each in _requirements(distribution, "")
+        if _key(each.name) in installed and not _fits(each, installed)
+    ]
+    return report_for("python")(
+        "conflicts",
+        "warning" if wrong else "ok",
+        _joined(list(dict.fromkeys(wrong))) if wrong else f"none among {len(installed)} packages",
+        "Install trtserve in a separate virtual environment.",
+    )
+
+
+def _installed() -> dict[str, str]:
+    """Return versions by normalised name; of several, the first one on sys.path, which Python imports."""
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name, version = distribution.metadata["Name"], distribution.version
+        if name and version:
+            found.setdefault(_key(name), version)
+    return found
+
+
+def _requirements(distribution: metadata.Distribution, extra: str) -> Iterator[Requirement]:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for text in distribution.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:  # of an old package, which pip could not install either
+            continue
+        markers = requirement.marker
+        if markers is None or markers.evaluate({"extra": ""}) or (extra and markers.evaluate({"extra": extra})):
+            yield requirement
+
+
+def _fits(requirement: Requirement, installed: Mapping[str, str]) -> bool:
+    version = installed.get(_key(requirement.name))
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _words(requirement: Requirement, installed: Mapping[str, str]) -> str:
+    here = installed.get(_key(requirement.name), "missing")
+    return f"{requirement.name} {here} (wanted {requirement.specifier or 'any'})"
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _joined(parts: list[str]) -> str:
+    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+    return ", ".join(parts[:_SHOWN]) + more
