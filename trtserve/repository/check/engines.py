@@ -16,7 +16,16 @@ from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.engine_config import speculative_mode
 from trtserve.repository.adapters import CONFIG, WEIGHTS, resolve_adapters
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
-from trtserve.repository.check.rules import Finding, refusal, rule
+from trtserve.repository.check.rules import (
+    Finding,
+    every_model,
+    model_rule,
+    of_role,
+    refusal,
+    rule,
+    with_engine,
+    with_gpu_engine,
+)
 from trtserve.repository.core_models import LLMAPI_FILE
 from trtserve.repository.draft import require_pair
 from trtserve.repository.engines import lacking_files, rank_sizes
@@ -47,58 +56,54 @@ _BUILT_MODES = {
 _COPY_AGAIN = "Copy every file of the engine again, or build it again."
 
 
-@rule("core-files", "config.json, model.yaml and lists of GPUs can be read", stops=True)
-def unreadable_files(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        if (error := model.unreadable) is not None:
-            in_yaml = model.role == LLMAPI and LLMAPI_FILE in error.message
-            yield model.finding(
-                error.message,
-                error.hint or (f"Correct {LLMAPI_FILE}." if in_yaml else "Copy the file from the engine again."),
-                model.version / LLMAPI_FILE if in_yaml else None,
-            )
+@model_rule("core-files", "config.json, model.yaml and lists of GPUs can be read", every_model, stops=True)
+def unreadable_files(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    if (error := model.unreadable) is not None:
+        in_yaml = model.role == LLMAPI and LLMAPI_FILE in error.message
+        yield model.finding(
+            error.message,
+            error.hint or (f"Correct {LLMAPI_FILE}." if in_yaml else "Copy the file from the engine again."),
+            model.version / LLMAPI_FILE if in_yaml else None,
+        )
 
 
-@rule("path", "paths of engines and adapters exist on this machine")
-def absent_paths(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        for key in (*_FOLDER_KEYS, _TOKENIZER_INFO):
-            text = model.parameters.get(key, "")
-            if not text or (model.embedded and key == _TOKENIZER_INFO):  # the embedded executor ignores it
-                continue
-            path = repository.located(text, model.name)
-            if not (path.is_file() if key == _TOKENIZER_INFO else path.is_dir()):
-                yield model.finding(
-                    f"{key} is {text!r}, which is not on this machine.",
-                    "Is it a path of another machine or container? Paths relative to the repository work everywhere; "
-                    "for a repository that is mounted elsewhere: trtserve repo --container-paths FOLDER",
-                )
-
-
-@rule("path-outside", "the engine is the repository's own")
-def foreign_engine_paths(repository: Repository) -> Iterator[Finding]:
-    for model in repository.of(CORE):
-        recorded, folder = repository.core_entry(model).get("engine"), model.engine_folder
-        if recorded and folder is not None and folder.resolve() != (repository.path / recorded).resolve():
-            yield model.finding(
-                f"gpt_model_path leads to {folder}; the engine of this repository is {recorded}.",
-                f"Write {recorded}, or make the repository again with the other engine.",
-            )
-
-
-@rule("engine-config", "an engine has its config.json", stops=True)
-def incomplete_configs(repository: Repository) -> Iterator[Finding]:
-    for model in repository.of(CORE):
-        folder = model.engine_folder
-        if folder is None:
+@model_rule("path", "paths of engines and adapters exist on this machine", every_model)
+def absent_paths(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    for key in (*_FOLDER_KEYS, _TOKENIZER_INFO):
+        text = model.parameters.get(key, "")
+        if not text or (model.embedded and key == _TOKENIZER_INFO):  # the embedded executor ignores it
             continue
-        if not (folder / "config.json").is_file():
-            yield model.finding(f"{folder} has no config.json.", "Copy it from the engine's folder.")
-        elif not model.engine_described:
+        path = repository.located(text, model.name)
+        if not (path.is_file() if key == _TOKENIZER_INFO else path.is_dir()):
             yield model.finding(
-                f"{folder / 'config.json'} has no build_config or no pretrained_config, so it is not an engine's.",
-                "Run `trtserve build` on the checkpoint, and make the repository with the engine.",
+                f"{key} is {text!r}, which is not on this machine.",
+                "Is it a path of another machine or container? Paths relative to the repository work everywhere; "
+                "for a repository that is mounted elsewhere: trtserve repo --container-paths FOLDER",
             )
+
+
+@model_rule("path-outside", "the engine is the repository's own", of_role(CORE))
+def foreign_engine_paths(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    recorded, folder = repository.core_entry(model).get("engine"), model.engine_folder
+    if recorded and folder is not None and folder.resolve() != (repository.path / recorded).resolve():
+        yield model.finding(
+            f"gpt_model_path leads to {folder}; the engine of this repository is {recorded}.",
+            f"Write {recorded}, or make the repository again with the other engine.",
+        )
+
+
+@model_rule("engine-config", "an engine has its config.json", of_role(CORE), stops=True)
+def incomplete_configs(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    folder = model.engine_folder
+    if folder is None:
+        return
+    if not (folder / "config.json").is_file():
+        yield model.finding(f"{folder} has no config.json.", "Copy it from the engine's folder.")
+    elif not model.engine_described:
+        yield model.finding(
+            f"{folder / 'config.json'} has no build_config or no pretrained_config, so it is not an engine's.",
+            "Run `trtserve build` on the checkpoint, and make the repository with the engine.",
+        )
 
 
 @rule("engine-rank", "no rank's file is missing or empty", stops=True)
@@ -168,146 +173,135 @@ def _damaged_graph(model: ModelFolder, graph: Path, weights: Path) -> Iterator[F
         )
 
 
-@rule("engine-mapping", "world size is tp × pp × cp")
-def contradicting_mappings(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.engines:
-        mapping = model.engine.mapping
-        if mapping.world_size not in (None, mapping.product):
+@model_rule("engine-mapping", "world size is tp × pp × cp", with_engine)
+def contradicting_mappings(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    mapping = model.engine.mapping
+    if mapping.world_size not in (None, mapping.product):
+        yield model.finding(
+            f"mapping has world_size {mapping.world_size}, and tp × pp × cp is {mapping.product}.",
+            "config.json was edited, or belongs to another engine: copy it again.",
+        )
+
+
+@model_rule("engine-release", "engine and repository have one release", with_gpu_engine)
+def wrong_release(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    version = model.core.version if model.core is not None else None
+    release = repository.part(model.name).get("release")
+    if version is None or release is None:
+        return
+    try:
+        built = release_of(version)
+    except TrtserveError:
+        built = version
+    if built != release:
+        yield model.finding(
+            f"The engine was built by TensorRT-LLM {version}, and the repository is for release {release}.",
+            "Make the repository again without --release, or build the engine with that release.",
+        )
+
+
+@model_rule("beam-width", "no more beams than the engine was built for", with_gpu_engine, stops=True)
+def many_beams(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    built, beams = model.limit("max_beam_width") or 1, model.number("max_beam_width")
+    if beams is not None and beams > built:
+        yield model.finding(
+            f"max_beam_width is {beams}; the engine was built for {built}.",
+            f"Set it to {built}, or build with --max-beam-width {beams}.",
+        )
+
+
+@model_rule("paged-context", "chunked context and KV reuse have what they need", with_gpu_engine)
+def without_paged_context(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    for key in ("enable_chunked_context", "enable_kv_cache_reuse"):
+        if model.is_true(key) and not model.engine.build.plugin_config.use_paged_context_fmha:
             yield model.finding(
-                f"mapping has world_size {mapping.world_size}, and tp × pp × cp is {mapping.product}.",
-                "config.json was edited, or belongs to another engine: copy it again.",
+                f"{key} is true; the engine was built without use_paged_context_fmha.",
+                "Build it with --use-paged-context-fmha enable, or set the parameter to false.",
             )
 
 
-@rule("engine-release", "engine and repository have one release")
-def wrong_release(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        version = model.core.version if model.core is not None else None
-        release = repository.part(model.name).get("release")
-        if version is None or release is None:
-            continue
-        try:
-            built = release_of(version)
-        except TrtserveError:
-            built = version
-        if built != release:
-            yield model.finding(
-                f"The engine was built by TensorRT-LLM {version}, and the repository is for release {release}.",
-                "Make the repository again without --release, or build the engine with that release.",
-            )
+@model_rule("engine-in-flight", "the engine can batch in flight", with_gpu_engine)
+def without_in_flight_batching(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    plugins = model.engine.plugin_keys
+    paged = str(model.engine.build.kv_cache_type).lower() != "continuous"
+    reasons = {
+        "a continuous KV cache": not paged or model.engine.build.plugin_config.paged_kv_cache is False,
+        "padded inputs": plugins.get("remove_input_padding") is False,
+        "no attention plugin": not (
+            model.engine.plugin_keys.get("gpt_attention_plugin", "auto")
+            or model.engine.plugin_keys.get("mamba_conv1d_plugin")
+        ),
+    }
+    if any(reasons.values()) and model.parameters.get("gpt_model_type") in _IN_FLIGHT:
+        yield model.finding(
+            "Requests cannot be batched in flight: the engine was built with "
+            f"{' and '.join(reason for reason, applies in reasons.items() if applies)}.",
+            "Build it again with trtllm-build's defaults.",
+        )
 
 
-@rule("beam-width", "no more beams than the engine was built for", stops=True)
-def many_beams(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        built, beams = model.limit("max_beam_width") or 1, model.number("max_beam_width")
-        if beams is not None and beams > built:
-            yield model.finding(
-                f"max_beam_width is {beams}; the engine was built for {built}.",
-                f"Set it to {built}, or build with --max-beam-width {beams}.",
-            )
+@model_rule("engine-encoder", "a decoder has its encoder", with_gpu_engine)
+def missing_encoders(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    if model.engine.model.architecture == "DecoderModel" and not model.parameters.get("encoder_model_path"):
+        yield model.finding(
+            "The engine is the decoder of an encoder-decoder model, and encoder_model_path is not set.",
+            "Name the encoder's engine: trtserve repo --set encoder_model_path=FOLDER",
+        )
 
 
-@rule("paged-context", "chunked context and KV reuse have what they need")
-def without_paged_context(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        for key in ("enable_chunked_context", "enable_kv_cache_reuse"):
-            if model.is_true(key) and not model.engine.build.plugin_config.use_paged_context_fmha:
-                yield model.finding(
-                    f"{key} is true; the engine was built without use_paged_context_fmha.",
-                    "Build it with --use-paged-context-fmha enable, or set the parameter to false.",
-                )
+@model_rule("decoding-mode", "the engine was built for the decoding mode", with_gpu_engine, severity="warning")
+def other_decoding_modes(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    mode = model.parameters.get("decoding_mode", "")
+    needed, built = _BUILT_MODES.get(mode), speculative_mode(model.engine.build.speculative_decoding_mode)
+    if needed is not None and built != needed:
+        yield model.finding(
+            f"decoding_mode is {mode}; the engine was built for {built or 'none'}.",
+            f"Remove decoding_mode, or build with --speculative-decoding-mode {needed}.",
+        )
 
 
-@rule("engine-in-flight", "the engine can batch in flight")
-def without_in_flight_batching(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        plugins = model.engine.plugin_keys
-        paged = str(model.engine.build.kv_cache_type).lower() != "continuous"
-        reasons = {
-            "a continuous KV cache": not paged or model.engine.build.plugin_config.paged_kv_cache is False,
-            "padded inputs": plugins.get("remove_input_padding") is False,
-            "no attention plugin": not (
-                model.engine.plugin_keys.get("gpt_attention_plugin", "auto")
-                or model.engine.plugin_keys.get("mamba_conv1d_plugin")
-            ),
-        }
-        if any(reasons.values()) and model.parameters.get("gpt_model_type") in _IN_FLIGHT:
-            yield model.finding(
-                "Requests cannot be batched in flight: the engine was built with "
-                f"{' and '.join(reason for reason, applies in reasons.items() if applies)}.",
-                "Build it again with trtllm-build's defaults.",
-            )
+@model_rule("length-hidden", "prompts may be as long as the engine was built for", with_gpu_engine, severity="warning")
+def short_prompts(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    longest, step = model.limit("max_input_len"), model.limit("max_num_tokens")
+    if longest is not None and step is not None and step < longest and not model.is_true("enable_chunked_context"):
+        yield model.finding(
+            f"Prompts end at {step} tokens (max_num_tokens); the engine was built for {longest} (max_input_len).",
+            "Set enable_chunked_context to true, or build with a larger --max-num-tokens.",
+        )
 
 
-@rule("engine-encoder", "a decoder has its encoder")
-def missing_encoders(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        if model.engine.model.architecture == "DecoderModel" and not model.parameters.get("encoder_model_path"):
-            yield model.finding(
-                "The engine is the decoder of an encoder-decoder model, and encoder_model_path is not set.",
-                "Name the encoder's engine: trtserve repo --set encoder_model_path=FOLDER",
-            )
+@model_rule("logits-pipeline", "logits are not gathered over pipeline stages", with_gpu_engine, severity="warning")
+def logits_over_stages(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    stages = model.engine.mapping.pp_size
+    gathered = [name for name in ("context", "generation") if model.engine.build_keys.get(f"gather_{name}_logits")]
+    if stages > 1 and gathered:
+        yield model.finding(
+            f"The engine gathers {' and '.join(gathered)} logits over {stages} pipeline stages: servers were "
+            "reported to crash on requests for them.",
+            "Try one request that asks for them; tensor-parallel engines are not affected.",
+        )
 
 
-@rule("decoding-mode", "the engine was built for the decoding mode", severity="warning")
-def other_decoding_modes(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        mode = model.parameters.get("decoding_mode", "")
-        needed, built = _BUILT_MODES.get(mode), speculative_mode(model.engine.build.speculative_decoding_mode)
-        if needed is not None and built != needed:
-            yield model.finding(
-                f"decoding_mode is {mode}; the engine was built for {built or 'none'}.",
-                f"Remove decoding_mode, or build with --speculative-decoding-mode {needed}.",
-            )
+@model_rule("cache-both", "KV cache by tokens or by share, not both", of_role(CORE), severity="warning")
+def two_cache_sizes(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    tokens = model.parameters.get("max_tokens_in_paged_kv_cache")
+    share = model.parameters.get("kv_cache_free_gpu_mem_fraction")
+    if tokens and share and not model.embedded:
+        yield model.finding(
+            f"Both max_tokens_in_paged_kv_cache ({tokens}) and kv_cache_free_gpu_mem_fraction ({share}) are set; "
+            "the smaller one counts.",
+            "Leave one of them empty: `trtserve plan` prints what each comes to.",
+        )
 
 
-@rule("length-hidden", "prompts may be as long as the engine was built for", severity="warning")
-def short_prompts(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        longest, step = model.limit("max_input_len"), model.limit("max_num_tokens")
-        if longest is not None and step is not None and step < longest and not model.is_true("enable_chunked_context"):
-            yield model.finding(
-                f"Prompts end at {step} tokens (max_num_tokens); the engine was built for {longest} (max_input_len).",
-                "Set enable_chunked_context to true, or build with a larger --max-num-tokens.",
-            )
-
-
-@rule("logits-pipeline", "logits are not gathered over pipeline stages", severity="warning")
-def logits_over_stages(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        stages = model.engine.mapping.pp_size
-        gathered = [name for name in ("context", "generation") if model.engine.build_keys.get(f"gather_{name}_logits")]
-        if stages > 1 and gathered:
-            yield model.finding(
-                f"The engine gathers {' and '.join(gathered)} logits over {stages} pipeline stages: servers were "
-                "reported to crash on requests for them.",
-                "Try one request that asks for them; tensor-parallel engines are not affected.",
-            )
-
-
-@rule("cache-both", "KV cache by tokens or by share, not both", severity="warning")
-def two_cache_sizes(repository: Repository) -> Iterator[Finding]:
-    for model in repository.of(CORE):
-        tokens = model.parameters.get("max_tokens_in_paged_kv_cache")
-        share = model.parameters.get("kv_cache_free_gpu_mem_fraction")
-        if tokens and share and not model.embedded:
-            yield model.finding(
-                f"Both max_tokens_in_paged_kv_cache ({tokens}) and kv_cache_free_gpu_mem_fraction ({share}) are set; "
-                "the smaller one counts.",
-                "Leave one of them empty: `trtserve plan` prints what each comes to.",
-            )
-
-
-@rule("cache-small", "the KV cache holds one sequence", severity="warning")
-def small_caches(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.engines:
-        tokens, longest = model.number("max_tokens_in_paged_kv_cache"), model.limit("max_seq_len")
-        if tokens is not None and longest is not None and tokens < longest:
-            yield model.finding(
-                f"The KV cache holds {tokens} tokens; one sequence of the engine may have {longest}.",
-                f"Raise max_tokens_in_paged_kv_cache to {longest} or more.",
-            )
+@model_rule("cache-small", "the KV cache holds one sequence", with_engine, severity="warning")
+def small_caches(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    tokens, longest = model.number("max_tokens_in_paged_kv_cache"), model.limit("max_seq_len")
+    if tokens is not None and longest is not None and tokens < longest:
+        yield model.finding(
+            f"The KV cache holds {tokens} tokens; one sequence of the engine may have {longest}.",
+            f"Raise max_tokens_in_paged_kv_cache to {longest} or more.",
+        )
 
 
 @rule("cache-shares", "shares of one GPU's memory add up to at most 1", severity="warning")
@@ -374,27 +368,25 @@ def unfit_adapters(repository: Repository) -> Iterator[Finding]:
             )
 
 
-@rule("lora-cache", "cache pages hold the engine's ranks", severity="warning")
-def small_pages(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.gpu_engines:
-        built = model.engine.build.lora_config.max_lora_rank
-        largest = model.parameters.get("lora_cache_max_adapter_size") or "64"
-        if model.engine.plugin_keys.get("lora_plugin") and largest.isdigit() and int(largest) < built:
-            yield model.finding(
-                f"lora_cache_max_adapter_size is {largest}; the engine takes ranks up to {built}.",
-                f"Set it to {built}.",
-            )
+@model_rule("lora-cache", "cache pages hold the engine's ranks", with_gpu_engine, severity="warning")
+def small_pages(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    built = model.engine.build.lora_config.max_lora_rank
+    largest = model.parameters.get("lora_cache_max_adapter_size") or "64"
+    if model.engine.plugin_keys.get("lora_plugin") and largest.isdigit() and int(largest) < built:
+        yield model.finding(
+            f"lora_cache_max_adapter_size is {largest}; the engine takes ranks up to {built}.",
+            f"Set it to {built}.",
+        )
 
 
-@rule("draft", "draft and target fit each other")
-def unfit_drafts(repository: Repository) -> Iterator[Finding]:
-    for bls in repository.of(BLS):
-        target = repository.core_of(bls)
-        draft = repository.models.get(bls.parameters.get("tensorrt_llm_draft_model_name", ""))
-        if target is None or draft is None or not (target.engine_described and draft.engine_described):
-            continue
-        if (error := refusal(partial(require_pair, target.engine, draft.engine, draft.name))) is not None:
-            yield draft.finding(error.message, error.hint or "", bls.file)
+@model_rule("draft", "draft and target fit each other", of_role(BLS))
+def unfit_drafts(repository: Repository, bls: ModelFolder) -> Iterator[Finding]:
+    target = repository.core_of(bls)
+    draft = repository.models.get(bls.parameters.get("tensorrt_llm_draft_model_name", ""))
+    if target is None or draft is None or not (target.engine_described and draft.engine_described):
+        return
+    if (error := refusal(partial(require_pair, target.engine, draft.engine, draft.name))) is not None:
+        yield draft.finding(error.message, error.hint or "", bls.file)
 
 
 def _tables(repository: Repository) -> Iterator[tuple[Path, dict[str, Mapping[str, Any]] | Exception]]:

@@ -22,7 +22,7 @@ from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.progress import Progress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
-from trtserve.repository.check.rules import Finding, refusal, rule
+from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, refusal, rule
 from trtserve.repository.config import unfilled_parameters, wrong_placeholders
 from trtserve.repository.layout import PACKAGE, model_names
 from trtserve.repository.profiles import (
@@ -68,14 +68,13 @@ def unfilled_placeholders(repository: Repository) -> Iterator[Finding]:
             )
 
 
-@rule("placeholder-unset", "no `${…}` is left in an optional parameter", severity="warning")
-def unset_placeholders(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        if names := unfilled_parameters(model.config):
-            yield model.finding(
-                f"The placeholder of NVIDIA's template is left in {listing(names)}; the backends read it as unset.",
-                "Leave it, or remove the entries: trtserve repo --from-template --drop-unset.",
-            )
+@model_rule("placeholder-unset", "no `${…}` is left in an optional parameter", every_model, severity="warning")
+def unset_placeholders(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    if names := unfilled_parameters(model.config):
+        yield model.finding(
+            f"The placeholder of NVIDIA's template is left in {listing(names)}; the backends read it as unset.",
+            "Leave it, or remove the entries: trtserve repo --from-template --drop-unset.",
+        )
 
 
 @rule("config-syntax", "config.pbtxt can be read", stops=True)
@@ -103,113 +102,107 @@ def stray_folders(repository: Repository) -> Iterator[Finding]:
             )
 
 
-@rule("model-name", "`name` is that of the folder", stops=True)
-def wrong_names(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        if model.config.name not in ("", model.name):
-            yield model.finding(
-                f"It has name: {model.config.name!r}, and its folder is {model.name!r}.",
-                f'Write name: "{model.name}", or rename the folder.',
-            )
+@model_rule("model-name", "`name` is that of the folder", every_model, stops=True)
+def wrong_names(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    if model.config.name not in ("", model.name):
+        yield model.finding(
+            f"It has name: {model.config.name!r}, and its folder is {model.name!r}.",
+            f'Write name: "{model.name}", or rename the folder.',
+        )
 
 
-@rule("backend", "backend or platform fits the model's name and tensors", stops=True)
-def wrong_backends(repository: Repository) -> Iterator[Finding]:
+@model_rule("backend", "backend or platform fits the model's name and tensors", every_model, stops=True)
+def wrong_backends(_: Repository, model: ModelFolder) -> Iterator[Finding]:
     """Every model has the backend of its role, and NVIDIA's names are not used for other models."""
-    for model in repository.models.values():
-        config, role = model.config, model.role
-        backends = {ENSEMBLE: ("",), CORE: ("tensorrtllm", "python")}.get(role)
-        if backends is None and role in (*MODELS, LLMAPI):
-            backends = ("python",)
-        found, expected = config.backend or config.platform or "none", None
-        if model.name == ENSEMBLE and config.platform != "ensemble":
-            expected = "platform: ensemble"
-        elif backends is not None and config.backend not in backends:
-            expected = " or ".join(f"backend: {each}" for each in backends if each)
-        elif model.name in MODELS and role not in ("", model.name, LLMAPI if model.name == CORE else ""):
-            found, expected = role, f"the model {model.name}, whose name is reserved"
-        elif found == "none":
-            expected = "a backend"
-        if expected is not None:
+    config, role = model.config, model.role
+    backends = {ENSEMBLE: ("",), CORE: ("tensorrtllm", "python")}.get(role)
+    if backends is None and role in (*MODELS, LLMAPI):
+        backends = ("python",)
+    found, expected = config.backend or config.platform or "none", None
+    if model.name == ENSEMBLE and config.platform != "ensemble":
+        expected = "platform: ensemble"
+    elif backends is not None and config.backend not in backends:
+        expected = " or ".join(f"backend: {each}" for each in backends if each)
+    elif model.name in MODELS and role not in ("", model.name, LLMAPI if model.name == CORE else ""):
+        found, expected = role, f"the model {model.name}, whose name is reserved"
+    elif found == "none":
+        expected = "a backend"
+    if expected is not None:
+        yield model.finding(
+            f"The model {model.name} is of kind {found!r}; expected {expected}.",
+            "Write the backend (or platform) of NVIDIA's template; give your own models other names.",
+        )
+
+
+@model_rule("version-folder", "every model has a version", every_model, stops=True)
+def missing_versions(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    if not any(int(path.name) > 0 for path in model.versions):
+        yield model.finding(
+            f"The model {model.name} has no version folder such as {model.name}/1.",
+            "Create it. For an ensemble it is empty, and some copy tools drop empty folders.",
+            model.path,
+        )
+
+
+@model_rule("program-missing", "python models have their model.py", every_model, stops=True)
+def missing_programs(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    error = refusal(partial(require_program, model.path, model.config)) if model.versions else None
+    if error is not None:
+        yield model.finding(error.message, _MAKE_AGAIN, model.version)
+
+
+@model_rule("program-syntax", "programs are Python", every_model)
+def invalid_programs(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    for name, file, text in _programs(model):
+        if isinstance(error := _imports(text), str):
+            yield model.finding(f"{name} is not valid Python: {error}.", _MAKE_AGAIN, file)
+
+
+@model_rule("program-module", "programs find their own modules", every_model, stops=True)
+def missing_modules(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    for name, file, text in _programs(model):
+        imports = _imports(text)
+        if isinstance(imports, str):
+            continue
+        needed = sorted(imports & ({PACKAGE} | _OF_NVIDIA))
+        missing = [each for each in needed if not list(model.version.glob(f"{each}*"))]
+        missing += [str(path) for path in imported_modules(name, text) if not (model.version / path).is_file()]
+        for each in missing:
             yield model.finding(
-                f"The model {model.name} is of kind {found!r}; expected {expected}.",
-                "Write the backend (or platform) of NVIDIA's template; give your own models other names.",
+                f"{name} imports {each}, which is not in {model.version}.",
+                f"Copy every file of the model's version folder. {_MAKE_AGAIN}",
+                file,
             )
 
 
-@rule("version-folder", "every model has a version", stops=True)
-def missing_versions(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        if not any(int(path.name) > 0 for path in model.versions):
-            yield model.finding(
-                f"The model {model.name} has no version folder such as {model.name}/1.",
-                "Create it. For an ensemble it is empty, and some copy tools drop empty folders.",
-                model.path,
-            )
-
-
-@rule("program-missing", "python models have their model.py", stops=True)
-def missing_programs(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        error = refusal(partial(require_program, model.path, model.config)) if model.versions else None
-        if error is not None:
-            yield model.finding(error.message, _MAKE_AGAIN, model.version)
-
-
-@rule("program-syntax", "programs are Python")
-def invalid_programs(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        for name, file, text in _programs(model):
-            if isinstance(error := _imports(text), str):
-                yield model.finding(f"{name} is not valid Python: {error}.", _MAKE_AGAIN, file)
-
-
-@rule("program-module", "programs find their own modules", stops=True)
-def missing_modules(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        for name, file, text in _programs(model):
-            imports = _imports(text)
-            if isinstance(imports, str):
-                continue
-            needed = sorted(imports & ({PACKAGE} | _OF_NVIDIA))
-            missing = [each for each in needed if not list(model.version.glob(f"{each}*"))]
-            missing += [str(path) for path in imported_modules(name, text) if not (model.version / path).is_file()]
-            for each in missing:
-                yield model.finding(
-                    f"{name} imports {each}, which is not in {model.version}.",
-                    f"Copy every file of the model's version folder. {_MAKE_AGAIN}",
-                    file,
-                )
-
-
-@rule("program-package", "programs import packages that exist", severity="warning")
-def unknown_packages(repository: Repository) -> Iterator[Finding]:
+@model_rule("program-package", "programs import packages that exist", every_model, severity="warning")
+def unknown_packages(_: Repository, model: ModelFolder) -> Iterator[Finding]:
     """trtserve's programs import what they import in this installation, or what is installed here."""
-    for model in repository.models.values():
-        for name, file, text in _programs(model) if model.own else ():
-            imports = _imports(text)
-            others = set() if isinstance(imports, str) else imports - sys.stdlib_module_names - _own_imports()
-            for package in sorted(others - {path.stem for path in model.version.iterdir()} - _OF_NVIDIA):
-                if find_spec(package) is None:
-                    yield model.finding(
-                        f"{name} imports {package}, which trtserve's own program does not, and which is not installed "
-                        "here.",
-                        f"Install it where the server runs, or correct the line. {_MAKE_AGAIN}",
-                        file,
-                    )
-
-
-@rule("program-slow", "no answer counts the vocabulary, as in release 0.13", severity="warning")
-def slow_programs(repository: Repository) -> Iterator[Finding]:
-    """The postprocessing of 0.13 counts the vocabulary for each answer, which takes about 40 ms a token."""
-    for model in repository.of(POSTPROCESSING):
-        for file in sorted(model.version.glob("*.py")):
-            if _counts_vocabulary(_text(file)):
+    for name, file, text in _programs(model) if model.own else ():
+        imports = _imports(text)
+        others = set() if isinstance(imports, str) else imports - sys.stdlib_module_names - _own_imports()
+        for package in sorted(others - {path.stem for path in model.version.iterdir()} - _OF_NVIDIA):
+            if find_spec(package) is None:
                 yield model.finding(
-                    f"{file.name} counts the tokenizer's vocabulary for every answer, which takes milliseconds.",
-                    "Count it once, in initialize, or use the program of another release.",
+                    f"{name} imports {package}, which trtserve's own program does not, and which is not installed "
+                    "here.",
+                    f"Install it where the server runs, or correct the line. {_MAKE_AGAIN}",
                     file,
                 )
+
+
+@model_rule(
+    "program-slow", "no answer counts the vocabulary, as in release 0.13", of_role(POSTPROCESSING), severity="warning"
+)
+def slow_programs(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    """The postprocessing of 0.13 counts the vocabulary for each answer, which takes about 40 ms a token."""
+    for file in sorted(model.version.glob("*.py")):
+        if _counts_vocabulary(_text(file)):
+            yield model.finding(
+                f"{file.name} counts the tokenizer's vocabulary for every answer, which takes milliseconds.",
+                "Count it once, in initialize, or use the program of another release.",
+                file,
+            )
 
 
 @lru_cache(maxsize=256)
@@ -304,19 +297,18 @@ def missing_models(repository: Repository) -> Iterator[Finding]:
         )
 
 
-@rule("manifest-engine", "the engine is the one that the manifest records", stops=True)
-def changed_engines(repository: Repository) -> Iterator[Finding]:
-    for model in repository.of(CORE):
-        entry, folder = repository.core_entry(model), model.engine_folder
-        if not entry or folder is None or not model.engine:
-            continue
-        for what, recorded, found in _compared(repository, model, entry, folder):
-            if recorded is not None and recorded != found:
-                yield model.finding(
-                    f"The manifest records an engine with {what} {recorded}; this one has {found}.",
-                    f"Was a file cut off, or replaced by another engine's? {_MAKE_AGAIN}",
-                    folder,
-                )
+@model_rule("manifest-engine", "the engine is the one that the manifest records", of_role(CORE), stops=True)
+def changed_engines(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    entry, folder = repository.core_entry(model), model.engine_folder
+    if not entry or folder is None or not model.engine:
+        return
+    for what, recorded, found in _compared(repository, model, entry, folder):
+        if recorded is not None and recorded != found:
+            yield model.finding(
+                f"The manifest records an engine with {what} {recorded}; this one has {found}.",
+                f"Was a file cut off, or replaced by another engine's? {_MAKE_AGAIN}",
+                folder,
+            )
 
 
 def _compared(
@@ -335,21 +327,20 @@ def _compared(
             yield name, limit, model.engine.build_keys.get(name)
 
 
-@rule("parameter-classes", "parameter_classes.json is up to date", severity="warning")
-def outdated_classes(repository: Repository) -> Iterator[Finding]:
+@model_rule("parameter-classes", "parameter_classes.json is up to date", every_model, severity="warning")
+def outdated_classes(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
     """parameter_classes.json is what trtserve would write for the release."""
-    for model in repository.models.values():
-        release, file = repository.parameter_release(model), model.version / CLASSES_FILE
-        if release is None or model.role not in MODELS:
-            continue
-        if not is_embedded_runtime(repository.part(model.name).get("runtime")):
-            continue
-        if (classes_json(model.role, release) or "") != _text(file):
-            yield model.finding(
-                f"{CLASSES_FILE} is not that of release {release}: parameters without effect are not reported.",
-                _MAKE_AGAIN,
-                file,
-            )
+    release, file = repository.parameter_release(model), model.version / CLASSES_FILE
+    if release is None or model.role not in MODELS:
+        return
+    if not is_embedded_runtime(repository.part(model.name).get("runtime")):
+        return
+    if (classes_json(model.role, release) or "") != _text(file):
+        yield model.finding(
+            f"{CLASSES_FILE} is not that of release {release}: parameters without effect are not reported.",
+            _MAKE_AGAIN,
+            file,
+        )
 
 
 @rule("file-content", "files are as they were when they were made", needs="contents")

@@ -10,7 +10,7 @@ from typing import Any
 from trtserve.errors import RepositoryError
 from trtserve.nvidia.releases.llm_arguments import dropped_argument, unknown_argument
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
-from trtserve.repository.check.rules import Finding, refusal, rule
+from trtserve.repository.check.rules import Finding, model_rule, of_role, refusal, rule
 from trtserve.repository.core_models import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml
 from trtserve.repository.llmapi import (
     KEYWORDS,
@@ -22,13 +22,12 @@ from trtserve.repository.llmapi import (
 _TRITON_KEYS = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
 
 
-@rule("llmapi-settings", "there is a model.yaml", stops=True)
-def missing_settings(repository: Repository) -> Iterator[Finding]:
-    for model in repository.of(LLMAPI):
-        if not _file(model).is_file():
-            yield model.finding(
-                f"There is no {LLMAPI_FILE}.", "It needs a line such as: model: /models/llama", _file(model)
-            )
+@model_rule("llmapi-settings", "there is a model.yaml", of_role(LLMAPI), stops=True)
+def missing_settings(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    if not _file(model).is_file():
+        yield model.finding(
+            f"There is no {LLMAPI_FILE}.", "It needs a line such as: model: /models/llama", _file(model)
+        )
 
 
 @rule("llmapi-keyword", "the LLM has every argument", severity="warning")

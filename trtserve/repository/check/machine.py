@@ -11,8 +11,8 @@ from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_b
 from trtserve.nvidia.engine_files import tensorrt_version
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.installed import has_engine_path, installed
-from trtserve.repository.check.repository import LLMAPI, MachineFacts, Repository
-from trtserve.repository.check.rules import Finding, rule
+from trtserve.repository.check.repository import LLMAPI, MachineFacts, ModelFolder, Repository
+from trtserve.repository.check.rules import Finding, model_rule, of_role, rule
 from trtserve.repository.engines import Installation, mismatches, rank_sizes, rebuild_command, remake_command
 from trtserve.repository.profiles import CORE
 
@@ -66,18 +66,17 @@ def no_engine_path(repository: Repository) -> Iterator[Finding]:
         )
 
 
-@rule("machine-gpus", "every rank has a GPU", needs="machine")
-def few_gpus(repository: Repository) -> Iterator[Finding]:
-    for model in repository.of(CORE, LLMAPI):
-        if repository.here is None or model.core is None or model.embedded:
-            continue
-        devices = {number for group in model.core.gpu_device_ids for number in group}
-        needed = max(model.core.world_size, max(devices, default=-1) + 1)
-        if needed > repository.here.gpus:
-            yield model.finding(
-                f"{model.name} needs {counted(needed, 'GPU')}, and this machine has {repository.here.gpus}.",
-                "Serve it on a machine with as many, or build the engine for fewer ranks.",
-            )
+@model_rule("machine-gpus", "every rank has a GPU", of_role(CORE, LLMAPI), needs="machine")
+def few_gpus(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    if repository.here is None or model.core is None or model.embedded:
+        return
+    devices = {number for group in model.core.gpu_device_ids for number in group}
+    needed = max(model.core.world_size, max(devices, default=-1) + 1)
+    if needed > repository.here.gpus:
+        yield model.finding(
+            f"{model.name} needs {counted(needed, 'GPU')}, and this machine has {repository.here.gpus}.",
+            "Serve it on a machine with as many, or build the engine for fewer ranks.",
+        )
 
 
 @rule("machine-gpu-memory", "no rank's engine is larger than a GPU", needs="machine")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtserve.errors import TrtserveError
 
 if TYPE_CHECKING:
-    from trtserve.repository.check.repository import Repository
+    from trtserve.repository.check.repository import ModelFolder, Repository
 
 Severity = Literal["error", "warning"]
 Needs = Literal["files", "contents", "tokenizer", "machine"]
@@ -59,6 +59,42 @@ def rule(
 ) -> Callable[[Find], Rule]:
     """Make a rule of the function that yields what breaks it; `RULES` has every rule of the modules of this package."""
     return lambda find: Rule(name=name, about=about, find=find, severity=severity, needs=needs, stops=stops)
+
+
+Models = Callable[["Repository"], Iterable["ModelFolder"]]
+FindInModel = Callable[["Repository", "ModelFolder"], Iterator["Finding"]]
+
+
+def model_rule(
+    name: str, about: str, models: Models, *, severity: Severity = "error", needs: Needs = "files", stops: bool = False
+) -> Callable[[FindInModel], Rule]:
+    """Make a rule of the function that yields what breaks it in one of these models."""
+
+    def decorate(find: FindInModel) -> Rule:
+        in_all = rule(name, about, severity=severity, needs=needs, stops=stops)
+        return in_all(lambda repository: (each for model in models(repository) for each in find(repository, model)))
+
+    return decorate
+
+
+def every_model(repository: Repository) -> Iterable[ModelFolder]:
+    """The models whose config.pbtxt can be read."""
+    return repository.models.values()
+
+
+def of_role(*roles: str) -> Models:
+    """The models of some roles."""
+    return lambda repository: repository.of(*roles)
+
+
+def with_engine(repository: Repository) -> Iterable[ModelFolder]:
+    """The core models whose engine's config.json could be read."""
+    return (model for model, _ in repository.engines)
+
+
+def with_gpu_engine(repository: Repository) -> Iterable[ModelFolder]:
+    """Those of TensorRT-LLM."""
+    return (model for model, _ in repository.gpu_engines)
 
 
 @dataclass(frozen=True, kw_only=True)

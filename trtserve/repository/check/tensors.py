@@ -17,7 +17,14 @@ from trtserve.repository.check.repository import (
     releases_of,
     tensor_names,
 )
-from trtserve.repository.check.rules import Finding, rule
+from trtserve.repository.check.rules import (
+    Finding,
+    every_model,
+    model_rule,
+    of_role,
+    with_engine,
+    with_gpu_engine,
+)
 from trtserve.repository.config import ConfigOptions, tensors_config, type_name
 from trtserve.repository.profiles import CORE, ENSEMBLE
 
@@ -50,27 +57,26 @@ def expected_tensors(repository: Repository, model: ModelFolder) -> tuple[dict[s
     return inputs, outputs
 
 
-@rule("tensors", "tensors are those of the release: names, types, dims, optional, ragged")
-def different_tensors(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        expected = expected_tensors(repository, model)
-        if expected is None:
-            continue
-        inputs, outputs = expected
-        for tensors, wanted in ((model.config.input, inputs), (model.config.output, outputs)):
-            for tensor in tensors:
-                if tensor.name in wanted and (differences := list(_differences(tensor, wanted[tensor.name]))):
-                    yield model.finding(f"The tensor {tensor.name} {'; it '.join(differences)}.", _FIX)
-                elif tensor.name not in {*inputs, *outputs}:
-                    yield from _of_another_release(repository, model, tensor.name)
-        needed = {name for name, tensor in inputs.items() if not tensor.optional}
-        needed -= {tensor.name for tensor in model.config.input}
-        needed |= _NEEDED_OUTPUTS.get(model.role, set()) - {tensor.name for tensor in model.config.output}
-        for name in sorted(needed):
-            yield model.finding(
-                f"The tensor {name} is not declared, and {model.name} cannot work without it.",
-                "Copy it from NVIDIA's template of this release.",
-            )
+@model_rule("tensors", "tensors are those of the release: names, types, dims, optional, ragged", every_model)
+def different_tensors(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    expected = expected_tensors(repository, model)
+    if expected is None:
+        return
+    inputs, outputs = expected
+    for tensors, wanted in ((model.config.input, inputs), (model.config.output, outputs)):
+        for tensor in tensors:
+            if tensor.name in wanted and (differences := list(_differences(tensor, wanted[tensor.name]))):
+                yield model.finding(f"The tensor {tensor.name} {'; it '.join(differences)}.", _FIX)
+            elif tensor.name not in {*inputs, *outputs}:
+                yield from _of_another_release(repository, model, tensor.name)
+    needed = {name for name, tensor in inputs.items() if not tensor.optional}
+    needed -= {tensor.name for tensor in model.config.input}
+    needed |= _NEEDED_OUTPUTS.get(model.role, set()) - {tensor.name for tensor in model.config.output}
+    for name in sorted(needed):
+        yield model.finding(
+            f"The tensor {name} is not declared, and {model.name} cannot work without it.",
+            "Copy it from NVIDIA's template of this release.",
+        )
 
 
 def _differences(tensor: Any, expected: Any) -> Iterator[str]:
@@ -102,64 +108,60 @@ def _of_another_release(repository: Repository, model: ModelFolder, name: str) -
         )
 
 
-@rule("tensor-name", "no tensor is misspelt", severity="warning")
-def misspelt_tensors(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        expected = expected_tensors(repository, model)
-        if expected is None:
-            continue
-        known = {*expected[0], *expected[1]}
-        declared = {tensor.name for tensor in (*model.config.input, *model.config.output)}
-        for name in sorted(declared - known):
-            close = difflib.get_close_matches(name, known - declared, n=1, cutoff=0.85)
-            if close and not any(name in tensor_names(model.role, each) for each in releases_of(model.role)):
-                yield model.finding(f"{model.name} does not read the tensor {name}.", f"Did you mean {close[0]}?")
+@model_rule("tensor-name", "no tensor is misspelt", every_model, severity="warning")
+def misspelt_tensors(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    expected = expected_tensors(repository, model)
+    if expected is None:
+        return
+    known = {*expected[0], *expected[1]}
+    declared = {tensor.name for tensor in (*model.config.input, *model.config.output)}
+    for name in sorted(declared - known):
+        close = difflib.get_close_matches(name, known - declared, n=1, cutoff=0.85)
+        if close and not any(name in tensor_names(model.role, each) for each in releases_of(model.role)):
+            yield model.finding(f"{model.name} does not read the tensor {name}.", f"Did you mean {close[0]}?")
 
 
-@rule("tensor-twice", "no tensor is declared twice")
-def repeated_tensors(repository: Repository) -> Iterator[Finding]:
-    for model in repository.models.values():
-        for tensors in (model.config.input, model.config.output):
-            names = [tensor.name for tensor in tensors]
-            if model.role == ENSEMBLE:  # NVIDIA's ensemble of 0.19 has harmless identical duplicates
-                names = list({tensor.SerializeToString(deterministic=True): tensor.name for tensor in tensors}.values())
-            for name, count in Counter(names).items():
-                if count > 1:
-                    yield model.finding(f"The tensor {name} is declared {count} times.", "Keep one of them.")
+@model_rule("tensor-twice", "no tensor is declared twice", every_model)
+def repeated_tensors(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    for tensors in (model.config.input, model.config.output):
+        names = [tensor.name for tensor in tensors]
+        if model.role == ENSEMBLE:  # NVIDIA's ensemble of 0.19 has harmless identical duplicates
+            names = list({tensor.SerializeToString(deterministic=True): tensor.name for tensor in tensors}.values())
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield model.finding(f"The tensor {name} is declared {count} times.", "Keep one of them.")
 
 
-@rule("logits-type", "logits have the engine's type")
-def wrong_logits(repository: Repository) -> Iterator[Finding]:
+@model_rule("logits-type", "logits have the engine's type", with_gpu_engine)
+def wrong_logits(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
     """The C++ backend refuses to return logits of another type than the engine's."""
-    for model, _ in repository.gpu_engines:
-        release, built = repository.release(model), model.engine.model.logits_dtype
-        expected = {"float16": "FP16", "float32": "FP32"}.get(built)
-        if model.config.backend != "tensorrtllm" or release is None or order(release) < order(_LOGITS_TYPED_SINCE):
-            continue
-        for tensor in model.config.output:
-            if tensor.name in _LOGITS and expected is not None and type_name(tensor) != expected:
-                yield model.finding(
-                    f"The output {tensor.name} is {type_name(tensor)}; the engine was built with {built} logits.",
-                    f"Write data_type: TYPE_{expected}, in the ensemble and the BLS model too.",
-                )
-
-
-@rule("feature-unreachable", "what the engine was built for is declared", severity="warning")
-def unreachable_features(repository: Repository) -> Iterator[Finding]:
-    for model, _ in repository.engines:
-        declared = {tensor.name for tensor in (*model.config.input, *model.config.output)}
-        built = {
-            "context_logits": model.engine.build.gather_context_logits,
-            "generation_logits": model.engine.build.gather_generation_logits,
-            "prompt_embedding_table": model.limit("max_prompt_embedding_table_size"),
-            "lora_weights": model.engine.build.plugin_config.lora_plugin,
-            "draft_input_ids": model.limit("max_draft_len"),
-        }
-        for name in sorted(name for name, value in built.items() if value and name not in declared):
+    release, built = repository.release(model), model.engine.model.logits_dtype
+    expected = {"float16": "FP16", "float32": "FP32"}.get(built)
+    if model.config.backend != "tensorrtllm" or release is None or order(release) < order(_LOGITS_TYPED_SINCE):
+        return
+    for tensor in model.config.output:
+        if tensor.name in _LOGITS and expected is not None and type_name(tensor) != expected:
             yield model.finding(
-                f"The engine was built for {name}, and the model does not declare that tensor.",
-                "Declare it, or build an engine without it, which takes less memory.",
+                f"The output {tensor.name} is {type_name(tensor)}; the engine was built with {built} logits.",
+                f"Write data_type: TYPE_{expected}, in the ensemble and the BLS model too.",
             )
+
+
+@model_rule("feature-unreachable", "what the engine was built for is declared", with_engine, severity="warning")
+def unreachable_features(_: Repository, model: ModelFolder) -> Iterator[Finding]:
+    declared = {tensor.name for tensor in (*model.config.input, *model.config.output)}
+    built = {
+        "context_logits": model.engine.build.gather_context_logits,
+        "generation_logits": model.engine.build.gather_generation_logits,
+        "prompt_embedding_table": model.limit("max_prompt_embedding_table_size"),
+        "lora_weights": model.engine.build.plugin_config.lora_plugin,
+        "draft_input_ids": model.limit("max_draft_len"),
+    }
+    for name in sorted(name for name, value in built.items() if value and name not in declared):
+        yield model.finding(
+            f"The engine was built for {name}, and the model does not declare that tensor.",
+            "Declare it, or build an engine without it, which takes less memory.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,87 +193,82 @@ def _alike(first: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return len(first) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(first, other, strict=True))
 
 
-@rule("ensemble-step", "steps name models of the repository", stops=True)
-def absent_steps(repository: Repository) -> Iterator[Finding]:
-    for ensemble in repository.of(ENSEMBLE):
-        if not ensemble.config.ensemble_scheduling.step:
-            yield ensemble.finding("It has no step.", "Copy the steps of NVIDIA's template.")
-        for name in {step.model_name for step in ensemble.config.ensemble_scheduling.step}:
-            if name not in repository.models and name not in repository.unread:
-                close = difflib.get_close_matches(name, repository.models, n=1)
-                yield ensemble.finding(
-                    f"A step names the model {name!r}, which is not in the repository.",
-                    f"Did you mean {close[0]}?" if close else f"It has: {', '.join(sorted(repository.models))}.",
-                )
-
-
-@rule("ensemble-map", "maps are complete, and each tensor has one source", stops=True)
-def wrong_maps(repository: Repository) -> Iterator[Finding]:  # noqa: C901 - one branch per fault
-    """Maps name tensors of their step, every required input is mapped, every tensor has one source and a use."""
-    for ensemble in repository.of(ENSEMBLE):
-        for step, model in _steps(repository, ensemble):
-            for mapped, tensors in ((step.input_map, model.config.input), (step.output_map, model.config.output)):
-                for name in sorted(set(mapped) - {tensor.name for tensor in tensors}):
-                    yield ensemble.finding(
-                        f"The step {model.name} maps {name}, and that model declares no such tensor.",
-                        "Declare it there, or remove the line from the map.",
-                    )
-            for tensor in model.config.input:
-                if not tensor.optional and tensor.name not in step.input_map:
-                    yield ensemble.finding(
-                        f"The step {model.name} needs the input {tensor.name}, and nothing is mapped to it.",
-                        "Map a tensor to it, or mark it optional in that model.",
-                    )
-        for name, ends in _tensors(repository, ensemble).items():
-            sources = sum(end.makes for end in ends)
-            if sources == 0:
-                yield ensemble.finding(
-                    f"The tensor {name} has no source: no input of the ensemble and no output of a step has that name.",
-                    "Map the output of a step to it, or declare the input.",
-                )
-            elif all(end.model is ensemble for end in ends):
-                yield ensemble.finding(f"No step uses the input {name}.", "Map it to an input, or remove it.")
-            elif sources > 1:
-                yield ensemble.finding(f"{sources} steps make the tensor {name}.", "Give each its own name.")
-
-
-@rule("ensemble-tensor", "both ends of a tensor have the same type and shape", stops=True)
-def unequal_tensors(repository: Repository) -> Iterator[Finding]:
-    for ensemble in repository.of(ENSEMBLE):
-        for name, (first, *others) in _tensors(repository, ensemble).items():
-            for other in others:
-                types, shapes = type_name(first.tensor) != type_name(other.tensor), not first.fits(other)
-                if types or shapes:
-                    yield ensemble.finding(
-                        f"The tensor {name} has two {'types' if types else 'shapes'}: {first.described} and "
-                        f"{other.described}.",
-                        "Write the same in both files.",
-                    )
-                    break
-
-
-@rule("ensemble-batch", "batches fit every step", stops=True)
-def larger_batches(repository: Repository) -> Iterator[Finding]:
-    for ensemble in repository.of(ENSEMBLE):
-        own = ensemble.config.max_batch_size
-        for model in {model.name: model for _, model in _steps(repository, ensemble)}.values():
-            accepted = model.config.max_batch_size
-            if accepted < own:
-                yield ensemble.finding(
-                    f"It accepts batches of {own}, and its step {model.name} accepts {accepted}.",
-                    f"Set max_batch_size to the same number in all models, at most {accepted} in {ensemble.name}.",
-                )
-
-
-@rule("ensemble-policy", "it streams only if a step does", severity="warning")
-def own_policy(repository: Repository) -> Iterator[Finding]:
-    for ensemble in repository.of(ENSEMBLE):
-        steps = [model for _, model in _steps(repository, ensemble)]
-        if ensemble.decoupled and steps and not any(model.decoupled for model in steps):
+@model_rule("ensemble-step", "steps name models of the repository", of_role(ENSEMBLE), stops=True)
+def absent_steps(repository: Repository, ensemble: ModelFolder) -> Iterator[Finding]:
+    if not ensemble.config.ensemble_scheduling.step:
+        yield ensemble.finding("It has no step.", "Copy the steps of NVIDIA's template.")
+    for name in {step.model_name for step in ensemble.config.ensemble_scheduling.step}:
+        if name not in repository.models and name not in repository.unread:
+            close = difflib.get_close_matches(name, repository.models, n=1)
             yield ensemble.finding(
-                "It sets decoupled: true, but none of its steps is decoupled.",
-                "Remove model_transaction_policy from the ensemble, and set it in the core model.",
+                f"A step names the model {name!r}, which is not in the repository.",
+                f"Did you mean {close[0]}?" if close else f"It has: {', '.join(sorted(repository.models))}.",
             )
+
+
+@model_rule("ensemble-map", "maps are complete, and each tensor has one source", of_role(ENSEMBLE), stops=True)
+def wrong_maps(repository: Repository, ensemble: ModelFolder) -> Iterator[Finding]:
+    """Maps name tensors of their step, every required input is mapped, every tensor has one source and a use."""
+    for step, model in _steps(repository, ensemble):
+        for mapped, tensors in ((step.input_map, model.config.input), (step.output_map, model.config.output)):
+            for name in sorted(set(mapped) - {tensor.name for tensor in tensors}):
+                yield ensemble.finding(
+                    f"The step {model.name} maps {name}, and that model declares no such tensor.",
+                    "Declare it there, or remove the line from the map.",
+                )
+        for tensor in model.config.input:
+            if not tensor.optional and tensor.name not in step.input_map:
+                yield ensemble.finding(
+                    f"The step {model.name} needs the input {tensor.name}, and nothing is mapped to it.",
+                    "Map a tensor to it, or mark it optional in that model.",
+                )
+    for name, ends in _tensors(repository, ensemble).items():
+        sources = sum(end.makes for end in ends)
+        if sources == 0:
+            yield ensemble.finding(
+                f"The tensor {name} has no source: no input of the ensemble and no output of a step has that name.",
+                "Map the output of a step to it, or declare the input.",
+            )
+        elif all(end.model is ensemble for end in ends):
+            yield ensemble.finding(f"No step uses the input {name}.", "Map it to an input, or remove it.")
+        elif sources > 1:
+            yield ensemble.finding(f"{sources} steps make the tensor {name}.", "Give each its own name.")
+
+
+@model_rule("ensemble-tensor", "both ends of a tensor have the same type and shape", of_role(ENSEMBLE), stops=True)
+def unequal_tensors(repository: Repository, ensemble: ModelFolder) -> Iterator[Finding]:
+    for name, (first, *others) in _tensors(repository, ensemble).items():
+        for other in others:
+            types, shapes = type_name(first.tensor) != type_name(other.tensor), not first.fits(other)
+            if types or shapes:
+                yield ensemble.finding(
+                    f"The tensor {name} has two {'types' if types else 'shapes'}: {first.described} and "
+                    f"{other.described}.",
+                    "Write the same in both files.",
+                )
+                break
+
+
+@model_rule("ensemble-batch", "batches fit every step", of_role(ENSEMBLE), stops=True)
+def larger_batches(repository: Repository, ensemble: ModelFolder) -> Iterator[Finding]:
+    own = ensemble.config.max_batch_size
+    for model in {model.name: model for _, model in _steps(repository, ensemble)}.values():
+        accepted = model.config.max_batch_size
+        if accepted < own:
+            yield ensemble.finding(
+                f"It accepts batches of {own}, and its step {model.name} accepts {accepted}.",
+                f"Set max_batch_size to the same number in all models, at most {accepted} in {ensemble.name}.",
+            )
+
+
+@model_rule("ensemble-policy", "it streams only if a step does", of_role(ENSEMBLE), severity="warning")
+def own_policy(repository: Repository, ensemble: ModelFolder) -> Iterator[Finding]:
+    steps = [model for _, model in _steps(repository, ensemble)]
+    if ensemble.decoupled and steps and not any(model.decoupled for model in steps):
+        yield ensemble.finding(
+            "It sets decoupled: true, but none of its steps is decoupled.",
+            "Remove model_transaction_policy from the ensemble, and set it in the core model.",
+        )
 
 
 def _steps(repository: Repository, ensemble: ModelFolder) -> Iterator[tuple[Any, ModelFolder]]:

@@ -11,7 +11,7 @@ from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import MissingDependencyError, TrtserveError, counted
 from trtserve.progress import SilentProgress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
-from trtserve.repository.check.rules import Finding, refusal, rule
+from trtserve.repository.check.rules import Finding, model_rule, of_role, refusal, rule
 from trtserve.repository.profiles import CORE, POSTPROCESSING, PREPROCESSING
 from trtserve.repository.tokenizer import (
     check_tokenizer,
@@ -23,18 +23,22 @@ from trtserve.repository.tokenizer import (
 _LISTED = 3  # tokens that one message names
 
 
-@rule("tokenizer-path", "tokenizer_dir is a folder on this machine", stops=True)
-def absent_folders(repository: Repository) -> Iterator[Finding]:
-    for model in repository.of(PREPROCESSING, POSTPROCESSING, CORE):
-        text = model.parameters.get("tokenizer_dir", "")
-        if not text and model.role != CORE:
-            yield model.finding("The parameter tokenizer_dir is not set.", "Give the folder of the tokenizer.")
-        elif text and model.config.backend == "python" and not repository.located(text, model.name).is_dir():
-            yield model.finding(
-                f"tokenizer_dir is {text!r}, which is not a folder on this machine.",
-                "NVIDIA's program would take it for a name on the hub and try to download it. Put the tokenizer into "
-                "the repository.",
-            )
+@model_rule(
+    "tokenizer-path",
+    "tokenizer_dir is a folder on this machine",
+    of_role(PREPROCESSING, POSTPROCESSING, CORE),
+    stops=True,
+)
+def absent_folders(repository: Repository, model: ModelFolder) -> Iterator[Finding]:
+    text = model.parameters.get("tokenizer_dir", "")
+    if not text and model.role != CORE:
+        yield model.finding("The parameter tokenizer_dir is not set.", "Give the folder of the tokenizer.")
+    elif text and model.config.backend == "python" and not repository.located(text, model.name).is_dir():
+        yield model.finding(
+            f"tokenizer_dir is {text!r}, which is not a folder on this machine.",
+            "NVIDIA's program would take it for a name on the hub and try to download it. Put the tokenizer into "
+            "the repository.",
+        )
 
 
 @rule("tokenizer-files", "it holds a tokenizer")
