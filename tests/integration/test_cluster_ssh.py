@@ -26,12 +26,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.host.ports import free_ports
 from trtserve.server.launch.cluster import write_job
 from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
-from trtserve.server.triton.tritonserver import (
-    Address,
-    is_ready,
-    shared_memory_regions,
-    sweep_shared_memory,
-)
+from trtserve.server.triton.tritonserver import Address, is_ready, shared_memory_regions, sweep_shared_memory
 from trtserve.specs import ServerSpec
 
 pytestmark = pytest.mark.needs("sshd")

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import PortInUseError, ServerStartError
-from trtserve.process import (
-    Command,
-    ProcessId,
-    spawn,
-    stop,
-)
+from trtserve.process import Command, ProcessId, spawn, stop
 from trtserve.server.triton import tritonserver
 from trtserve.server.triton.tritonserver import Address
 

@@ -33,12 +33,7 @@ from tests.support.launches import (
 from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import (
-    RepositoryError,
-    ServerDiedError,
-    ServerStartError,
-    UsageError,
-)
+from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError, UsageError
 from trtserve.server import gpu_checks, readiness
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server

@@ -28,14 +28,7 @@ from trtserve.server.discovery import find_server
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
-from trtserve.server.state import (
-    Server,
-    last_record,
-    list_servers,
-    log_file,
-    recorded_server,
-    run_folder,
-)
+from trtserve.server.state import Server, last_record, list_servers, log_file, recorded_server, run_folder
 from trtserve.server.status import server_state
 from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.server.triton.tritonserver import shared_memory_regions

@@ -16,13 +16,8 @@ from tests.support.unsupported_release import ENGINELESS
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import (
-    MachineError,
-    MemoryLimitError,
-    MissingDependencyError,
-    RepositoryError,
-    UsageError,
-)
+from trtserve.errors import MachineError, MemoryLimitError, MissingDependencyError, RepositoryError, UsageError
+from trtserve.files import decode_as
 from trtserve.process import ProcessId
 from trtserve.server.gpu_checks import require_gpu_memory
 from trtserve.server.plan import ServerPlan, plan_server
@@ -330,5 +325,5 @@ def test_all_instances_are_one_server() -> None:
     )
     assert (server.endpoint.http_port, server.endpoint.grpc_port, server.endpoint.metrics_port) == (10, 11, 3)
     assert [root.pid for root in server.roots] == [12, 7, 8]
-    assert Server.from_json(json.loads(json.dumps(asdict(server), default=str))) == server
+    assert decode_as(json.loads(json.dumps(asdict(server), default=str)), Server, "a server", "here") == server
     assert not server.alive()

@@ -13,12 +13,7 @@ from typing import Any
 from tests.support.waiting import wait_until
 from trtserve.gateway.settings import GatewaySettings
 from trtserve.host.ports import free_ports
-from trtserve.process import (
-    Command,
-    ProcessId,
-    spawn,
-    stop,
-)
+from trtserve.process import Command, ProcessId, spawn, stop
 
 HOST = "127.0.0.1"
 

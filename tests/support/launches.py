@@ -24,12 +24,7 @@ from trtserve.server.plan import plan_server
 from trtserve.server.rank_processes import rank_processes
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
-from trtserve.server.state import (
-    Server,
-    list_servers,
-    recorded_server,
-    run_folder,
-)
+from trtserve.server.state import Server, list_servers, recorded_server, run_folder
 from trtserve.server.triton.tritonserver import shared_memory_regions
 from trtserve.specs import ServerSpec
 from trtserve.store import Store

@@ -9,13 +9,7 @@ import pytest
 
 from trtserve.gateway.admission import Gate
 from trtserve.gateway.app import HANG_UP, Gateway
-from trtserve.gateway.asgi import (
-    Message,
-    Receive,
-    RefusedError,
-    Scope,
-    Send,
-)
+from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
 from trtserve.gateway.settings import GatewaySettings, RequestLimits
 
 

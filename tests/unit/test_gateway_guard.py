@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 from tritonclient import http as tritonclient
 
 from trtserve.gateway.asgi import RefusedError, inflate
-from trtserve.gateway.guard import (
-    CheckedBody,
-    check_control,
-    check_generate,
-    check_infer,
-)
+from trtserve.gateway.guard import CheckedBody, check_control, check_generate, check_infer
 from trtserve.gateway.settings import RequestLimits
 from trtserve.gateway.triton import GROUPS, find_target
 

@@ -13,15 +13,7 @@ from fastapi.testclient import TestClient
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.support.scripted_endpoint import (
-    WEATHER,
-    chat,
-    complete,
-    endpoint_of,
-    error,
-    events,
-    write_chat_model,
-)
+from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.waiting import wait_until
 from trtserve.gateway.openai.answering import Measures

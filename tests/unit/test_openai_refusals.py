@@ -10,15 +10,7 @@ import pytest
 from fastapi import Request
 from fastapi.testclient import TestClient
 
-from tests.support.scripted_endpoint import (
-    WEATHER,
-    chat,
-    complete,
-    endpoint_of,
-    error,
-    events,
-    write_chat_model,
-)
+from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import NAME, ScriptedTriton, refused
 from trtserve.gateway.asgi import RefusedError
 

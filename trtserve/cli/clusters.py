@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_data,
-    print_json,
-    say,
-)
+from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.errors import UsageError
 from trtserve.specs.cluster import OPTIONS, ClusterSpec
 from trtserve.specs.options import Spec, given_flags

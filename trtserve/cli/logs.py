@@ -8,12 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trtserve.cli.options import (
-    JsonOption,
-    ServerArgument,
-    ServerOption,
-    one_name,
-)
+from trtserve.cli.options import JsonOption, ServerArgument, ServerOption, one_name
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.errors import UsageError, counted
 from trtserve.server.triton.server_log import described, is_noise, tail

@@ -12,14 +12,7 @@ import typer
 
 from trtserve.cli.clusters import ClusterCall, print_files, write_for_cluster
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports, paths
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_commands,
-    print_data,
-    print_json,
-    print_stages,
-    say,
-)
+from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
 from trtserve.cli.status import server_record
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.specs import ServerSpec

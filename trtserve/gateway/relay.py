@@ -14,16 +14,7 @@ from aiohttp import ClientResponse
 
 from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate
-from trtserve.gateway.asgi import (
-    Message,
-    Receive,
-    RefusedError,
-    Scope,
-    Send,
-    headers_of,
-    receive_body,
-    send_answer,
-)
+from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
 from trtserve.gateway.health import TritonHealth
 from trtserve.gateway.settings import GatewaySettings
 from trtserve.gateway.triton import TritonHttp, TritonPath, find_target

@@ -13,7 +13,7 @@ from typing import Any
 
 from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.errors import UsageError
-from trtserve.files import writing
+from trtserve.files import read_as, writing
 from trtserve.process import ProcessId
 
 MIB = 1 << 20
@@ -124,14 +124,7 @@ class GatewaySettings:
     @classmethod
     def read(cls, path: Path) -> GatewaySettings:
         """Read what `write` wrote."""
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("run_folder", "repository", "tokenizer", "key_file", "certificate", "private_key"):
-            content[name] = None if content[name] is None else Path(content[name])
-        for name in ("core_models", "open_apis"):
-            content[name] = tuple(content[name])
-        content["triton"] = None if content["triton"] is None else ProcessId(**content["triton"])
-        content["limits"] = RequestLimits(**content["limits"])
-        return cls(**content)
+        return read_as(path, cls, "the settings of a gateway")
 
 
 def read_key(path: Path) -> str:

@@ -6,18 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trtserve.errors import (
-    MemoryLimitError,
-    MissingDependencyError,
-    RepositoryError,
-    counted,
-)
-from trtserve.host.gpus import (
-    count_gpus,
-    list_gpus,
-    require_gpus,
-    visible_devices,
-)
+from trtserve.errors import MemoryLimitError, MissingDependencyError, RepositoryError, counted
+from trtserve.host.gpus import count_gpus, list_gpus, require_gpus, visible_devices
 from trtserve.host.machine import format_bytes
 from trtserve.host.nvidia import Device
 from trtserve.nvidia.releases.launcher import WORKER

@@ -21,14 +21,7 @@ from trtserve.server.plan import ServerPlan, on_free_ports
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all
 from trtserve.server.shutdown import end_server
-from trtserve.server.state import (
-    Instance,
-    Server,
-    change_state,
-    failure_of,
-    run_folder,
-    write_state,
-)
+from trtserve.server.state import Instance, Server, change_state, failure_of, run_folder, write_state
 from trtserve.server.triton.installation import prepare_backends
 from trtserve.server.triton.server_log import rotate
 from trtserve.server.triton.tritonserver import STACK, kv_blocks

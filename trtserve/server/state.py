@@ -9,19 +9,13 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import TrtserveError, UsageError
-from trtserve.files import (
-    child,
-    locked,
-    parse_json,
-    write_json,
-)
+from trtserve.errors import ArtifactError, TrtserveError, UsageError
+from trtserve.files import child, decode_as, locked, parse_json, write_json
 from trtserve.process import ProcessId
 from trtserve.server.triton import tritonserver as triton_server
 from trtserve.server.triton.tritonserver import Address
@@ -56,12 +50,6 @@ class Failure:
     log: Path | None = None
     """Log of the part that ended."""
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Failure:
-        """Return the failure that a state file describes."""
-        log = content.get("log")
-        return cls(**{**content, "log": None if log is None else Path(log)})
-
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayState:
@@ -78,13 +66,6 @@ class GatewayState:
     def dead(self) -> bool:
         """Whether it has ended."""
         return not self.process.alive()
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> GatewayState:
-        """Return the gateway that a state file describes."""
-        process = ProcessId(**content["process"])
-        paths = {name: Path(content[name]) for name in ("log", "settings")}
-        return cls(process=process, encrypted=content["encrypted"], **paths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +96,6 @@ class Instance:
         """Stubs that have ended since the instance became ready."""
         return [stub for stub in self.stubs if not stub.alive()]
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Instance:
-        """Return the instance that a state file describes."""
-        return cls(
-            address=Address(**content["address"]),
-            process=ProcessId(**content["process"]),
-            log=Path(content["log"]),
-            stubs=tuple(Stub(**each) for each in content["stubs"]),
-            ranks=_identities(content["ranks"]),
-            container=content["container"],
-            gateway=None if content["gateway"] is None else GatewayState.from_json(content["gateway"]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyState:
@@ -145,18 +113,6 @@ class ProxyState:
     def dead(self) -> bool:
         """Whether nginx was started and has ended."""
         return self.process is not None and not self.process.alive()
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> ProxyState:
-        """Return the proxy that a state file describes."""
-        process = content["process"]
-        return cls(
-            file=Path(content["file"]),
-            log=Path(content["log"]),
-            http_port=content["http_port"],
-            grpc_port=content["grpc_port"],
-            process=None if process is None else ProcessId(**process),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,25 +188,6 @@ class Server:
         """All its ports, those of the proxy included."""
         own = {port for instance in self.instances for port in instance.address.ports.values()}
         return own if self.proxy is None else own | {self.proxy.http_port, self.proxy.grpc_port}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Server:
-        """Return the server that a state file describes."""
-        return cls(
-            **{
-                **content,
-                "repository": Path(content["repository"]),
-                "instances": tuple(Instance.from_json(each) for each in content["instances"]),
-                "proxy": None if content["proxy"] is None else ProxyState.from_json(content["proxy"]),
-                "supervisor": None if content["supervisor"] is None else ProcessId(**content["supervisor"]),
-                "stopper": None if content["stopper"] is None else ProcessId(**content["stopper"]),
-                "failure": None if content["failure"] is None else Failure.from_json(content["failure"]),
-            }
-        )
-
-
-def _identities(content: Iterable[Mapping[str, Any]]) -> tuple[ProcessId, ...]:
-    return tuple(ProcessId(**each) for each in content)
 
 
 def server_name(repository: ModelRepository, spec: ServerSpec) -> str:
@@ -375,7 +312,7 @@ def _read(path: Path) -> Server | None:
         for instance in content["instances"]:
             if "door" in instance:  # what the gateway was called before 2026-11-26
                 instance["gateway"] = instance.pop("door")
-        server = Server.from_json(content)
-    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        server = decode_as(content, Server, "the state of a server", path)
+    except (FileNotFoundError, KeyError, TypeError, ValueError, ArtifactError):
         return None
     return server if server.instances and server.schema == _SCHEMA else None

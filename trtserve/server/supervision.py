@@ -18,15 +18,7 @@ from trtserve.server import background
 from trtserve.server.plan import ServerPlan
 from trtserve.server.shutdown import end_server
 from trtserve.server.start import start_once
-from trtserve.server.state import (
-    Server,
-    change_state,
-    failure_of,
-    forget,
-    is_stopping,
-    last_record,
-    recorded_server,
-)
+from trtserve.server.state import Server, change_state, failure_of, forget, is_stopping, last_record, recorded_server
 from trtserve.server.status import died_error, ended, unready_models
 from trtserve.server.triton.server_log import limit_size
 from trtserve.specs import ServerSpec

@@ -11,19 +11,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from trtserve.gateway.openai.answering import Answering, Measures, Sequenced
-from trtserve.gateway.openai.answers import (
-    CallReader,
-    ChatAnswer,
-    Completion,
-    Envelope,
-    Json,
-)
-from trtserve.gateway.openai.bodies import (
-    ChatBody,
-    CompletionBody,
-    NamedTool,
-    Sampling,
-)
+from trtserve.gateway.openai.answers import CallReader, ChatAnswer, Completion, Envelope, Json
+from trtserve.gateway.openai.bodies import ChatBody, CompletionBody, NamedTool, Sampling
 from trtserve.gateway.openai.errors import ApiError, OpenAIRoute
 from trtserve.gateway.openai.request import EngineRequest, Prompt, chat_prompt, completion_prompt, engine_requests
 from trtserve.gateway.openai.served import Backend, ServedModel

@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import (
-    MachineError,
-    MissingDependencyError,
-    UsageError,
-    counted,
-)
+from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
 from trtserve.nvidia.containers import SQUASHFS, image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import gpu_triton
-from trtserve.server.launch.base import (
-    LaunchSetup,
-    first_address,
-    in_this_python,
-    server_setup,
-)
+from trtserve.server.launch.base import LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
 from trtserve.server.launch.modes import launch_mode, mpi_ranks, slurm_task
 from trtserve.server.render import Verbatim, render
