@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -181,3 +181,27 @@ class Gate:
                         exchange.hang_up()
                 elif now - exchange.started > longest:
                     exchange.end(RefusedError(504, f"the request took longer than {longest:g} s"))
+
+
+async def stop_until_ended(
+    running: asyncio.Task[None],
+    stop: Callable[[], Awaitable[None]],
+    *,
+    within: float,
+    pause: float,
+    growth: float = 1.0,
+) -> None:
+    """Stop a request in the engine until the task that reads its answer has ended; after `within` seconds cancel it.
+
+    The engine does not know a request that has not reached it yet, so it is asked again after `pause` seconds, which
+    grow by a factor.
+    """
+    deadline = time.monotonic() + within
+    while True:
+        await stop()
+        await asyncio.wait({running}, timeout=pause)
+        if running.done() or time.monotonic() > deadline:
+            break
+        pause *= growth
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

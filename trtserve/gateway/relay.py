@@ -6,14 +6,13 @@ import asyncio
 import logging
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from aiohttp import ClientResponse
 
 from trtserve.gateway import guard
-from trtserve.gateway.admission import Exchange, Gate
+from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
 from trtserve.gateway.health import TritonHealth
 from trtserve.gateway.settings import GatewaySettings
@@ -137,24 +136,19 @@ class Relay:
     async def _stop(self, exchange: Exchange, relaying: asyncio.Task[None]) -> None:
         """Stop a request and read its answer to the end, if the connection is still open.
 
-        Triton 2.51 keeps an ensemble's request for ever if its connection is closed too early. The engine does not know
-        a request that has not reached it yet, so it is asked again, but never while a client waits for the same id.
+        Triton 2.51 keeps an ensemble's request for ever if its connection is closed too early. While another client
+        waits for the same id, nothing is sent.
         """
-        deadline = time.monotonic() + _STOP_SECONDS
-        while True:
-            if not self._gate.has_other(exchange):
-                await self._stop_everywhere(exchange.request_id)
-            await asyncio.wait([relaying], timeout=_STOP_AGAIN)
-            if relaying.done() or time.monotonic() > deadline:
-                break
-        relaying.cancel()
-        await asyncio.gather(relaying, return_exceptions=True)
 
-    async def _stop_everywhere(self, request_id: str) -> None:
-        stops = (self._triton.stop(request_id, core) for core in self._settings.core_models)
-        for result in await asyncio.gather(*stops, return_exceptions=True):
-            if isinstance(result, BaseException):
-                _LOG.warning("request %s could not be stopped: %s", request_id, result)
+        async def stop() -> None:
+            if self._gate.has_other(exchange):
+                return
+            stops = (self._triton.stop(exchange.request_id, core) for core in self._settings.core_models)
+            for result in await asyncio.gather(*stops, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    _LOG.warning("request %s could not be stopped: %s", exchange.request_id, result)
+
+        await stop_until_ended(relaying, stop, within=_STOP_SECONDS, pause=_STOP_AGAIN)
 
 
 async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:

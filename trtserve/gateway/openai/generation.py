@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 from trtserve.client.tensors import IDS_INPUT, Reply, stop_tensors
 from trtserve.client.transport import STOP_TIMEOUT
 from trtserve.errors import RequestError, TrtserveError
+from trtserve.gateway.admission import stop_until_ended
 from trtserve.gateway.openai.answers import TextPiece, TokenLogProb, TokenUsage, prompt_log_probs, token_log_probs
 from trtserve.gateway.openai.request import EngineRequest, with_adapter_weights
 from trtserve.gateway.openai.served import Backend, ServedModel
@@ -20,7 +20,7 @@ from trtserve.programs.bls.texts import IncrementalText
 from trtserve.programs.shared.lora_names import NOT_CACHED
 
 _UNFINISHED = ("", "not_finished")
-# A stop that arrives before its request has no effect: it is repeated, ever more rarely, until the request has ended.
+# A stop is repeated, ever more rarely, until its request has ended.
 _FIRST_PAUSE = 0.25
 _STOPPED_WITHIN = 60.0
 
@@ -244,8 +244,8 @@ class EngineCall:
                     core, stop_tensors(core), request_id=self._id, stream=core.decoupled, timeout=STOP_TIMEOUT
                 ):
                     pass
-            await asyncio.wait({self._reader}, timeout=pause)
-            pause *= 2
+
+        await stop_until_ended(self._reader, stop, within=_STOPPED_WITHIN, pause=_FIRST_PAUSE, growth=2)
 
 
 class StoppedText:
