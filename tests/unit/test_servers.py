@@ -15,6 +15,7 @@ from trtserve.process import ProcessId
 from trtserve.server.discovery import find_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import (
+    GatewayState,
     Server,
     Stub,
     change_state,
@@ -46,6 +47,16 @@ def server(store: Store, name: str, *, age: float = 0.0, **more: Any) -> Server:
 def test_state_survives_the_file(store: Store) -> None:
     written = server(store, "demo-1.5", stubs=(Stub(pid=5, started=1.5, model="a"), Stub(pid=6, started=2.5)))
     assert list_servers(store) == [written]
+
+
+def test_a_state_file_of_the_time_of_the_door_is_read(store: Store) -> None:
+    written = server(store, "demo")
+    gateway = GatewayState(process=written.instances[0].process, log=Path("/log"), settings=Path("/1.json"))
+    written = replace(written, instances=(replace(written.instances[0], gateway=gateway),))
+    write_state(written, store)
+    file = state_file("demo", store)
+    file.write_text(file.read_text(encoding="utf-8").replace('"gateway"', '"door"'), encoding="utf-8")
+    assert recorded_server("demo", store) == written
 
 
 def test_a_reused_pid_is_not_the_server(store: Store) -> None:
