@@ -234,11 +234,8 @@ class EngineCall:
         if core is None or IDS_INPUT not in core.inputs:  # the LLM API's model sees that its call was cancelled
             self._reader.cancel()
             return
-        deadline, pause = time.monotonic() + _STOPPED_WITHIN, _FIRST_PAUSE
-        while not self._reader.done():
-            if time.monotonic() > deadline:  # the engine hangs
-                self._reader.cancel()
-                return
+
+        async def stop() -> None:
             with suppress(TrtserveError):  # the server may be gone
                 async for _ in self._backend.client.infer(
                     core, stop_tensors(core), request_id=self._id, stream=core.decoupled, timeout=STOP_TIMEOUT

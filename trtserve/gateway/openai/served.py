@@ -15,12 +15,7 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import GrpcTransport, grpc_client
 from trtserve.client.query import describe_model
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
-from trtserve.client.tokenizer import (
-    PREPROCESSING,
-    TokenizerFiles,
-    find_tokenizer,
-    server_adds_special_tokens,
-)
+from trtserve.client.tokenizer import PREPROCESSING, TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.files import read_json_object
