@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.exact_server import exact_server
 from trtserve.bench.compare import compare
 from trtserve.bench.echo_server import Echo, Spoken
-from trtserve.bench.intervals import independent_interval, mean_interval
+from trtserve.bench.intervals import Interval, mean_interval, t_quantile
 from trtserve.bench.processes import LoadOutcome, run_load
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.report import BenchReport
@@ -208,6 +209,12 @@ def drifting(random: np.random.Generator) -> list[BenchReport]:
         ]
         runs.append(report_of(records, started=f"2026-01-01T00:00:{number:02}"))
     return runs
+
+
+def independent_interval(values: Sequence[float]) -> Interval:
+    """The textbook interval of a mean, which takes values as independent."""
+    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) - half, statistics.fmean(values) + half
 
 
 def table(rows: list[Row]) -> str:

@@ -93,3 +93,15 @@ def test_unreadable_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_bytes(b"\xff[")
     with pytest.raises(UsageError, match="not JSON"):
         read_dataset(tmp_path / "data.json")
+
+
+def test_sharegpt_and_json_lines_are_read(tmp_path: Path) -> None:
+    talk = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a b c"}]}
+    (tmp_path / "share.json").write_text(json.dumps([talk, {"conversations": []}]))
+    example, empty = read_dataset(tmp_path / "share.json")
+    assert empty.prompt == ""  # and skipped
+    assert (example.prompt, example.output_len(2.0, 9)) == ("hi", 6)
+    lines = [{"prompt": "x", "output_len": 4}, {"text": "y", "completion": "a b"}, {"prompt": "z"}]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = read_dataset(tmp_path / "some.jsonl")
+    assert [(each.prompt, each.output_len(1.0, 9)) for each in found] == [("x", 4), ("y", 2), ("z", 9)]

@@ -10,7 +10,6 @@ import pytest
 
 from trtserve.bench.intervals import (
     effective_count,
-    independent_interval,
     mean_interval,
     quantile_interval,
     t_quantile,
@@ -35,11 +34,10 @@ def covered(intervals: Sequence[tuple[float, float] | None], truth: float) -> fl
 
 
 def test_means_of_correlated_values_are_covered() -> None:
-    """`make bench ARGS="--only client"` repeats this with more runs and queues; independent intervals fail here."""
+    """`make bench ARGS="--only client"` repeats this with more runs and queues."""
     random = np.random.default_rng(1)
     runs = [ar1(random) for _ in range(RUNS)]
     assert covered([mean_interval(run) for run in runs], 0.0) >= 0.90
-    assert covered([independent_interval(run) for run in runs], 0.0) <= 0.65
 
 
 @pytest.mark.parametrize("quantile", [0.5, 0.9])

@@ -1,4 +1,4 @@
-"""Histograms, shared prefixes, conversations, traces and datasets: what they send."""
+"""Histograms, shared prefixes, conversations and traces: what they send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trtserve.bench.recorded import BLOCK, read_dataset, read_trace, replay
+from trtserve.bench.recorded import BLOCK, read_trace, replay
 from trtserve.bench.records import TrafficLimits
 from trtserve.bench.traffic import (
     read_histogram,
@@ -94,18 +94,6 @@ def test_azures_traces_are_read(tmp_path: Path) -> None:
     trace.write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="not a trace: a request has no 'TIMESTAMP'"):
         read_trace(trace)
-
-
-def test_sharegpt_and_json_lines_are_read(tmp_path: Path) -> None:
-    talk = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a b c"}]}
-    (tmp_path / "share.json").write_text(json.dumps([talk, {"conversations": []}]))
-    example, empty = read_dataset(tmp_path / "share.json")
-    assert empty.prompt == ""  # and skipped
-    assert (example.prompt, example.output_len(2.0, 9)) == ("hi", 6)
-    lines = [{"prompt": "x", "output_len": 4}, {"text": "y", "completion": "a b"}, {"prompt": "z"}]
-    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    found = read_dataset(tmp_path / "some.jsonl")
-    assert [(each.prompt, each.output_len(1.0, 9)) for each in found] == [("x", 4), ("y", 2), ("z", 9)]
 
 
 def test_a_part_of_the_requests_is_cancelled() -> None:

@@ -17,7 +17,7 @@ from trtserve.bench.records import (
     override_limits,
     precision_of_repository,
 )
-from trtserve.bench.traffic import arrival_times, token_norm_dist
+from trtserve.bench.traffic import Arrivals, arrival_times, token_norm_dist
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
 
@@ -115,20 +115,41 @@ def test_constant_arrivals() -> None:
     assert arrival_times("constant", rate=4, count=4, seed=0) == [0, 0.25, 0.5, 0.75]
 
 
-def test_exponential_arrivals() -> None:
-    offsets = arrival_times("exponential", rate=50, count=5000, seed=3)
-    gaps = np.diff(offsets)
-    assert offsets[0] == 0
+def test_a_seed_fixes_exponential_arrivals() -> None:
+    first, again, other = (arrival_times("exponential", rate=50, count=5000, seed=seed) for seed in (3, 3, 4))
+    gaps = np.diff(first)
     assert gaps.min() > 0
     # Mean and standard deviation of an exponential distribution are equal.
     assert [gaps.mean(), gaps.std()] == pytest.approx([0.02, 0.02], rel=0.05)
-    assert offsets == arrival_times("exponential", rate=50, count=5000, seed=3)
-    assert offsets != arrival_times("exponential", rate=50, count=5000, seed=4)
+    assert first == again != other
 
 
-@pytest.mark.parametrize("kind", ["constant", "exponential"])
-def test_single_arrival(kind: str) -> None:
-    assert arrival_times("constant" if kind == "constant" else "exponential", rate=1, count=1, seed=0) == [0.0]
+def test_single_arrival() -> None:
+    assert arrival_times("constant", rate=1, count=1, seed=0) == arrival_times("gamma", rate=1, count=1, seed=0) == [0]
+
+
+@pytest.mark.parametrize("kind", ["constant", "exponential", "gamma"])
+def test_schedules_have_the_asked_rate(kind: Arrivals) -> None:
+    times = arrival_times(kind, rate=50, count=20_000, seed=1)
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert len(times) / times[-1] == pytest.approx(50, rel=0.03)
+
+
+@pytest.mark.parametrize("shape", [0.25, 1.0, 4.0])
+def test_burstiness_is_the_spread_of_the_gaps(shape: float) -> None:
+    gaps = np.diff(arrival_times("gamma", rate=10, count=20_000, seed=2, burstiness=shape))
+    assert gaps.std() / gaps.mean() == pytest.approx(shape**-0.5, rel=0.06)
+
+
+@pytest.mark.parametrize(("first", "last"), [(10.0, 100.0), (100.0, 10.0)])
+def test_ramps_change_the_rate_linearly(first: float, last: float) -> None:
+    times = np.array(arrival_times("constant", rate=first, count=2000, seed=0, ramp_to=last))
+    rates = 1 / np.diff(times)
+    assert rates[0] == pytest.approx(first, rel=0.05)
+    assert rates[-1] == pytest.approx(last, rel=0.05)
+    middle = rates[np.searchsorted(times, times[-1] / 2)]
+    assert middle == pytest.approx((first + last) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,17 +87,14 @@ def _settings(repository: Path, measured: BenchReport) -> list[tuple[str, str]]:
     used = {"preprocessing", "postprocessing", "tensorrt_llm_bls", measured.model}
     used -= {"tensorrt_llm_bls"} if measured.model == "ensemble" else set()
     used = set() if measured.model == CORE_MODEL or measured.protocol == "openai" else used
-    for model, text in _configurations(repository).items():
+    for path in sorted(repository.glob("*/config.pbtxt")):
+        model, text = path.parent.name, path.read_text(encoding="utf-8")
         instances = _count(text)
         if model in used and 0 < instances < asked:
             found.append((f"instances of {model}", f"{instances} for {asked} requests in flight"))
         if model == CORE_MODEL and "decoupled: true" not in text.replace("decoupled:true", "decoupled: true"):
             found.append(("decoupled", "the core model is not decoupled: no answer is streamed"))
     return found
-
-
-def _configurations(repository: Path) -> Mapping[str, str]:
-    return {path.parent.name: path.read_text(encoding="utf-8") for path in sorted(repository.glob("*/config.pbtxt"))}
 
 
 def _count(text: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -152,6 +153,7 @@ def _genai_perf(values: Values, totals: Totals, report: BenchReport) -> dict[str
 
 def _aiperf(values: Values, totals: Totals, report: BenchReport) -> dict[str, Any]:
     counts = report.statistics.counts
+    errors = Counter(str(each.error) for each in report.records if each.status == "failed")
     return {
         "schema_version": _AIPERF_SCHEMA,
         **{
@@ -162,7 +164,7 @@ def _aiperf(values: Values, totals: Totals, report: BenchReport) -> dict[str, An
         "error_request_count": {"unit": "requests", "avg": float(counts.failed)},
         "input_config": _aiperf_config(values, report),
         "was_cancelled": report.interrupted,
-        "error_summary": _errors(report.records),
+        "error_summary": [{"error_details": {"message": text}, "count": count} for text, count in errors.items()],
         "start_time": report.started,
     }
 
@@ -188,14 +190,6 @@ def _aiperf_config(values: Values, report: BenchReport) -> dict[str, Any]:
         "datasets": [{"name": "prompts", "type": "synthetic", "entries": load["requests"], "prompts": prompts}],
         "phases": [load],
     }
-
-
-def _errors(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    counts: dict[str, int] = {}
-    for record in records:
-        if record.status == "failed":
-            counts[str(record.error)] = counts.get(str(record.error), 0) + 1
-    return [{"error_details": {"message": message}, "count": count} for message, count in counts.items()]
 
 
 def _aiperf_record(record: RequestRecord) -> dict[str, Any]:

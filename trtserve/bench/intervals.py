@@ -132,17 +132,6 @@ def effective_count(values: Sequence[float]) -> float | None:
     return float(min(len(array), array.var(ddof=1) / standard**2)) if standard else None
 
 
-def independent_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval | None:
-    """Return the textbook interval of a mean, which takes values as independent; for comparison only."""
-    import numpy as np
-
-    if len(values) < FEWEST:
-        return None
-    array = np.asarray(values, np.float64)
-    half = t_quantile((1 + level) / 2, len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
-    return float(array.mean()) - half, float(array.mean()) + half
-
-
 def warmup_length(values: Sequence[float]) -> int:
     """Return how many values at the start belong to the warm-up, by MSER-5 (White, 1997).
 

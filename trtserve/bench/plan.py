@@ -266,11 +266,12 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint, *, offline: bool = False
     if not spec.open_loop:
         concurrency = concurrency or CLOSED_LOOP_CONCURRENCY
     elif spec.request_rate is not None and offsets is None:
+        sessions = [request.session for request in traffic.requests]
         offsets = tuple(
             arrival_times(
                 spec.arrivals,
                 rate=spec.request_rate,
-                count=_conversations(traffic),
+                count=sessions.count(None) + len({*sessions} - {None}),
                 seed=spec.seed,
                 burstiness=spec.burstiness,
                 ramp_to=spec.ramp_to,
@@ -287,11 +288,6 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint, *, offline: bool = False
         concurrency=concurrency,
         notes=(*traffic.notes, *_notes(spec, limits, traffic, measured)),
     )
-
-
-def _conversations(traffic: Traffic) -> int:
-    alone = sum(request.session is None for request in traffic.requests)
-    return alone + len({request.session for request in traffic.requests} - {None})
 
 
 def _make_traffic(spec: BenchSpec, limits: TrafficLimits, measured: Measured) -> Traffic:

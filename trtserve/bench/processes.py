@@ -200,7 +200,7 @@ def _received(pipe: Connection) -> Any:
         answer = pipe.recv()
     except EOFError:
         raise BenchmarkError(
-            "A worker process ended by itself.", hint="It may have been killed for its memory: use fewer --workers."
+            "A worker process ended unexpectedly.", hint="It may have been killed for its memory: use fewer --workers."
         ) from None
     if isinstance(answer, TrtserveError):
         raise answer

@@ -1,4 +1,4 @@
-"""What is sent and what came of it: the requests of a run, the limits they respect, and a record of each.
+"""The requests of a run, the limits they respect, and a record of what happened to each.
 
 Every figure of a report is computed from the records.
 """

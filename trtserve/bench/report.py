@@ -131,13 +131,13 @@ class BenchReport(RunFacts):
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the records and the samples over time; infinite values (see Distribution) become null."""
-        content = {each.name: _plain(getattr(self, each.name)) for each in fields(RunFacts)} | {
+        content = {each.name: getattr(self, each.name) for each in fields(RunFacts)} | {
             "notes": self.notes,
             "partial": self.partial,
             "verdict": {"judgement": self.verdict.judgement, "reasons": self.verdict.reasons},
-            "statistics": asdict(self.statistics),
+            "statistics": self.statistics,
             "capacity_per_second": self.capacity,
-            "workers": [asdict(each) for each in self.health],
+            "workers": self.health,
             "server": {"counters": self.samples.server, "tokens": self.samples.tokens},
         }
         finite: dict[str, Any] = _finite({"schema": SCHEMA, **content})
@@ -302,8 +302,8 @@ def read_stages(path: Path) -> list[BenchReport]:
 
 
 def _read_alike(path: Path, *varied: str) -> list[BenchReport]:
-    inner = _inner(path)
-    if not inner:
+    inner = sorted(each.parent for each in path.glob(f"*/{FILE_NAME}"))
+    if not inner or (path / FILE_NAME).exists():
         return [read_report(path)]
     reports = [read_report(each) for each in inner]
     for folder, report in zip(inner, reports, strict=True):
@@ -314,11 +314,6 @@ def _read_alike(path: Path, *varied: str) -> list[BenchReport]:
                 hint="Give a folder whose results were made by the same command, or one result.",
             )
     return reports
-
-
-def _inner(path: Path) -> list[Path]:
-    """Return the folders of the results in a folder that is not a result itself."""
-    return [] if (path / FILE_NAME).exists() else sorted(each.parent for each in path.glob(f"*/{FILE_NAME}"))
 
 
 def differing(first: BenchReport, second: BenchReport) -> list[str]:
@@ -407,11 +402,9 @@ def _number(value: float | None) -> str:
     return "∞ (requests failed)" if math.isinf(value) else f"{value:.2f}"
 
 
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
 def _finite(content: Any) -> Any:
+    if is_dataclass(content) and not isinstance(content, type):
+        content = asdict(content)
     if isinstance(content, Mapping):
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):

@@ -2,7 +2,7 @@
 
 asyncio rounds timeouts up to the next millisecond of epoll; a timerfd wakes it at the time itself. An idle processor
 and cold caches then still cost up to half a millisecond. So after a longer wait the loop wakes early and polls until
-the time has come; what arrives meanwhile is handled as ever.
+the time has come; what arrives in the meantime is handled as usual.
 """
 
 from __future__ import annotations

@@ -131,7 +131,11 @@ def read_histogram(path: Path) -> dict[str, Buckets]:
     """Read the buckets of prompt and answer lengths. Raises UsageError for another form."""
     try:
         content = path.read_text(encoding="utf-8")
-        found = _of_json(parse_json(content)) if content.lstrip().startswith("{") else _of_csv(content)
+        if content.lstrip().startswith("{"):
+            listed = parse_json(content)
+            found = {kind: [(int(low), int(high), int(count)) for low, high, count in listed[kind]] for kind in EXAMPLE}
+        else:
+            found = _of_csv(content)
     except OSError as error:
         raise UsageError(f"--histogram is {path}: {error.strerror}.", hint=_FORM) from None
     except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
@@ -140,10 +144,6 @@ def read_histogram(path: Path) -> dict[str, Buckets]:
         if not buckets or any(low < 1 or high < low or count < 0 for low, high, count in buckets):
             raise UsageError(f"--histogram is {path}, whose {kind} buckets are empty or invalid.", hint=_FORM)
     return found
-
-
-def _of_json(content: dict[str, Any]) -> dict[str, Buckets]:
-    return {kind: [(int(low), int(high), int(count)) for low, high, count in content[kind]] for kind in EXAMPLE}
 
 
 def _of_csv(content: str) -> dict[str, Buckets]:

@@ -84,7 +84,7 @@ def implausible(
 ) -> list[str]:
     """Return what cannot be true about the records.
 
-    `rows` and `server_tokens` were counted beside the run.
+    `rows` and `server_tokens` were counted during the run, independently of the records.
     """
     machine = machine or Machine()
     completed = [record for record in records if record.status == "completed"]

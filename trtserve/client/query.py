@@ -222,7 +222,7 @@ class Conversation:
     def ask(self, question: str, on_text: Callable[[str], None]) -> AnswerTimes:
         """Send a question with all that was said before, and return what the answer took.
 
-        An interrupt (KeyboardInterrupt) stops the answer in the engine; what came of it stays part of the conversation.
+        An interrupt (KeyboardInterrupt) stops the answer in the engine; the text so far stays in the conversation.
         Any other error leaves the conversation as it was.
         """
         begin, first, pieces = time.monotonic(), None, list[str]()
