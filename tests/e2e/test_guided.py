@@ -25,6 +25,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = 'start: "yes" | "no" " " "no"'
+# Which bound a fast machine meets first differs.
+TOO_MUCH = re.compile(r"it needs more than (2 s of CPU time|256 MiB of memory)")
 
 
 def guided(server: ModelServer, model: str, kind: str, guide: str, count: int = 64, **more: Any) -> str:
@@ -108,10 +110,10 @@ def test_nobody_waits_for_a_guide_that_takes_too_much(features: ModelServer, url
             assert time.monotonic() - began < OTHERS
         status, answer = refused.result()
         assert status >= 400
-        assert "more than 2 s of CPU time" in str(answer)
+        assert TOO_MUCH.search(str(answer)), answer
         response = over_http.result()
     assert response.status_code == 400
-    assert "more than 2 s of CPU time" in response.json()["error"]["message"]
+    assert TOO_MUCH.search(response.json()["error"]["message"])
 
 
 def test_a_guide_that_is_too_long(url: str) -> None:

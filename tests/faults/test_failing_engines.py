@@ -29,8 +29,8 @@ FAULTS = """
 import time
 from pathlib import Path
 
-from trtserve.executor import step
-from trtserve.executor.model import FatalModelError
+from trtserve.executor.engine import step
+from trtserve.executor.engine.model import FatalModelError
 
 ORDER = Path({order!r})
 start, faults = step.Stepper.start, []

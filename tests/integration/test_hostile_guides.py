@@ -99,7 +99,7 @@ HOSTILE = {
     "50,000 brackets": (GuideType.EBNF_GRAMMAR, "[" * 50_000 + "::=", BRACKETS),
     "50,000 quotes": (GuideType.EBNF_GRAMMAR, 'root ::= "' + "\\" * 50_001 + '["' * 20_000, BRACKETS),
     "many rules": (GuideType.EBNF_GRAMMAR, "root ::= " + "a\n" * 60_000, "of type EBNF_GRAMMAR"),
-    "expression": (GuideType.REGEX, ".*" * 5000 + "a", r"REGEX takes too much: it needs more than 2 s of CPU time"),
+    "expression": (GuideType.REGEX, ".*" * 5000 + "a", "REGEX takes too much: it needs more than"),
     "multipleOf": (
         GuideType.JSON_SCHEMA,
         '{"type": "integer", "multipleOf": 999983}',
