@@ -12,7 +12,7 @@ import pytest
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of, greedy_tokens
-from trtserve.executor.engine.options import EngineOptions
+from trtserve.executor.engine.limits import EngineOptions
 from trtserve.executor.loaders import load_model
 from trtserve.executor.openvino.paged_model import PagedModel
 from trtserve.specs import BuildSpec, ConvertSpec

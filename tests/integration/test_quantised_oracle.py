@@ -88,7 +88,7 @@ def test_fp8_matrices_with_different_scales_are_joined() -> None:
     import torch
 
     from trtserve.executor.torch import plain_operations
-    from trtserve.executor.torch.matrices import load_matrix
+    from trtserve.executor.torch.modules import load_matrix
 
     random = torch.Generator().manual_seed(3)
     floats = {name: torch.randn(32, 64, generator=random) * size for name, size in (("a", 1.0), ("b", 0.5))}

@@ -13,8 +13,8 @@ from tests.support.adapters import ADAPTER_MODULES, random_adapter
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, engine_of
+from trtserve.executor.engine.limits import AdapterOptions
 from trtserve.executor.engine.lora import AdapterCache
-from trtserve.executor.engine.options import AdapterOptions
 from trtserve.executor.engine.requests import AdapterSource
 from trtserve.specs import BuildSpec, ConvertSpec
 

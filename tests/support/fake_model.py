@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.draws import Chosen, Draws
-from trtserve.executor.engine.model import FatalModelError, StepInputs
+from trtserve.executor.engine.model import Chosen, Draws, FatalModelError, StepInputs
 from trtserve.executor.engine.sampling import SamplingRow, choose_tokens
 from trtserve.host.machine import free_memory
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.executor.engine.guide_grammar import read_tokenizer
 from trtserve.executor.engine.guide_process import try_guide
-from trtserve.executor.engine.options import GuideTokenizer
+from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.requests import GuideType
 
 

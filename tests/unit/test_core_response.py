@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.interface.enums import FinishReason
+from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.interface.results import RequestPerfMetrics, Result
 from trtserve.programs.core import response as core
 from trtserve.programs.core.executor_module import ExecutorModule

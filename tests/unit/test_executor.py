@@ -220,7 +220,7 @@ def test_broken_executor_answers_all_requests_with_the_cause(
     assert worker is not None
     model.gate.clear()
     ids = executor.enqueue_requests([Request([n], 2, client_id=n, streaming=True) for n in (1, 2, 3)])
-    wait_until(lambda: len(worker._queue) == 2)
+    wait_until(lambda: len(worker.waiting) == 2)
     model.failures = int(place == "_fail")
     monkeypatch.setattr(worker, place, _boom)
     model.gate.set()

@@ -28,7 +28,7 @@ def test_full_queue_refuses_the_whole_call(start: Start) -> None:
     model.gate.clear()
     first = executor.enqueue_request(Request([1], 2))
     assert executor._loop is not None
-    queue = executor._loop._queue
+    queue = executor._loop.waiting
     wait_until(lambda: not queue)
     second = executor.enqueue_request(Request([2], 2))
     with pytest.raises(RuntimeError, match="Maximum queue size of 2 has been reached, please try again later"):

@@ -20,8 +20,8 @@ from trtserve.executor.engine import guided
 from trtserve.executor.engine.guide_grammar import PlainVocabulary
 from trtserve.executor.engine.guide_grammar import compiled as compile_grammar
 from trtserve.executor.engine.guided import Guide, GuideFactory
+from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.logits_processing import LogitsProcessor
-from trtserve.executor.engine.options import GuideTokenizer
 from trtserve.executor.engine.requests import GuideSource, GuideType
 from trtserve.executor.engine.sampling import (
     EXHAUSTED,

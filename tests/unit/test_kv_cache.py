@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.engine.block_pool import BlockPool
+from trtserve.executor.engine.blocks import BlockPool, Retention, RetentionRules
 from trtserve.executor.engine.kv_cache import (
     Allocation,
     CacheKey,
     KvCache,
 )
 from trtserve.executor.engine.requests import BlockUse
-from trtserve.executor.engine.reuse import Retention, RetentionRules
 
 
 def _cache(blocks: int, *, size: int = 4, rows: int = 8, longest: int = 40, **options: Any) -> KvCache:

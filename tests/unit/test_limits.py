@@ -10,12 +10,14 @@ import pytest
 
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.engine.limits import (
+    CapacitySchedulerPolicy,
     EngineLimits,
+    EngineOptions,
+    KvCacheOptions,
     fit_to_cache,
     kv_cache_blocks,
     resolve_limits,
 )
-from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions, KvCacheOptions
 
 ENGINE = EngineConfig.of(
     {

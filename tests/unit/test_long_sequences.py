@@ -10,8 +10,7 @@ import pytest
 from tests.support.schedulers import add, make_scheduler, make_sequence, run_step
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.engine.batch import Batch
-from trtserve.executor.engine.limits import resolve_limits
-from trtserve.executor.engine.options import EngineOptions
+from trtserve.executor.engine.limits import EngineOptions, resolve_limits
 from trtserve.executor.engine.sequence import Logits
 
 BEYOND = 12

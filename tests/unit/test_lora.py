@@ -15,9 +15,9 @@ import pytest
 from tests.support.adapters import random_adapter
 from tests.support.tiny_decoders import tiny_decoder
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.executor.engine.limits import AdapterOptions
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
 from trtserve.executor.engine.lora_modules import LoraShape, lora_modules
-from trtserve.executor.engine.options import AdapterOptions
 from trtserve.executor.engine.requests import AdapterSource
 
 MEMORY = 1 << 30

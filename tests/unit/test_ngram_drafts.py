@@ -19,8 +19,8 @@ from trtserve.executor.api import (
     Request,
     SamplingConfig,
 )
+from trtserve.executor.engine.drafts import NgramDrafter, best_draft_lengths
 from trtserve.executor.engine.model import StepInputs
-from trtserve.executor.engine.ngram_drafts import NgramDrafter, best_draft_lengths
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9]
 

@@ -15,10 +15,9 @@ from tests.support.adapters import ADAPTER_MODULES, merged, random_adapter
 from tests.support.paged_steps import MODEL_RUNTIMES, PagedSteps, tiny_model, write_engine
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
-from trtserve.executor.engine.lora import AdapterCache
-from trtserve.executor.engine.lora_weights import LoraAdapter
+from trtserve.executor.engine.limits import AdapterOptions
+from trtserve.executor.engine.lora import AdapterCache, LoraAdapter
 from trtserve.executor.engine.model import ModelRunner, StepInputs
-from trtserve.executor.engine.options import AdapterOptions
 from trtserve.executor.engine.requests import AdapterSource
 from trtserve.executor.openvino.paged_model import PagedModel
 

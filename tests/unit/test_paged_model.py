@@ -188,7 +188,7 @@ def test_rotation_and_norms_are_fused(tmp_path: Path) -> None:
 
 
 def test_16_bit_weights_are_not_widened_in_memory(tmp_path: Path) -> None:
-    """Every Convert after a weight has the decompression mark; see `graph_operations.decompressed`."""
+    """Every Convert after a weight has the decompression mark; see `graph_parts.decompressed`."""
     write_engine(tmp_path, DECODERS["llama, float16"])
     text = (tmp_path / "rank0.xml").read_text(encoding="utf-8")
     weights = len(DECODERS["llama, float16"].tensors)

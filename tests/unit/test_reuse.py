@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trtserve.executor.engine.reuse import (
+from trtserve.executor.engine.blocks import (
     DEFAULT_RETENTION,
     BlockTree,
     Node,

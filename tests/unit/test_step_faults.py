@@ -32,7 +32,7 @@ WITHOUT_MEMORY = (
 
 def raised(error: Exception, probe: Callable[[], None] | None = None) -> Exception:
     """Return what leaves a step in which `error` was raised."""
-    from trtserve.executor.torch.step_faults import StepFaults
+    from trtserve.executor.torch.model import StepFaults
 
     with pytest.raises(type(error) if probe is None else Exception) as found, StepFaults("cuda", probe):
         raise error
@@ -105,7 +105,7 @@ def test_a_gpu_without_memory_for_the_probe_answers() -> None:
 
 
 def test_a_cpu_needs_no_probe() -> None:
-    from trtserve.executor.torch.step_faults import StepFaults
+    from trtserve.executor.torch.model import StepFaults
 
     with pytest.raises(ValueError, match="a defect"), StepFaults("cpu"):
         raise ValueError("a defect")

@@ -10,8 +10,13 @@ import pytest
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.executor.interface.bindings import bindings_environment, imports_bindings
-from trtserve.executor.interface.bindings_modules import executor_names, logger, tokenizer_info
+from trtserve.executor.interface.bindings import (
+    bindings_environment,
+    executor_names,
+    imports_bindings,
+    logger,
+    tokenizer_info,
+)
 from trtserve.nvidia.releases import RELEASES
 from trtserve.server.plan import plan_server
 from trtserve.specs import ServerSpec

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.engine.draws import Draws
 from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.model import Draws
 from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
 
 pytestmark = [

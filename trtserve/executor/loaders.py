@@ -17,8 +17,8 @@ from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
 
 if TYPE_CHECKING:
+    from trtserve.executor.engine.limits import EngineOptions
     from trtserve.executor.engine.model import Follower, ModelRunner
-    from trtserve.executor.engine.options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ModelLoader:
 
 MODELS: Final[Mapping[str, ModelLoader]] = {
     "openvino": ModelLoader(module="trtserve.executor.openvino.paged_model", files=("rank{}.xml", "rank{}.bin")),
-    "torch": ModelLoader(module="trtserve.executor.torch.loading", files=("rank{}.safetensors",), ranks=True),
+    "torch": ModelLoader(module="trtserve.executor.torch.ranked_model", files=("rank{}.safetensors",), ranks=True),
 }
 
 

@@ -1,9 +1,13 @@
-"""Verify draft tokens of a request: how many the model accepts, and the token after them.
+"""Draft tokens: verify those of a request or of its own text, and guess the latter from n-grams.
 
-Without draft logits each token is chosen as usual and compared, so that the output equals that of plain decoding. With
-draft logits: speculative sampling (Chen et al., Accelerating large language model decoding with speculative sampling,
-2023) as in TensorRT-LLM's kernel: draft token t is accepted when p(t) > threshold * q(t), with p the target's and q the
-draft's probability; the first rejected token is replaced by a sample from max(p - q, 0).
+Verification: without draft logits each token is chosen as usual and compared, so that the output equals that of plain
+decoding. With draft logits: speculative sampling (Chen et al., Accelerating large language model decoding with
+speculative sampling, 2023) as in TensorRT-LLM's kernel: draft token t is accepted when p(t) > threshold * q(t), with p
+the target's and q the draft's probability; the first rejected token is replaced by a sample from max(p - q, 0).
+
+N-gram drafting, also known as prompt lookup decoding: the last tokens of prompt and answer are looked up in prompt and
+answer, and what came after them is guessed to come again. `NgramDrafter` guesses for one sequence;
+`best_draft_lengths` divides the room of a step, whose cost is known, among the sequences.
 """
 
 from __future__ import annotations
@@ -132,3 +136,113 @@ def _random(row: SamplingRow, stream: int = 0) -> float:
     seed = (row.parameters.seed + stream) % 2**64
     numbers = uniform(np.array([seed], dtype=np.uint64), np.array([len(row.generated)], dtype=np.uint64))
     return float(numbers[0])
+
+
+# What a match of 0, 1, 2, … tokens is worth before anything is known of a request; longer ones count as the longest.
+_FIRST_CHANCES = (0.0, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
+_LONGEST = len(_FIRST_CHANCES) - 1
+_LEARNING_RATE = 0.125
+# Earlier places of the last two tokens that a look-up compares.
+_CANDIDATES = 8
+# Drafts must promise this much more speed than the step has without them: the costs are measured.
+_REQUIRED_GAIN = 1.02
+
+
+class NgramDrafter:
+    """The tokens of one sequence, and where each pair of neighbours stood last. A new token costs a bounded time.
+
+    As long as the guessed tokens are right, the place that they come from moves along; after a wrong one the last
+    tokens are looked up again. `chances[n]` is how often the token behind a match of n tokens was right; it is learnt
+    from every token that comes, whether or not the model was asked to verify a draft.
+    """
+
+    def __init__(self, tokens: SequenceOf[int], *, vocab_size: int) -> None:
+        """`tokens` is the prompt. Ids from `vocab_size` on are rows of a prompt table, which no answer contains."""
+        self.chances = list(_FIRST_CHANCES)
+        self._vocab_size = vocab_size
+        self._tokens: list[int] = []
+        # The place behind the last occurrence of each pair, and for each place the one before it with the same pair.
+        self._places: dict[tuple[int, int], int] = {}
+        self._earlier = [0, 0]
+        self._source = self._matched = 0
+        for token in tokens:
+            self._append(token)
+        self._look_up()
+
+    def accept(self, token: int) -> None:
+        """Append the token that was chosen, and learn whether it was the guessed one."""
+        if self._matched:
+            right = self._tokens[self._source] == token
+            level = min(self._matched, _LONGEST)
+            self.chances[level] += (right - self.chances[level]) * _LEARNING_RATE
+            self._matched = self._matched + 1 if right else 0
+            self._source += 1
+        self._append(token)
+        if not self._matched:
+            self._look_up()
+
+    def draft(self, length: int) -> list[int]:
+        """Return up to `length` tokens that may follow; a source that ends at the last token goes on with the draft."""
+        if not self._matched:
+            return []
+        known, begin = self._tokens, self._source
+        period = len(known) - begin
+        draft = [known[begin + number % period] for number in range(length)]
+        outside = next((number for number, token in enumerate(draft) if not 0 <= token < self._vocab_size), length)
+        return draft[:outside]
+
+    def gains(self, length: int) -> list[float]:
+        """Return for each of the next `length` tokens how likely it is that it and those before it are right."""
+        if not self._matched:
+            return []
+        gains, gain = [], 1.0
+        for number in range(length):
+            gain *= self.chances[min(self._matched + number, _LONGEST)]
+            gains.append(gain)
+        return gains
+
+    def _append(self, token: int) -> None:
+        tokens = self._tokens
+        tokens.append(token)
+        if len(tokens) > 1:
+            pair, place = (tokens[-2], token), len(tokens)
+            self._earlier.append(self._places.get(pair, 0))
+            self._places[pair] = place
+
+    def _look_up(self) -> None:
+        """Find the latest of the places with the longest match of the last tokens."""
+        tokens, end = self._tokens, len(self._tokens)
+        self._matched, place = 0, self._earlier[end]
+        for _ in range(_CANDIDATES):
+            if not place or self._matched == _LONGEST:
+                return
+            matched, longest = 2, min(_LONGEST, place)
+            while matched < longest and tokens[place - matched - 1] == tokens[end - matched - 1]:
+                matched += 1
+            if matched > self._matched:
+                self._matched, self._source = matched, place
+            place = self._earlier[place]
+
+
+def best_draft_lengths(gains: SequenceOf[SequenceOf[float]], tokens: int, step_costs: SequenceOf[float]) -> list[int]:
+    """Return how many draft tokens each sequence should have, so that the step yields most tokens for its time.
+
+    `gains` are those of `NgramDrafter.gains`, `tokens` the step's without drafts, and `step_costs[n]` is the time of a
+    step of n + 1 tokens; there are never more than it knows.
+    """
+    room = len(step_costs) - tokens
+    likeliest = sorted(
+        ((gain, number) for number, each in enumerate(gains) for gain in each), key=lambda each: -each[0]
+    )
+    lengths, best, expected = [0] * len(gains), 0, float(tokens)
+    if room <= 0:
+        return lengths
+    highest = _REQUIRED_GAIN * tokens / step_costs[tokens - 1]
+    for count, (gain, _) in enumerate(likeliest[:room], start=1):
+        expected += gain
+        rate = expected / step_costs[tokens + count - 1]
+        if rate > highest:
+            best, highest = count, rate
+    for _, number in likeliest[:best]:
+        lengths[number] += 1
+    return lengths

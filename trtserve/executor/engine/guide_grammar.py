@@ -15,7 +15,7 @@ from trtserve.executor.engine.requests import GuideType
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from trtserve.executor.engine.options import GuideTokenizer
+    from trtserve.executor.engine.limits import GuideTokenizer
 
 LIMITS = {"max_items_in_row": 1000, "step_max_items": 20_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
 """llguidance's limits of the work for one token; its own are higher, and allow steps of more than a second."""

@@ -31,7 +31,7 @@ from trtserve.executor.engine.guide_grammar import (
     read_tokenizer,
     sentence,
 )
-from trtserve.executor.engine.options import GuideTokenizer
+from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.requests import GuideSource, GuideType
 from trtserve.process import how_it_ended
 from trtserve.process.answering import AnsweringProcess

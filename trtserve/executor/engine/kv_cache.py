@@ -10,11 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.block_pool import BlockPool
-from trtserve.executor.engine.requests import BlockUse
-from trtserve.executor.engine.reuse import (
+from trtserve.executor.engine.blocks import (
     DEFAULT_RETENTION,
     NO_MATCH,
+    BlockPool,
     BlockTree,
     Match,
     Node,
@@ -22,6 +21,7 @@ from trtserve.executor.engine.reuse import (
     encode,
     retention_of,
 )
+from trtserve.executor.engine.requests import BlockUse
 
 Int64s = npt.NDArray[np.int64]
 

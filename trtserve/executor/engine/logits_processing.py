@@ -1,4 +1,4 @@
-"""Change a row of logits before a token is chosen from it: bias, temperature, penalties, bans and guides.
+"""Change a row of logits before a token is chosen from it: bias, temperature, penalties, bans and guides; stop words.
 
 State that depends on earlier tokens is updated with every token, so that a step costs the same for any length.
 """
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from trtserve.executor.engine.sampling import SamplingParameters
+
 
 Floats = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
@@ -264,3 +265,27 @@ class BadWords:
         for context, banned in self._longer.get(tail[-1], ()) if tail else ():
             if tuple(tail[-len(context) :]) == context:
                 row[banned] = -np.inf
+
+
+class StopWords:
+    """Stop words (non-empty tuples of tokens) of one sequence."""
+
+    def __init__(self, words: SequenceOf[tuple[int, ...]], prompt: npt.NDArray[np.int64]) -> None:
+        self.words = tuple(dict.fromkeys(words))
+        self._reach = max(map(len, self.words)) - 1
+        self._prompt_tail: list[int] = prompt[max(len(prompt) - self._reach, 0) :].tolist()
+        # Grouped by their last token, so that most steps compare no word.
+        self._by_end: dict[int, list[tuple[int, ...]]] = {}
+        for word in self.words:
+            self._by_end.setdefault(word[-1], []).append(word)
+
+    def end(self, generated: SequenceOf[int], token: int) -> bool:
+        """True when prompt, `generated` and `token` together end with a stop word."""
+        words = self._by_end.get(token)
+        if words is None:
+            return False
+        tail = list(generated[-self._reach :]) if self._reach else []
+        if len(tail) < self._reach:
+            tail = [*self._prompt_tail, *tail]
+        tail.append(token)
+        return any(len(word) <= len(tail) and tuple(tail[-len(word) :]) == word for word in words)

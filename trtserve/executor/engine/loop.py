@@ -14,18 +14,15 @@ from trtserve.executor.engine.admission import Admission
 from trtserve.executor.engine.batch import Batch
 from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide
 from trtserve.executor.engine.kv_cache import KvCache
-from trtserve.executor.engine.limits import EngineLimits
+from trtserve.executor.engine.limits import CapacitySchedulerPolicy, EngineLimits, EngineOptions
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
-from trtserve.executor.engine.mailbox import Mailbox
 from trtserve.executor.engine.model import FatalModelError, ModelRunner
-from trtserve.executor.engine.options import CapacitySchedulerPolicy, EngineOptions
-from trtserve.executor.engine.post_processing import PostProcessors
+from trtserve.executor.engine.outputs import Mailbox, ended_response, error_response, next_responses
 from trtserve.executor.engine.recorder import Recorder
 from trtserve.executor.engine.requests import FinishReason, GenerationRequest, RequestOutput
-from trtserve.executor.engine.responses import ended_response, error_response, next_responses
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan, insert_by_priority
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.engine.step import RunningStep, StepOutcome, Stepper
+from trtserve.executor.engine.step import PostProcessors, RunningStep, StepOutcome, Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,11 @@ class _Arrived:
 
 
 class EngineLoop:
-    """Queue, scheduler and model of one executor. `run` is the worker thread; other methods are for other threads."""
+    """The queue of waiting requests, the scheduler with the active ones, and the model.
+
+    `run` is the loop, in a thread of its own: it takes requests from the queue, plans a step, runs it, and delivers its
+    outputs. `enqueue`, `cancel`, `terminate` and `hang` are for other threads.
+    """
 
     def __init__(
         self, model: ModelRunner, limits: EngineLimits, options: EngineOptions, *, blocks: int, free_memory: int
@@ -86,7 +87,7 @@ class EngineLoop:
         # Requests are checked under this lock only, so that a long prompt does not block the loop.
         self._enqueue_lock = threading.Lock()
         self._wake = threading.Condition()
-        self._queue: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()
         self._compiling: dict[int, _Arrived] = {}  # changed under both locks
         self._cancelled: set[int] = set()
         self._timed: list[Sequence] = []
@@ -95,6 +96,174 @@ class EngineLoop:
         self._failure: str | None = None
         self._failed_steps = 0  # since the last one that succeeded
         self._without_memory = 0
+
+    def run(self) -> None:
+        """Work until terminated. If the loop or the model fails for good, every open request gets an error response."""
+        try:
+            while self._collect():
+                self._step()
+        except BaseException as error:
+            logger.critical("The executor has stopped: %r", error, exc_info=error)
+            cause = str(error) if isinstance(error, FatalModelError) else f"{type(error).__name__}: {error}"
+            message = f"The executor has stopped working: {cause}"
+            with self._enqueue_lock:  # no request is half enqueued
+                self._failure = message
+                self.waiting.clear()
+                self._compiling.clear()
+                self.mailbox.fail(message)
+        else:
+            self.mailbox.close()
+        finally:
+            self._admission.close()
+
+    def _collect(self) -> bool:
+        """Take new requests and cancellations, or sleep while there is no work.
+
+        Returns False when the thread should end.
+        """
+        with self._wake:
+            while not (self.waiting or self.scheduler.active):
+                self._cancelled &= self._compiling.keys()  # the others have ended
+                if self._terminating and not self._compiling:
+                    return False
+                self._wake.wait()
+            while self.waiting and (sequence := self.scheduler.take(self.waiting)) is not None:
+                self.scheduler.add(sequence)
+                self.recorder.became_active(sequence)
+                if sequence.deadline is not None:
+                    self._timed.append(sequence)
+            cancelled = self._take_cancelled() if self._cancelled else []
+        if cancelled:
+            self._end_early(cancelled, FinishReason.CANCELLED)
+        if self._timed:
+            now, active = time.monotonic(), set(map(id, self.scheduler.active))
+            self._timed = [sequence for sequence in self._timed if id(sequence) in active]
+            late = [sequence for sequence in self._timed if sequence.deadline is not None and sequence.deadline <= now]
+            self._timed = [sequence for sequence in self._timed if sequence not in late]
+            self._end_early(late, FinishReason.TIMED_OUT)
+        return True
+
+    def _step(self) -> None:
+        """Run one step of the active sequences. An exception ends them with an error; the executor goes on.
+
+        Raises FatalModelError when the model cannot go on, or when too many steps have failed in a row.
+        """
+        if not self.scheduler.active:
+            self._record_if_idle()
+            return
+        try:
+            self._run_step()
+        except FatalModelError:
+            raise
+        except Exception as error:
+            logger.exception("A step failed")
+            self._count_failure(error)
+            self.cache.steps_failed()
+            while self._running:
+                self._stepper.abandon(self._running.popleft())
+            finished: list[Sequence] = []
+            responses: list[RequestOutput] = []
+            text = f"the step failed: {error}"
+            self._fail([(sequence, text) for sequence in self.scheduler.active], finished, responses)
+            self._end(finished, responses, trusted=False)
+            self._record_if_idle()
+
+    def _run_step(self) -> None:
+        """Run a step, or, where steps overlap, start one and then finish the one before it."""
+        running = self._running
+        if running and not self.scheduler.can_plan_ahead():
+            self._finish(running.popleft())
+            if not self.scheduler.active:
+                return
+        plan = self.scheduler.plan_step()
+        if plan:
+            running.append(self._stepper.start(plan, self.recorder.iteration + len(running)))
+        elif not running:
+            raise RuntimeError("no active request can be scheduled")
+        if len(running) > self._stepper.overlaps or not plan:
+            self._finish(running.popleft())
+        if running and not self.scheduler.active:  # all of its sequences have ended meanwhile
+            self._stepper.abandon(running.popleft())
+
+    def _finish(self, running: RunningStep) -> None:
+        """Finish a step and deliver its responses."""
+        outcome = self._stepper.finish(running, self.recorder.iteration)
+        self._failed_steps = self._without_memory = 0
+        for drafted, accepted in outcome.drafts:
+            self.recorder.verified(drafted, accepted)
+        now = time.perf_counter()
+        seconds, self._finished = now - max(running.begin, self._finished), now
+        self.recorder.record(running.plan, seconds=seconds, queue=self.waiting)
+        self._deliver(outcome)
+
+    def _deliver(self, outcome: StepOutcome) -> None:
+        """Deliver the responses of a step with a single notification."""
+        responses: list[RequestOutput] = []
+        finished: list[Sequence] = []
+        for sequence, reason in outcome.advanced:
+            if reason is FinishReason.NOT_FINISHED and not sequence.streaming:
+                continue
+            responses += next_responses(sequence, reason)
+            if reason is not FinishReason.NOT_FINISHED:
+                finished.append(sequence)
+        if outcome.failed:
+            self._fail(outcome.failed, finished, responses)
+        if finished:
+            self._end(finished, responses, trusted=not outcome.failed)
+            self._record_if_idle()
+        elif responses:
+            self.mailbox.deliver(responses)
+
+    def _take_cancelled(self) -> list[Sequence]:
+        """Return the active sequences that were cancelled; cancellations of queued ones are kept."""
+        active = [sequence for sequence in self.scheduler.active if sequence.id in self._cancelled]
+        self._cancelled &= {sequence.id for sequence in self.waiting} | self._compiling.keys()
+        return active
+
+    def _end_early(self, sequences: list[Sequence], reason: FinishReason) -> None:
+        if sequences:
+            self._end(sequences, [ended_response(sequence, reason) for sequence in sequences])
+
+    def _fail(
+        self, failed: list[tuple[Sequence, str]], finished: list[Sequence], responses: list[RequestOutput]
+    ) -> None:
+        """Add an error response per request of `failed`, and all sequences of these requests to `finished`."""
+        for sequence, text in failed:
+            if not sequence.group.failed:
+                logger.error("Request %d: %s", sequence.id, text)
+                responses.append(error_response(sequence, f"Encountered an error in forwardAsync function: {text}"))
+        groups = {id(sequence.group) for sequence, _ in failed}
+        with self._wake:
+            if any(sequence.group.size > 1 for sequence, _ in failed):
+                self.waiting = deque(each for each in self.waiting if id(each.group) not in groups)
+        ending = set(finished)
+        finished += [each for each in self.scheduler.active if id(each.group) in groups and each not in ending]
+
+    def _end(self, sequences: list[Sequence], responses: list[RequestOutput], *, trusted: bool = True) -> None:
+        """End sequences. Their blocks are freed first, so that a reader of the last response finds them free."""
+        self.scheduler.remove(sequences, trusted=trusted)
+        self.recorder.completed(sequences)
+        self._admission.release(sequences)
+        self.mailbox.deliver(responses)
+
+    def _record_if_idle(self) -> None:
+        """Write the closing record when the last request has ended."""
+        if not self.scheduler.active:
+            self.recorder.record(StepPlan(), seconds=0.0, queue=self.waiting)
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count a step that failed. Raises FatalModelError after too many without one that succeeded."""
+        self._failed_steps += not isinstance(error, MemoryError)
+        self._without_memory += isinstance(error, MemoryError)
+        if self._failed_steps >= _FAILED_STEPS or self._without_memory >= _STEPS_WITHOUT_MEMORY:
+            count = self._failed_steps + self._without_memory
+            last = f"{type(error).__name__}: {error}"
+            raise FatalModelError(f"{count} steps in a row have failed, the last one with {last}") from error
+
+    def hang(self) -> str | None:
+        """Return that and how long a step has not come back from its device, or None. For other threads."""
+        seconds = self._stepper.hung()
+        return None if seconds is None else f"A step has not come back from its device for {seconds:.0f} s"
 
     def enqueue(self, requests: list[GenerationRequest]) -> list[int]:
         """Queue `requests`.
@@ -109,7 +278,7 @@ class EngineLoop:
                 raise RuntimeError("Shutdown called")
             limit = self._max_queue_size
             waiting = [*requests, *(each.request for each in self._compiling.values())]
-            if limit is not None and len(self._queue) + sum(each.num_sequences for each in waiting) > limit:
+            if limit is not None and len(self.waiting) + sum(each.num_sequences for each in waiting) > limit:
                 raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
             ids = list(range(self._next_id, self._next_id + len(requests)))
             self._next_id += len(requests)
@@ -122,18 +291,6 @@ class EngineLoop:
                 self._add(checked)
             self._refuse(checked)
         return ids
-
-    def _add(self, checked: SequenceOf[list[Sequence] | RequestOutput]) -> None:
-        """Queue what was admitted; the caller holds `_wake`."""
-        for each in checked:
-            for sequence in each if isinstance(each, list) else ():
-                insert_by_priority(self._queue, sequence)
-        self._wake.notify()
-
-    def _refuse(self, checked: SequenceOf[list[Sequence] | RequestOutput]) -> None:
-        refused = [each for each in checked if isinstance(each, RequestOutput)]
-        if refused:
-            self.mailbox.deliver(refused)
 
     def _admit_or_compile(self, id_: int, arrived: _Arrived) -> list[Sequence] | RequestOutput:
         """Admit a request whose guide is known; of another, have the guide compiled, which ends in `_compiled`."""
@@ -175,6 +332,18 @@ class EngineLoop:
             message = f"Encountered an error when fetching new request: {error}"
             return RequestOutput(request_id=id_, client_id=request.client_id, error=message)
 
+    def _add(self, checked: SequenceOf[list[Sequence] | RequestOutput]) -> None:
+        """Queue what was admitted; the caller holds `_wake`."""
+        for each in checked:
+            for sequence in each if isinstance(each, list) else ():
+                insert_by_priority(self.waiting, sequence)
+        self._wake.notify()
+
+    def _refuse(self, checked: SequenceOf[list[Sequence] | RequestOutput]) -> None:
+        refused = [each for each in checked if isinstance(each, RequestOutput)]
+        if refused:
+            self.mailbox.deliver(refused)
+
     def cancel(self, id_: int) -> None:
         """Cancel a request; a queued one ends when it becomes active, unknown ids are ignored."""
         with self._wake:
@@ -189,171 +358,3 @@ class EngineLoop:
         with self._enqueue_lock, self._wake:
             self._terminating = True
             self._wake.notify()
-
-    def run(self) -> None:
-        """Work until terminated. If the loop or the model fails for good, every open request gets an error response."""
-        try:
-            while self._collect():
-                self._step()
-        except BaseException as error:
-            logger.critical("The executor has stopped: %r", error, exc_info=error)
-            cause = str(error) if isinstance(error, FatalModelError) else f"{type(error).__name__}: {error}"
-            message = f"The executor has stopped working: {cause}"
-            with self._enqueue_lock:  # no request is half enqueued
-                self._failure = message
-                self._queue.clear()
-                self._compiling.clear()
-                self.mailbox.fail(message)
-        else:
-            self.mailbox.close()
-        finally:
-            self._admission.close()
-
-    def _collect(self) -> bool:
-        """Take new requests and cancellations, or sleep while there is no work.
-
-        Returns False when the thread should end.
-        """
-        with self._wake:
-            while not (self._queue or self.scheduler.active):
-                self._cancelled &= self._compiling.keys()  # the others have ended
-                if self._terminating and not self._compiling:
-                    return False
-                self._wake.wait()
-            while self._queue and (sequence := self.scheduler.take(self._queue)) is not None:
-                self.scheduler.add(sequence)
-                self.recorder.became_active(sequence)
-                if sequence.deadline is not None:
-                    self._timed.append(sequence)
-            cancelled = self._take_cancelled() if self._cancelled else []
-        if cancelled:
-            self._end_early(cancelled, FinishReason.CANCELLED)
-        if self._timed:
-            now, active = time.monotonic(), set(map(id, self.scheduler.active))
-            self._timed = [sequence for sequence in self._timed if id(sequence) in active]
-            late = [sequence for sequence in self._timed if sequence.deadline is not None and sequence.deadline <= now]
-            self._timed = [sequence for sequence in self._timed if sequence not in late]
-            self._end_early(late, FinishReason.TIMED_OUT)
-        return True
-
-    def _take_cancelled(self) -> list[Sequence]:
-        """Return the active sequences that were cancelled; cancellations of queued ones are kept."""
-        active = [sequence for sequence in self.scheduler.active if sequence.id in self._cancelled]
-        self._cancelled &= {sequence.id for sequence in self._queue} | self._compiling.keys()
-        return active
-
-    def _end_early(self, sequences: list[Sequence], reason: FinishReason) -> None:
-        if sequences:
-            self._end(sequences, [ended_response(sequence, reason) for sequence in sequences])
-
-    def _step(self) -> None:
-        """Run one step of the active sequences. An exception ends them with an error; the executor goes on.
-
-        Raises FatalModelError when the model cannot go on, or when too many steps have failed in a row.
-        """
-        if not self.scheduler.active:
-            self._record_if_idle()
-            return
-        try:
-            self._run_step()
-        except FatalModelError:
-            raise
-        except Exception as error:
-            logger.exception("A step failed")
-            self._count_failure(error)
-            self.cache.steps_failed()
-            while self._running:
-                self._stepper.abandon(self._running.popleft())
-            finished: list[Sequence] = []
-            responses: list[RequestOutput] = []
-            text = f"the step failed: {error}"
-            self._fail([(sequence, text) for sequence in self.scheduler.active], finished, responses)
-            self._end(finished, responses, trusted=False)
-            self._record_if_idle()
-
-    def _count_failure(self, error: Exception) -> None:
-        """Count a step that failed. Raises FatalModelError after too many without one that succeeded."""
-        self._failed_steps += not isinstance(error, MemoryError)
-        self._without_memory += isinstance(error, MemoryError)
-        if self._failed_steps >= _FAILED_STEPS or self._without_memory >= _STEPS_WITHOUT_MEMORY:
-            count = self._failed_steps + self._without_memory
-            last = f"{type(error).__name__}: {error}"
-            raise FatalModelError(f"{count} steps in a row have failed, the last one with {last}") from error
-
-    def hang(self) -> str | None:
-        """Return that and how long a step has not come back from its device, or None. For other threads."""
-        seconds = self._stepper.hung()
-        return None if seconds is None else f"A step has not come back from its device for {seconds:.0f} s"
-
-    def _run_step(self) -> None:
-        """Run a step, or, where steps overlap, start one and then finish the one before it."""
-        running = self._running
-        if running and not self.scheduler.can_plan_ahead():
-            self._finish(running.popleft())
-            if not self.scheduler.active:
-                return
-        plan = self.scheduler.plan_step()
-        if plan:
-            running.append(self._stepper.start(plan, self.recorder.iteration + len(running)))
-        elif not running:
-            raise RuntimeError("no active request can be scheduled")
-        if len(running) > self._stepper.overlaps or not plan:
-            self._finish(running.popleft())
-        if running and not self.scheduler.active:  # all of its sequences have ended meanwhile
-            self._stepper.abandon(running.popleft())
-
-    def _finish(self, running: RunningStep) -> None:
-        """Finish a step and deliver its responses."""
-        outcome = self._stepper.finish(running, self.recorder.iteration)
-        self._failed_steps = self._without_memory = 0
-        for drafted, accepted in outcome.drafts:
-            self.recorder.verified(drafted, accepted)
-        now = time.perf_counter()
-        seconds, self._finished = now - max(running.begin, self._finished), now
-        self.recorder.record(running.plan, seconds=seconds, queue=self._queue)
-        self._deliver(outcome)
-
-    def _deliver(self, outcome: StepOutcome) -> None:
-        """Deliver the responses of a step with a single notification."""
-        responses: list[RequestOutput] = []
-        finished: list[Sequence] = []
-        for sequence, reason in outcome.advanced:
-            if reason is FinishReason.NOT_FINISHED and not sequence.streaming:
-                continue
-            responses += next_responses(sequence, reason)
-            if reason is not FinishReason.NOT_FINISHED:
-                finished.append(sequence)
-        if outcome.failed:
-            self._fail(outcome.failed, finished, responses)
-        if finished:
-            self._end(finished, responses, trusted=not outcome.failed)
-            self._record_if_idle()
-        elif responses:
-            self.mailbox.deliver(responses)
-
-    def _fail(
-        self, failed: list[tuple[Sequence, str]], finished: list[Sequence], responses: list[RequestOutput]
-    ) -> None:
-        """Add an error response per request of `failed`, and all sequences of these requests to `finished`."""
-        for sequence, text in failed:
-            if not sequence.group.failed:
-                logger.error("Request %d: %s", sequence.id, text)
-                responses.append(error_response(sequence, f"Encountered an error in forwardAsync function: {text}"))
-        groups = {id(sequence.group) for sequence, _ in failed}
-        with self._wake:
-            if any(sequence.group.size > 1 for sequence, _ in failed):
-                self._queue = deque(each for each in self._queue if id(each.group) not in groups)
-        ending = set(finished)
-        finished += [each for each in self.scheduler.active if id(each.group) in groups and each not in ending]
-
-    def _end(self, sequences: list[Sequence], responses: list[RequestOutput], *, trusted: bool = True) -> None:
-        """End sequences. Their blocks are freed first, so that a reader of the last response finds them free."""
-        self.scheduler.remove(sequences, trusted=trusted)
-        self.recorder.completed(sequences)
-        self._admission.release(sequences)
-        self.mailbox.deliver(responses)
-
-    def _record_if_idle(self) -> None:
-        """Write the closing record when the last request has ended."""
-        if not self.scheduler.active:
-            self.recorder.record(StepPlan(), seconds=0.0, queue=self._queue)

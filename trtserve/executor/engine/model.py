@@ -3,19 +3,23 @@
 `ModelRunner` is all that the scheduler, the sampler and the KV block manager know of a model, so that another framework
 can implement it. The model owns the memory of the KV cache; the executor decides which block belongs to which sequence.
 All calls after construction come from one thread, the one that runs the engine's loop.
+
+A `ChoosingModel` chooses tokens itself and keeps them as the next step's inputs, so that the executor can prepare and
+send the next step while a step is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.lora import AdapterBatch
 from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.engine.sampling import SamplingRow
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -136,3 +140,52 @@ class ModelRunner(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy keys and values of block `source` to block `target`, in every layer."""
+
+
+@dataclass(slots=True)
+class Draws:
+    """The rows of a step whose tokens the model chooses, as `sampling.choose_tokens` would. All lists are parallel."""
+
+    numbers: list[int] = field(default_factory=list)
+    """The rows, ascending."""
+    rows: list[SamplingRow] = field(default_factory=list)
+    """How to choose. The rows' `generated` and processors may lack the token of the step before."""
+    slots: list[int] = field(default_factory=list)
+    """Which sequence it is: a number that it keeps from one step to the next."""
+    counts: list[int] = field(default_factory=list)
+    """How many tokens the sequence has generated before this one."""
+    begins: list[bool] = field(default_factory=list)
+    """True in a sequence's first step in its slot: then the row's processor has seen all of its tokens."""
+    normalize_log_probs: bool = True
+
+
+class Chosen(NamedTuple):
+    """The results of a step."""
+
+    tokens: list[int]
+    """Of the draws; UNDEFINED or EXHAUSTED as in `sampling.Choice`."""
+    log_probs: npt.NDArray[np.float32]
+    """f32[draws, 2], (log_prob, full_log_prob) as in `sampling.Choice` of rows that want them."""
+    logits: npt.NDArray[np.float32]
+    """f32[r, V] of the rows that are not among the draws, in their order; like the result of `ModelRunner.forward`."""
+
+
+class PendingStep(Protocol):
+    """A step that the model computes."""
+
+    def result(self) -> Chosen:
+        """Wait until the step is computed. Called once for each step, in the order of the steps."""
+        ...
+
+
+@runtime_checkable
+class ChoosingModel(ModelRunner, Protocol):
+    """A model that can choose tokens."""
+
+    def start(self, draws: Draws, step: StepInputs) -> PendingStep:
+        """Send a step and return without waiting for it.
+
+        Steps, and calls of `copy_block` between them, take effect in the order of the calls. At most two steps are
+        pending. An id of -1 - n in `token_ids` is the token that the model chose for row n of the step before.
+        """
+        ...

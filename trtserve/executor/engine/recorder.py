@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from trtserve.executor.engine.options import EngineOptions
+from trtserve.executor.engine.limits import EngineOptions
 from trtserve.executor.engine.requests import BlockUse, RequestStage
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan
 from trtserve.executor.engine.sequence import Sequence

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.reuse import RetentionRules
+from trtserve.executor.engine.blocks import RetentionRules
 from trtserve.executor.engine.sampling import SamplingParameters
 
 Array = npt.NDArray[Any]

@@ -1,16 +1,19 @@
 """TensorRT-LLM's Python bindings on the embedded executor, for programs that import `tensorrt_llm.bindings.executor`.
 
-The programs run in a virtual environment that has the packages of this one and, before them, a package `tensorrt_llm`.
-Triton's Python stub ignores PYTHONPATH; it uses the environment of the first `python3` on PATH.
+The programs run in a virtual environment that has the packages of this one and, before them, a package `tensorrt_llm`,
+whose files import what they hold from here. Triton's Python stub ignores PYTHONPATH; it uses the environment of the
+first `python3` on PATH.
 """
 
 from __future__ import annotations
 
 import ast
+import logging
 import site
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trtserve.artifacts import fingerprint
 from trtserve.files import locked, writing
@@ -20,12 +23,12 @@ from trtserve.store import Store
 PACKAGE = "tensorrt_llm"
 _MODULES = {
     "__init__.py": "from .logger import logger as logger\n\n__version__ = {release!r} + '.0'\n",
-    "logger.py": "from trtserve.executor.interface.bindings_modules import logger as logger\n",
+    "logger.py": "from trtserve.executor.interface.bindings import logger as logger\n",
     "bindings/__init__.py": "",
-    "bindings/executor.py": "from trtserve.executor.interface.bindings_modules import executor_names\n\n"
+    "bindings/executor.py": "from trtserve.executor.interface.bindings import executor_names\n\n"
     "globals().update(executor_names({release!r}))\n",
     "llmapi/__init__.py": "",
-    "llmapi/tokenizer.py": "from trtserve.executor.interface.bindings_modules import tokenizer_info\n\n"
+    "llmapi/tokenizer.py": "from trtserve.executor.interface.bindings import tokenizer_info\n\n"
     "_xgrammar_tokenizer_info = tokenizer_info\n",
 }
 _COMPLETE = "pyvenv.cfg"  # written last; Python takes the folder for an environment only if it is there
@@ -102,3 +105,31 @@ def _package_folders() -> list[str]:
 def _interpreter() -> Path:
     """Return the interpreter that this environment was made from."""
     return Path(sys.executable).resolve()
+
+
+class _Logger(logging.Logger):
+    def set_level(self, level: str) -> None:
+        """Set the level by its name, as TensorRT-LLM's logger does."""
+        self.setLevel(level.upper())
+
+
+logger = _Logger("tensorrt_llm", logging.WARNING)
+logger.addHandler(logging.StreamHandler())
+
+
+def executor_names(release: str) -> dict[str, Any]:
+    """Return name → class of `tensorrt_llm.bindings.executor` in a release."""
+    from trtserve.executor.api import for_release
+
+    return vars(for_release(release))
+
+
+def tokenizer_info(tokenizer: Any) -> dict[str, Any]:
+    """Return the keywords of GuidedDecodingConfig that describe a tokenizer of transformers."""
+    ids = tokenizer.get_vocab()
+    ends = tokenizer.eos_token_id
+    return {
+        "encoded_vocab": sorted(ids, key=lambda token: ids[token]),
+        "tokenizer_str": tokenizer.backend_tokenizer.to_str(),
+        "stop_token_ids": [ends] if isinstance(ends, int) else list(ends or ()),
+    }

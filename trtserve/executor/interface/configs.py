@@ -1,21 +1,14 @@
-"""The configuration classes of TensorRT-LLM's executor."""
+"""The enumerations and the configuration classes of TensorRT-LLM's executor, with its names and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from trtserve.executor.interface import enums
-from trtserve.executor.interface.enums import (
-    BatchingType,
-    CapacitySchedulerPolicy,
-    CommunicationMode,
-    CommunicationType,
-    ContextChunkingPolicy,
-    DecodingMode,
-)
-from trtserve.executor.interface.records import Field, Record
-from trtserve.executor.interface.type_conversion import (
+from trtserve.executor.engine.limits import CapacitySchedulerPolicy, ContextChunkingPolicy
+from trtserve.executor.interface.records import (
     ANY,
     BOOL,
     CALLABLE,
@@ -25,6 +18,8 @@ from trtserve.executor.interface.type_conversion import (
     PATH,
     TEXT,
     UNSIGNED,
+    Field,
+    Record,
     dict_of,
     instance_of,
     list_of,
@@ -32,6 +27,117 @@ from trtserve.executor.interface.type_conversion import (
     optional,
     positive,
 )
+
+
+class ModelType(Enum):
+    DECODER_ONLY = 0
+    ENCODER_ONLY = 1
+    ENCODER_DECODER = 2
+
+
+class BatchingType(Enum):
+    STATIC = 0
+    INFLIGHT = 1
+
+
+class CommunicationType(Enum):
+    MPI = 0
+
+
+class CommunicationMode(Enum):
+    LEADER = 0
+    ORCHESTRATOR = 1
+
+
+class RequestType(Enum):
+    REQUEST_TYPE_CONTEXT_AND_GENERATION = 0
+    REQUEST_TYPE_CONTEXT_ONLY = 1
+    REQUEST_TYPE_GENERATION_ONLY = 2
+
+
+class GuidedDecodingBackend(Enum):
+    XGRAMMAR = 0
+    LLGUIDANCE = 1
+
+
+class KvCacheTransferMode(Enum):
+    DRAM = 0
+    GDS = 1
+    POSIX_DEBUG_FALLBACK = 2
+
+
+@dataclass(frozen=True)
+class DecodingMode:
+    """How tokens are chosen. Unlike upstream, equal modes compare equal."""
+
+    name: str
+
+    @classmethod
+    def Auto(cls) -> DecodingMode:  # noqa: N802 - the interface's names
+        return cls("Auto")
+
+    @classmethod
+    def TopK(cls) -> DecodingMode:  # noqa: N802
+        return cls("TopK")
+
+    @classmethod
+    def TopP(cls) -> DecodingMode:  # noqa: N802
+        return cls("TopP")
+
+    @classmethod
+    def TopKTopP(cls) -> DecodingMode:  # noqa: N802
+        return cls("TopKTopP")
+
+    @classmethod
+    def BeamSearch(cls) -> DecodingMode:  # noqa: N802
+        return cls("BeamSearch")
+
+    @classmethod
+    def Medusa(cls) -> DecodingMode:  # noqa: N802
+        return cls("Medusa")
+
+    @classmethod
+    def Lookahead(cls) -> DecodingMode:  # noqa: N802
+        return cls("Lookahead")
+
+    @classmethod
+    def ExplicitDraftTokens(cls) -> DecodingMode:  # noqa: N802
+        return cls("ExplicitDraftTokens")
+
+    @classmethod
+    def Eagle(cls) -> DecodingMode:  # noqa: N802
+        return cls("Eagle")
+
+    def isAuto(self) -> bool:  # noqa: N802
+        return self.name == "Auto"
+
+    def isTopK(self) -> bool:  # noqa: N802
+        return self.name in ("TopK", "TopKTopP")
+
+    def isTopP(self) -> bool:  # noqa: N802
+        return self.name in ("TopP", "TopKTopP")
+
+    def isTopKorTopP(self) -> bool:  # noqa: N802
+        return self.isTopK() or self.isTopP()
+
+    def isTopKandTopP(self) -> bool:  # noqa: N802
+        return self.name == "TopKTopP"
+
+    def isBeamSearch(self) -> bool:  # noqa: N802
+        return self.name == "BeamSearch"
+
+    def isMedusa(self) -> bool:  # noqa: N802
+        return self.name == "Medusa"
+
+    def isLookahead(self) -> bool:  # noqa: N802
+        return self.name == "Lookahead"
+
+    def isExplicitDraftTokens(self) -> bool:  # noqa: N802
+        return self.name == "ExplicitDraftTokens"
+
+    def isEagle(self) -> bool:  # noqa: N802
+        return self.name == "Eagle"
+
 
 OPT_INT = optional(INT)
 OPT_FLOAT = optional(FLOAT)
@@ -177,10 +283,13 @@ class SpeculativeDecodingConfig(Record, writable="0.12-"):
     fast_logits = Field[bool](BOOL, False)
 
 
-class GuidedDecodingConfig(Record, writable="0.12-"):
-    GuidedDecodingBackend = enums.GuidedDecodingBackend
+_Backend = GuidedDecodingBackend
 
-    backend = Field[enums.GuidedDecodingBackend](instance_of(enums.GuidedDecodingBackend))
+
+class GuidedDecodingConfig(Record, writable="0.12-"):
+    GuidedDecodingBackend = GuidedDecodingBackend
+
+    backend = Field[_Backend](instance_of(_Backend))
     encoded_vocab = Field[list[str] | None](optional(list_of(TEXT)), None)
     tokenizer_str = Field[str | None](optional(TEXT), None)
     stop_token_ids = Field[list[int] | None](OPT_INTS, None)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from datetime import datetime, timedelta
 
-from trtserve.executor.engine.limits import EngineLimits
-from trtserve.executor.engine.options import (
+from trtserve.executor.engine.blocks import Retention, RetentionRules
+from trtserve.executor.engine.limits import (
     AdapterOptions,
     ContextChunkingPolicy,
+    EngineLimits,
     EngineOptions,
     GuideTokenizer,
     KvCacheOptions,
@@ -25,27 +26,23 @@ from trtserve.executor.engine.requests import (
     RequestMetrics,
     RequestOutput,
 )
-from trtserve.executor.engine.reuse import Retention, RetentionRules
 from trtserve.executor.engine.sampling import SamplingParameters
-from trtserve.executor.interface.configs import ExecutorConfig, PeftCacheConfig
-from trtserve.executor.interface.enums import BatchingType
+from trtserve.executor.interface.configs import BatchingType, ExecutorConfig, PeftCacheConfig
 from trtserve.executor.interface.requests import KvCacheRetentionConfig, Request, SamplingConfig
 from trtserve.executor.interface.results import (
-    KvCacheMetrics,
-    RequestPerfMetrics,
-    Response,
-    Result,
-    SpeculativeDecodingMetrics,
-    TimingMetrics,
-)
-from trtserve.executor.interface.statistics import (
     InflightBatchingStats,
     IterationStats,
+    KvCacheMetrics,
     KvCacheStats,
+    RequestPerfMetrics,
     RequestStats,
     RequestStatsPerIteration,
+    Response,
+    Result,
     SpecDecodingStats,
+    SpeculativeDecodingMetrics,
     StaticBatchingStats,
+    TimingMetrics,
 )
 from trtserve.executor.interface.unsupported import refuse_unsupported
 

@@ -19,7 +19,7 @@ from trtserve.executor.engine.limits import (
 )
 from trtserve.executor.engine.loop import EngineLoop
 from trtserve.executor.engine.model import Follower, ModelRunner
-from trtserve.executor.interface.configs import ExecutorConfig
+from trtserve.executor.interface.configs import ExecutorConfig, ModelType
 from trtserve.executor.interface.convert import (
     engine_options,
     engine_request,
@@ -28,10 +28,13 @@ from trtserve.executor.interface.convert import (
     request_stats,
     response_of,
 )
-from trtserve.executor.interface.enums import ModelType
 from trtserve.executor.interface.requests import Request
-from trtserve.executor.interface.results import Response
-from trtserve.executor.interface.statistics import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
+from trtserve.executor.interface.results import (
+    DebugTensorsPerIteration,
+    IterationStats,
+    RequestStatsPerIteration,
+    Response,
+)
 from trtserve.executor.interface.unsupported import refuse_unsupported_config, warn_about_decoding_mode
 from trtserve.executor.loaders import load_model, read_engine_config
 

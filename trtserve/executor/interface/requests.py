@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from trtserve.executor.interface import enums
-from trtserve.executor.interface.configs import EagleConfig, LookaheadDecodingConfig
-from trtserve.executor.interface.enums import KvCacheTransferMode, RequestType
-from trtserve.executor.interface.records import Field, Record
-from trtserve.executor.interface.type_conversion import (
+from trtserve.executor.engine.requests import GuideType
+from trtserve.executor.interface.configs import EagleConfig, KvCacheTransferMode, LookaheadDecodingConfig, RequestType
+from trtserve.executor.interface.records import (
     ANY,
     ARRAY,
     BOOL,
@@ -25,6 +23,8 @@ from trtserve.executor.interface.type_conversion import (
     TEXT,
     TOKENS,
     UNSIGNED,
+    Field,
+    Record,
     above_zero_to_one,
     instance_of,
     list_of,
@@ -151,14 +151,17 @@ class KvCacheRetentionConfig(Record):
             end = item.token_end
 
 
-class GuidedDecodingParams(Record):
-    GuideType = enums.GuideType
+_GuideType = GuideType
 
-    guide_type = Field[enums.GuideType](instance_of(enums.GuideType))
+
+class GuidedDecodingParams(Record):
+    GuideType = GuideType
+
+    guide_type = Field[_GuideType](instance_of(_GuideType))
     guide = Field[str | None](optional(TEXT), None)
 
     def validate(self) -> None:
-        if self.guide is None and self.guide_type is not enums.GuideType.JSON:
+        if self.guide is None and self.guide_type is not _GuideType.JSON:
             raise RuntimeError(f"guide_type {self.guide_type.name} needs a guide")
 
 

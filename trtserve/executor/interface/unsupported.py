@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from trtserve.executor.interface.configs import ExecutorConfig
-from trtserve.executor.interface.enums import CommunicationMode, RequestType
+from trtserve.executor.interface.configs import CommunicationMode, ExecutorConfig, RequestType
 from trtserve.executor.interface.requests import Request
 
 logger = logging.getLogger(__name__)

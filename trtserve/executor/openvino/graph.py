@@ -18,24 +18,23 @@ from openvino import opset13 as ops
 from trtserve.checkpoint.architectures.base import Decoder, Experts
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
-from trtserve.executor.engine.attention_limits import require_paged_attention
-from trtserve.executor.engine.sizes import Sizes
-from trtserve.executor.openvino.graph_experts import (
+from trtserve.executor.engine.sizes import Sizes, require_paged_attention
+from trtserve.executor.openvino.graph_parts import (
+    GraphRotation,
+    add,
     columns_of_experts,
+    constant,
+    dimension,
+    float_tensor,
+    gather,
+    int4_matrix,
+    integers,
+    packed,
+    parameter,
     rows_of_experts,
     stacked_int4,
     token_weights,
 )
-from trtserve.executor.openvino.graph_operations import (
-    add,
-    constant,
-    dimension,
-    gather,
-    integers,
-    parameter,
-)
-from trtserve.executor.openvino.graph_rotation import GraphRotation
-from trtserve.executor.openvino.graph_weights import float_tensor, int4_matrix, packed
 from trtserve.executor.openvino.weight_quantization import Packing
 from trtserve.files import writing
 

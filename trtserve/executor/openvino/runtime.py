@@ -36,7 +36,7 @@ from trtserve.executor.embedded import (
     limits_of,
     write_config,
 )
-from trtserve.executor.engine.attention_limits import require_paged_attention
+from trtserve.executor.engine.sizes import require_paged_attention
 from trtserve.executor.features import resolve_features
 from trtserve.executor.openvino.memory import LIBRARIES, engine_needs
 from trtserve.host import machine

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
 from trtserve.executor.torch.operations import Scores
-
-Tensor = Any
 
 _LOG2E = 1.4426950408889634
 _NO_WINDOW = 1 << 30

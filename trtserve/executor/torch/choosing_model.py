@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from trtserve.executor.engine.draws import Chosen, Draws
-from trtserve.executor.engine.model import StepInputs
+from trtserve.executor.engine.model import Chosen, Draws, StepInputs
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter
-from trtserve.executor.torch.model import TorchModel, max_rows
-from trtserve.executor.torch.step_faults import StepFaults
+from trtserve.executor.torch.model import StepFaults, TorchModel, max_rows
 
 if TYPE_CHECKING:
     from trtserve.executor.torch.graphs import DecodeGraphs
 
-Tensor = Any
 Array = npt.NDArray[Any]
 
 
@@ -35,7 +33,7 @@ class PlainSampler:
 
     def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
         """See `TokenChooser.choose`."""
-        from trtserve.executor.torch.plain_sampling import choose_tokens
+        from trtserve.executor.torch.draw_words import choose_tokens
 
         chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy())
         tokens.copy_(torch.from_numpy(chosen))

@@ -10,23 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.sizes import Sizes
-from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.group import RankGroup
-from trtserve.executor.torch.matrices import FloatMatrix
 from trtserve.executor.torch.mlp import Mlp, make_mlp
-from trtserve.executor.torch.modules import Embedding, Linear, Norm
+from trtserve.executor.torch.modules import Adapters, Embedding, FloatMatrix, Linear, Norm
 from trtserve.executor.torch.operations import (
     HeadNorms,
     Operations,
     RotationTables,
     Scores,
 )
+from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import ShardWeights
-
-Tensor = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
 from trtserve.executor.torch.layer_kernels import activated
-
-Tensor = Any
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.decoder import Inputs
@@ -24,7 +25,6 @@ from trtserve.executor.torch.step_kernels import (
 
 logger = logging.getLogger(__name__)
 
-Tensor = Any
 Int32s = npt.NDArray[np.int32]
 
 

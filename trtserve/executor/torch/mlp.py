@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
+from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
-from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.group import RankGroup
-from trtserve.executor.torch.matrices import load_floats
-from trtserve.executor.torch.modules import Linear, Norm
+from trtserve.executor.torch.modules import Adapters, Linear, Norm, load_floats
 from trtserve.executor.torch.operations import Operations, router_weights
 from trtserve.executor.torch.plain_operations import activate
+from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import ShardWeights
-
-Tensor = Any
 
 
 class Mlp(ABC):

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import ArtifactError, MissingDependencyError
-from trtserve.executor.engine.attention_limits import layer_windows
 from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, MOST_FREE_FRACTION
 from trtserve.executor.engine.lora_modules import lora_shape
-from trtserve.executor.engine.model import Int32s, Logits, StepInputs, single_sequence
-from trtserve.executor.engine.sizes import Sizes
+from trtserve.executor.engine.model import FatalModelError, Int32s, Logits, StepInputs, single_sequence
+from trtserve.executor.engine.sizes import Sizes, layer_windows
 from trtserve.executor.loaders import read_engine_config
-from trtserve.executor.torch.adapters import AdapterWeights
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
-from trtserve.executor.torch.group import ALONE, Alone, RankGroup
+from trtserve.executor.torch.modules import AdapterWeights
 from trtserve.executor.torch.operations import Device, operations_for
-from trtserve.executor.torch.step_faults import StepFaults
+from trtserve.executor.torch.ranks import ALONE, Alone, RankGroup
 from trtserve.executor.torch.weights import EngineWeights, ShardWeights
 from trtserve.host.machine import free_memory
 
-Tensor = Any
+if TYPE_CHECKING:
+    from trtserve.executor.torch.operations import Device
 
 # Tokens of the longest prompt in `warm_up`.
 _WARM_TOKENS = 16
@@ -232,3 +234,67 @@ def _require_device(device: Device) -> None:
             f"The engine was built for NVIDIA GPUs, but PyTorch {torch.__version__} finds none.",
             hint="Run `trtserve doctor`, or build the engine with --device cpu.",
         )
+
+
+# Errors after which every call of CUDA in this process fails (the CUDA runtime's documentation of cudaError_t says so),
+# and those of ranks, which then no longer compute the same.
+_LOST = re.compile(
+    r"CUDA.*(illegal memory access|illegal instruction|misaligned address|invalid program counter|illegal address"
+    r"|device-side assert|unspecified launch failure|launch timed out|uncorrectable|hardware stack error"
+    r"|busy or unavailable|unknown error)|NCCL|another rank of this model has ended",
+    re.IGNORECASE,
+)
+_WITHOUT_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+
+class StepFaults:
+    """`with` this around a step, exceptions become what the executor distinguishes; it may be entered again and again.
+
+    An exception that says nothing of its kind may still be the first sign of a lost GPU: then `probe` fails too.
+    """
+
+    def __init__(self, device: Device, probe: Callable[[], None] | None = None) -> None:
+        self._probe = probe if probe is not None or device == "cpu" else _use_gpu
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Raise MemoryError or FatalModelError instead of an exception that means it."""
+        if not isinstance(error, Exception) or isinstance(error, (FatalModelError, MemoryError)):
+            return
+        if isinstance(error, torch.OutOfMemoryError) or _WITHOUT_MEMORY.search(_first_line(error)):
+            raise MemoryError(_first_line(error)) from error
+        if self._lost(error):
+            raise FatalModelError(_cause(error)) from error
+        if self._probe is None:
+            return
+        try:
+            self._probe()
+        except Exception as found:  # noqa: BLE001 - whatever it is, it says how the GPU is
+            if isinstance(found, torch.OutOfMemoryError) or _WITHOUT_MEMORY.search(_first_line(found)):
+                return  # the GPU answers
+            raise FatalModelError(f"{_cause(error)}; then the GPU did not answer either: {_cause(found)}") from error
+
+    def _lost(self, error: Exception) -> bool:
+        """Return whether the exception alone shows that the GPU, or another rank, is lost."""
+        if isinstance(error, getattr(torch.distributed, "DistError", FatalModelError)):
+            return True
+        return isinstance(error, RuntimeError) and _LOST.search(_first_line(error)) is not None
+
+
+def _use_gpu() -> None:
+    """Wait for the current GPU and let it compute something: that fails once its context is lost."""
+    torch.cuda.synchronize()
+    torch.ones(1, device="cuda").add_(1).item()
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text; PyTorch adds hints for programmers."""
+    return str(error).strip().partition("\n")[0]

@@ -1,22 +1,22 @@
-"""The parts that a decoder is made of: embeddings, norms and matrices of one rank."""
+"""Modules of the decoder with the weights of a rank: norms, linear layers, matrices in floats or FP8, LoRA adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.checkpoint.architectures.base import Norm as NormKind
-from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.group import RankGroup
-from trtserve.executor.torch.matrices import FloatMatrix, Matrix, load_matrix
+from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
 from trtserve.executor.torch.operations import Operations
+from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import ShardWeights
-
-Tensor = Any
 
 
 class Embedding:
@@ -130,4 +130,131 @@ class Linear:
                 adapters.add(product[:, outputs], x, self._layer, matrix)
         if self._group is not None:
             product = self._group.all_reduce(product)
-        return product + self.bias if self._bias_last else product
+        return product if self.bias is None or not self._bias_last else product + self.bias
+
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FP8).max
+
+
+class Matrix(Protocol):
+    """A matrix [out, in]."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x [t, in] · matrixᵀ + bias: [t, out]."""
+
+
+class FloatMatrix:
+    """A matrix of floats."""
+
+    def __init__(self, weight: Tensor, operations: Operations) -> None:
+        self.weight = weight
+        self._operations = operations
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Matrix`."""
+        return self._operations.linear(x, self.weight, bias)
+
+
+class Fp8Matrix:
+    """A matrix of FP8 codes. Inputs are rounded to FP8 with the scale that the model was calibrated with."""
+
+    def __init__(self, codes: Tensor, scale: Tensor, input_scale: Tensor) -> None:
+        self._codes = codes
+        self._scale = scale
+        self._input_scale = input_scale
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Matrix`."""
+        codes = (x / self._input_scale).clamp(-_LARGEST, _LARGEST).to(_FP8)
+        one = functional.ScalingType.TensorWise
+        product = functional.scaled_mm(
+            codes, self._codes.T, self._input_scale, one, self._scale, one, output_dtype=x.dtype
+        )
+        return product if bias is None else product + bias
+
+
+def load_matrix(weights: ShardWeights, names: Sequence[str], operations: Operations) -> Matrix:
+    """Return the matrices `names` as one, their outputs one after another.
+
+    FP8 matrices with different scales get the largest one: the codes of the others are rounded again.
+    """
+    scales = [weights.fp8_scales(name) for name in names]
+    own = [pair for pair in scales if pair is not None]
+    if len(own) < len(names):
+        parts = [load_floats(weights, name) for name in names]
+        return FloatMatrix(parts[0] if len(parts) == 1 else torch.cat(parts), operations)
+    shared = torch.stack([scale for scale, _ in own]).amax(0)
+    codes = [
+        part if torch.equal(scale, shared) else (part.float() * (scale / shared)).to(_FP8)
+        for part, (scale, _) in zip(map(weights.tensor, names), own, strict=True)
+    ]
+    # Bytes can be joined on every device.
+    joined = codes[0] if len(codes) == 1 else torch.cat([part.view(torch.uint8) for part in codes]).view(_FP8)
+    return Fp8Matrix(joined, shared, torch.stack([input_scale for _, input_scale in own]).amax(0))
+
+
+def load_floats(weights: ShardWeights, name: str) -> Tensor:
+    """Return a tensor as floats; codes of FP8 matrices are widened."""
+    tensor, scales = weights.tensor(name), weights.fp8_scales(name)
+    if scales is None:
+        return tensor
+    # Experts [experts, out, in] have a scale each.
+    factors = scales[0].view(-1, *[1] * (tensor.ndim - 1)) if tensor.ndim > 2 else scales[0]
+    return (tensor.float() * factors).to(weights.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of the tokens of a step."""
+
+    masks: Mapping[str, Tensor]
+    """For every matrix the columns of the weights that each token uses, bool[t, w]."""
+    weights: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+    """(layer, matrix) → in-weights [w, inputs of this rank] and out-weights [w, outputs of this rank]."""
+
+    def of_rows(self, rows: Tensor) -> Adapters:
+        """Return the adapters of some of the tokens."""
+        return replace(self, masks={name: mask[rows] for name, mask in self.masks.items()})
+
+    def add(self, product: Tensor, x: Tensor, layer: int, matrix: str) -> None:
+        """Add to `product` [t, outputs] of a matrix and `x` [t, inputs] what the adapters make of `x`."""
+        if (layer, matrix) in self.weights:
+            a, b = self.weights[layer, matrix]
+            product += (x @ a.T).where(self.masks[matrix], 0) @ b
+
+
+class AdapterWeights:
+    """Keeps the weights of the last stack of adapters on the device."""
+
+    def __init__(self, weights: ShardWeights, layers: range, *, dtype: Any, device: str) -> None:
+        self._decoder = weights
+        self._layers = layers
+        self._dtype = dtype
+        self._device = device
+        self._stack: AdapterStack | None = None
+        self._weights: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = {}
+
+    def batch(self, batch: AdapterBatch) -> Adapters:
+        """Return the adapters of a step; their weights are copied when the stack is another one than before."""
+        if batch.stack is not self._stack:
+            self._weights = {
+                (layer, matrix): self._local(f"transformer.layers.{layer}.{matrix}.weight", *map(self._copy, pair))
+                for (layer, matrix), pair in batch.stack.weights.items()
+                if layer in self._layers
+            }
+            self._stack = batch.stack
+        masks = {matrix: torch.from_numpy(mask).to(self._device) for matrix, mask in batch.masks.items()}
+        return Adapters(masks, self._weights)
+
+    def _copy(self, array: Any) -> Tensor:
+        if array.dtype != np.float32:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self._device, self._dtype)
+        return torch.from_numpy(array).to(self._device, self._dtype)
+
+    def _local(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs or outputs that this rank's part of the matrix has."""
+        pieces = self._decoder.shard(name).pieces
+        if self._decoder.split(name) == "row":
+            return torch.cat([a[:, piece.first_column :][:, : piece.columns] for piece in pieces], 1), b
+        return a, torch.cat([b[:, piece.first_row :][:, : piece.rows] for piece in pieces], 1)

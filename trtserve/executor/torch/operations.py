@@ -10,11 +10,12 @@ offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence;
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
+
+from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation, Experts
 
-Tensor = Any
 """torch.Tensor, which the type checker does not see."""
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
-
-Tensor = Any
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -68,7 +65,8 @@ def rotate_and_store(
     blocks, offsets = slots // tokens_per_block, slots % tokens_per_block
     kv_layer[blocks, 0, offsets] = key
     kv_layer[blocks, 1, offsets] = value
-    return query.contiguous()
+    rotated: Tensor = query.contiguous()
+    return rotated
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -10,23 +10,30 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 import torch
 
+from trtserve.executor.engine.limits import EngineOptions
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.engine.model import StepInputs
+from trtserve.executor.engine.model import Follower, ModelRunner, StepInputs
+from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.torch import model
+from trtserve.executor.torch.choosing_model import ChoosingTorchModel
 from trtserve.executor.torch.micro_batches import micro_batches
+from trtserve.executor.torch.ranks import join
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from trtserve.executor.engine.draws import Draws, PendingStep
+    from trtserve.executor.engine.model import Draws, PendingStep
     from trtserve.executor.torch.choosing_model import ChoosingTorchModel
     from trtserve.executor.torch.draw_words import DrawArrays
     from trtserve.executor.torch.model import TorchModel
     from trtserve.executor.torch.ranks import Ranks
+
 
 logger = logging.getLogger(__name__)
 
@@ -183,3 +190,18 @@ class FollowingModel(RankedModel):
         if masks is not None and self._stack is not None:
             return replace(step, adapters=AdapterBatch(self._stack, masks))
         return step
+
+
+def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
+    """Load the engine; `loaders.MODELS` names this module. With ranks, return when all of them are there."""
+    content = read_engine_config(engine)
+    tp_size, stages = content.mapping.tp_size, content.mapping.pp_size
+    windows = options.kv_cache.windows
+    if tp_size * stages == 1:
+        return model.load_model(engine, windows, model_class=ChoosingTorchModel)
+    ranks = join(tp_size, stages, content.trtserve.device, options.device_ids)
+    if stages > 1:
+        part = model.load_model(engine, windows, ranks)
+        return LeadingModel(part, ranks) if ranks.rank == 0 else FollowingModel(part, ranks)
+    chooser = cast("ChoosingTorchModel", model.load_model(engine, windows, ranks, model_class=ChoosingTorchModel))
+    return LeadingChooser(chooser, ranks) if ranks.rank == 0 else FollowingModel(chooser, ranks)

@@ -14,16 +14,15 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trtserve.executor.torch.one_shot_sums import OneShotSums, one_shot_sums
-
 if TYPE_CHECKING:
     from trtserve.executor.torch.operations import Device
+
 
 logger = logging.getLogger(__name__)
 
@@ -214,3 +213,115 @@ def _address(hosts: Sequence[str]) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((other, 9))
         return str(towards.getsockname()[0])
+
+
+class RankGroup(Protocol):
+    """This process's place among the ranks, and what it exchanges with them.
+
+    Ranks are numbered as in the checkpoint, tensor parallelism fastest: rank = stage · tp_size + tp_rank.
+    """
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of a stage."""
+
+    @property
+    def tp_rank(self) -> int:
+        """This process's number among them."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+
+    @property
+    def stage(self) -> int:
+        """This process's stage."""
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Return the sum of the tensor-parallel ranks' `part`, which may be overwritten."""
+        ...
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return the tensor-parallel ranks' `part` [r, n] side by side: [r, tp_size · n]."""
+        ...
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the same tensor-parallel rank of the next stage."""
+        ...
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Fill `hidden` with the states that the previous stage sends, and return it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The group of a model in one process: nothing is exchanged."""
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    stages: int = 1
+    stage: int = 0
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Return `part`."""
+        return part
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return `part`."""
+        return part
+
+    def send(self, hidden: Tensor) -> None:
+        """Never called: there is no next stage."""
+        raise AssertionError(hidden)
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Never called: there is no previous stage."""
+        raise AssertionError(hidden)
+
+
+ALONE = Alone()
+
+
+# Every GPU reads all summands, so that more GPUs take smaller tensors. Two take those of up to 1 MiB.
+_ALL_BYTES: Final = 2 * 2**20
+# Numbers are read 16 bytes at a time, and PyTorch has this kernel for two types.
+_ALIGNED: Final = 16
+_DTYPES: Final = (torch.float32, torch.bfloat16)
+
+
+class OneShotSums:
+    """All-reduce for tensors of a decode step, for which it takes about half of NCCL's time (docs/gpu.md).
+
+    Raises RuntimeError when the GPUs of the group cannot read each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory  # the only name that PyTorch gives it
+
+        bytes_each = _ALL_BYTES // group.size() // _ALIGNED * _ALIGNED
+        self._summand: Tensor = symmetric_memory.empty(bytes_each, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(self._summand, group)
+        self._group = group.group_name
+
+    def fit(self, x: Tensor) -> bool:
+        """Return whether the tensor is of a size and type that this kernel takes."""
+        return x.dtype in _DTYPES and x.nbytes <= self._summand.nbytes and x.nbytes % _ALIGNED == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x; every rank adds them in the same order."""
+        summand = self._summand[: x.nbytes].view(x.dtype).view(x.shape)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(summand, x.contiguous(), "sum", self._group)
+        return total
+
+
+def one_shot_sums(group: Any, device: torch.device) -> OneShotSums | None:
+    """Return the sums of a group of GPUs of one host, or None when a rank cannot take part."""
+    found = None
+    try:
+        found = OneShotSums(group, device)
+    except RuntimeError as error:
+        logger.info("NCCL sums all tensors, because the GPUs cannot read each other's memory: %s", error)
+    everywhere = torch.tensor(int(found is not None), device=device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
+    return found if int(everywhere) else None

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
-
-Tensor = Any
 
 _CHUNK = 4096
 _FOUND = 2048

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from trtserve.executor.torch.draw_words import WORDS
 from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
-
-Tensor = Any
 
 # The words of a row after those of `draw_words`: its token, its position, the length of its sequence with this token
 # (0: the row is padding), and where its blocks begin after the words of all rows.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
@@ -23,9 +24,7 @@ from trtserve.checkpoint.sharding import (
 )
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
 from trtserve.errors import CorruptFileError
-from trtserve.executor.torch.group import RankGroup
-
-Tensor = Any
+from trtserve.executor.torch.ranks import RankGroup
 
 _DTYPES = {
     "F32": torch.float32,
