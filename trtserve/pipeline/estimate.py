@@ -24,19 +24,16 @@ from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_c
 from trtserve.files import is_weights
 from trtserve.host.machine import free_disk
 from trtserve.host.resources import available_memory, require_disk
+from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import OwnConversion, plan_own_conversion
 from trtserve.pipeline.gpu_fit import (
-    FIRST_BFLOAT16,
-    FIRST_FP8,
     GpuFit,
     fit_gpu,
     fitting_step,
     gpu_notes,
-    release_note,
     shorter_fit,
     smallest_fit,
-    unable,
 )
 from trtserve.pipeline.gpus import Gpu, own_gpu
 from trtserve.pipeline.known_models import outline_model, plan_known_model
@@ -345,8 +342,9 @@ def _gpu_answer(conversion: OwnConversion, question: Question) -> GpuAnswer | No
     if gpu is None:
         return None
     asked = fit_gpu(conversion.config, question.build, gpu)
-    if problem := unable(conversion.config, gpu):
-        return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=release_note(gpu))
+    if gpu.sm is not None and (problem := missing_arithmetic(conversion.config, gpu.name, gpu.sm)):
+        note = kernels_note(gpu.name, capability_words(gpu.sm))
+        return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=note)
     smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
     return GpuAnswer(
         asked=asked,

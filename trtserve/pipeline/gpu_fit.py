@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.gemma3 import engine_problem
-from trtserve.checkpoint.kernel_layout import HOPPER, require_gpu_sm
+from trtserve.checkpoint.kernel_layout import HOPPER
 from trtserve.checkpoint.memory import PRECISIONS, gpu_step_bytes, kv_bytes_per_token, rank_weights
 from trtserve.checkpoint.quantized import GPTQ, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
@@ -22,8 +22,7 @@ from trtserve.executor.runtimes import RUNTIMES, EnginePlan
 from trtserve.executor.steps import step_flags, usual_steps
 from trtserve.host.gpus import list_gpus
 from trtserve.host.machine import format_bytes
-from trtserve.nvidia.releases import RELEASES
-from trtserve.nvidia.releases.gpus import kernels_for
+from trtserve.nvidia.gpu_findings import capability_words, kernels_note, larger_than_a_gpu
 from trtserve.pipeline.gpus import Gpu
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec
@@ -41,10 +40,6 @@ _BLOCK = 32
 _GPUS_PER_NODE = 8
 # GPU counts of common machines, and sizes that divide the heads and layers of some models only.
 _WORLDS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-
-# Compute capabilities (× 10) from which GPUs have FP8 and bfloat16 arithmetic.
-FIRST_FP8 = 89
-FIRST_BFLOAT16 = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,25 +136,6 @@ def _parallel_sizes() -> Iterator[tuple[int, int]]:
                 yield tp_size, world // tp_size
 
 
-def unable(config: CheckpointConfig, gpu: Gpu) -> str | None:
-    """Return why this kind of GPU cannot run the checkpoint regardless of memory, or None."""
-    sm, algorithm = gpu.sm, str(config.quantization.algorithm)
-    if sm is None:
-        return None
-    for wanted, least, present in (
-        ("FP8 weights need", FIRST_FP8, algorithm.startswith("FP8")),
-        ("bfloat16 needs", FIRST_BFLOAT16, config.dtype == "bfloat16"),
-    ):
-        if present and sm < least:
-            return f"{wanted} a GPU of compute capability {least / 10:.1f} or later; {gpu.name} has {sm / 10:.1f}."
-    if algorithm == GPTQ:
-        try:
-            require_gpu_sm(sm)
-        except UnsupportedModelError as error:
-            return error.message
-    return None
-
-
 def _check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) -> None:
     """Raise UsageError for sizes that the model is not divisible by; 4-bit matrices are split by groups."""
     check_parallel_sizes(config, tp_size, pp_size)
@@ -190,11 +166,11 @@ def require_gpu_memory(engine: EnginePlan, spec: BuildSpec, progress: Progress =
         fit = fit_gpu(engine.config, spec, gpu)
     except UnsupportedModelError:
         return
-    if fit.weights > memory:
-        ranks = fit.tp_size * fit.pp_size
+    ranks = fit.tp_size * fit.pp_size
+    subject = "The engine" if ranks == 1 else f"Each of {ranks} ranks"
+    if (problem := larger_than_a_gpu(subject, fit.weights, memory)) is not None:
         raise MemoryLimitError(
-            f"{'The engine' if ranks == 1 else f'Each of {ranks} ranks'} has {format_bytes(fit.weights)} of weights; "
-            f"the largest GPU of this machine has {format_bytes(memory)} of memory.",
+            problem,
             hint=f"{_narrower(engine, spec, gpu)} `trtserve plan` shows the details.",
         )
     if not fit.fits:
@@ -225,14 +201,5 @@ def gpu_notes(config: CheckpointConfig, asked: GpuFit, gpu: Gpu) -> Iterator[str
         yield f"convert with --gpu-sm {gpu.sm}, which the order of 4-bit weights depends on"
     if problem := engine_problem(config):
         yield f"{problem}: take --runtime llmapi"
-    if note := release_note(gpu):
+    if gpu.sm is not None and (note := kernels_note(gpu.name, capability_words(gpu.sm))):
         yield note
-
-
-def release_note(gpu: Gpu) -> str | None:
-    """Return which releases have kernels for a GPU, or None when all do."""
-    row = kernels_for(f"{gpu.sm // 10}.{gpu.sm % 10}") if gpu.sm is not None else None
-    if row is None or all(row.within(release) for release in RELEASES):
-        return None
-    which = f"until {row.until}, and by none later" if row.until else f"from {row.since} on"
-    return f"{gpu.name} ({row.architecture}) is supported by TensorRT-LLM {which}"

@@ -37,6 +37,7 @@ from trtserve.executor.features import resolve_features
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
 from trtserve.host.install_command import install_command
+from trtserve.nvidia.gpu_findings import missing_fp8
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
@@ -56,8 +57,6 @@ _ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_nu
 # Python, NumPy and PyTorch on the CPU before the first weight, measured with PyTorch 2.13.
 _PROCESS = 260 * 2**20
 _CONFIG_BYTES = 2**20
-# Compute capability from which GPUs multiply FP8 numbers.
-_FIRST_FP8 = 8.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +176,10 @@ def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device
             hint="Convert the original model without --quantize.",
         )
     gpu = visible_gpu() if device == "cuda" else None
-    if algorithm == FP8 and gpu is not None and float(gpu.capability) < _FIRST_FP8:
+    problem = None if gpu is None else missing_fp8(config, gpu.name, round(10 * float(gpu.capability)))
+    if problem is not None:
         raise UnsupportedModelError(
-            f"The checkpoint is quantised with {FP8}, which needs a GPU of compute capability {_FIRST_FP8} or later; "
-            f"{gpu.name} has {gpu.capability}.",
+            problem,
             hint="Convert the original model without --quantize, or use a newer GPU.",
         )
     if config.quantization.kv_cache_quant_algo is not None:

@@ -9,6 +9,7 @@ from trtserve.errors import counted
 from trtserve.host.gpus import count_gpus, list_gpus, visible_gpu
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_bytes, free_shared_memory
 from trtserve.nvidia.engine_files import tensorrt_version
+from trtserve.nvidia.gpu_findings import larger_than_a_gpu
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.installed import has_engine_path, installed
 from trtserve.repository.check.repository import LLMAPI, MachineFacts, ModelFolder, Repository
@@ -85,12 +86,12 @@ def large_engines(repository: Repository) -> Iterator[Finding]:
     for model, folder in repository.gpu_engines:
         sizes = {name: size for name, size in rank_sizes(folder).items() if name.endswith(".engine")}
         largest = max(sizes, key=lambda name: sizes[name], default=None)
-        if memory is None or largest is None or sizes[largest] <= memory or model.engine.build.weight_streaming:
+        if memory is None or largest is None or model.engine.build.weight_streaming:
+            continue
+        if (problem := larger_than_a_gpu(largest, sizes[largest], memory)) is None:
             continue
         yield model.finding(
-            f"{largest} has {format_bytes(sizes[largest])}, and a GPU of this machine "
-            f"{format_bytes(memory)}: it cannot be "
-            "loaded, even without a KV cache.",
+            problem,
             "Convert with a larger --tp-size and build again, which makes each rank smaller. `trtserve plan` prints "
             "the memory that a model needs.",
             folder,

@@ -19,14 +19,14 @@ from trtserve.host.nvidia import (
     Gpus,
     on_the_bus,
 )
+from trtserve.nvidia.gpu_findings import architecture_words, kernels_fix
 from trtserve.nvidia.releases.containers import (
     all_containers,
     container,
-    containers_of,
     latest_container,
 )
 from trtserve.nvidia.releases.drivers import cuda_of, driver_of, driver_support, newest_container, newest_cuda
-from trtserve.nvidia.releases.gpus import kernels_for, runs_on
+from trtserve.nvidia.releases.gpus import runs_on
 from trtserve.nvidia.releases.installed import Installed
 from trtserve.process import Command, run
 from trtserve.server.doctor.findings import (
@@ -191,12 +191,15 @@ def check_kernels(gpus: Gpus, found: Installed | None) -> CheckResult:
     capabilities = sorted({device.capability for device in gpus.devices})
     release = found.release if found else latest_container().release
     known = {capability: runs_on(release, capability) for capability in capabilities}
-    named = ", ".join(_architecture(capability) for capability in capabilities)
+    named = ", ".join(architecture_words(capability) for capability in capabilities)
     subject = f"TensorRT-LLM {found.version if found else release}"
     lacking = [capability for capability, runs in known.items() if runs is False]
     if lacking:
         return _TENSORRT_LLM(
-            "kernels", "failed", f"{subject} has no kernels for {_architecture(lacking[0])}", _releases(lacking[0])
+            "kernels",
+            "failed",
+            f"{subject} has no kernels for {architecture_words(lacking[0])}",
+            kernels_fix(lacking[0]),
         )
     if None in known.values():
         return _TENSORRT_LLM(
@@ -235,21 +238,6 @@ def _runs(gpus: Gpus) -> str:
     if minor > full:
         words.append(f"{minor} ({container(minor).tensorrt_llm}) by minor version compatibility")
     return ", ".join(words) or f"none of the containers {all_containers()[0].tag} … {latest_container().tag}"
-
-
-def _releases(capability: str) -> str:
-    row = kernels_for(capability)
-    if row is None:
-        return "Use a newer GPU, or --runtime openvino."
-    if row.until is not None:
-        last = containers_of(row.until)[-1]
-        return f"Use TensorRT-LLM {row.until} at most (container {last.tag}), a newer GPU, or --runtime openvino."
-    return f"Use TensorRT-LLM {row.since} or newer (container {containers_of(row.since)[0].tag})."
-
-
-def _architecture(capability: str) -> str:
-    row = kernels_for(capability)
-    return f"compute capability {capability}" if row is None else f"{row.architecture} ({capability})"
 
 
 def _dotted(cuda: tuple[int, int]) -> str:
