@@ -252,7 +252,7 @@ def faulty_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any) -> CheckpointConfig:
         return (config := right(*arguments)).changed(rotary_base=config.rotary_base * 10)
 
-    monkeypatch.setattr("trtserve.pipeline.convert.checkpoint_config", wrong)
+    monkeypatch.setattr("trtserve.pipeline.convert_own.checkpoint_config", wrong)
 
 
 def test_convert_verifies_before_it_publishes(

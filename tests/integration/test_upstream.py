@@ -204,7 +204,7 @@ def test_memory_is_guarded_before_the_tool_starts(
     model, out = Model(path=models["llama"]), tmp_path / "made"
     spec = ConvertSpec(converter="upstream", tp_size=4, workers=4)
     plan = plan_conversion(model, spec)
-    total, rank = plan.total_bytes, plan.sizes[0]
+    total, rank = plan.total_bytes, plan.work.sizes[0]
     assert total == 4 * rank > 0
     monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: total + 3 * rank)
     with pytest.raises(MemoryLimitError, match=r"the whole model, .* and 4 of the ranks") as caught:
@@ -283,7 +283,7 @@ def test_a_converter_script_can_be_named(
     (model / "config.json").write_text(json.dumps(config))
     spec = ConvertSpec(converter="upstream", trtllm_script=script, tp_size=2)
     plan = plan_conversion(Model(path=model), spec)
-    line = str(plan.command(tmp_path / "made"))
+    line = str(plan.work.command(tmp_path / "made"))
     assert f"{examples}/models/core/llama/convert_checkpoint.py --model_dir {model}" in line
     with pytest.raises(UnsupportedModelError, match="NewForCausalLM") as caught:
         plan_conversion(Model(path=model), ConvertSpec(converter="upstream"))

@@ -17,7 +17,8 @@ import numpy as np
 import psutil
 
 from trtserve.artifacts import Model
-from trtserve.pipeline.convert import convert_model, plan_own_conversion
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec, DType
 from trtserve.store import Store
 

@@ -20,7 +20,7 @@ from trtserve.checkpoint.architectures.parts.windows import attention_windows
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases.converters import convertible_family
-from trtserve.pipeline.convert import plan_own_conversion
+from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 LLAMA3 = FAMILIES["llama3"].config["rope_scaling"] | {"original_max_position_embeddings": 8192}

@@ -49,7 +49,7 @@ def test_dtype_auto_keeps_the_models_dtype_except_float32(tmp_path: Path, own: s
     config = json.loads((folder / "config.json").read_text())
     del config["dtype"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert plan_conversion(Model(path=folder), ConvertSpec()).spec.dtype == expected
+    assert plan_conversion(Model(path=folder), ConvertSpec()).work.spec.dtype == expected
 
 
 @pytest.mark.parametrize(

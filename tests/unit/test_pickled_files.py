@@ -15,7 +15,8 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.pickled_files import PickledFile
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
-from trtserve.pipeline.convert import convert_model, plan_own_conversion
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.pipeline.model import import_model
 from trtserve.specs import ConvertSpec
 

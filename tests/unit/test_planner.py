@@ -21,7 +21,8 @@ from trtserve.executor.steps import draft_memory, engine_needs_of
 from trtserve.host.machine import AddressSpace
 from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_memory, convert_model, plan_own_conversion
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.convert_own import convert_memory, plan_own_conversion
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
 from trtserve.repository.served import ServedRepository
 from trtserve.server.memory import fitting_tokens, require_servable, server_needs, serving_note

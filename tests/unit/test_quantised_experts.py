@@ -22,7 +22,8 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.pipeline.convert import convert_model, plan_own_conversion
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 EXPERTS = EXPERT_SIZES | {"num_local_experts": 4}

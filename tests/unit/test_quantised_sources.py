@@ -39,7 +39,8 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.pipeline.convert import convert_model, plan_own_conversion
+from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 # Which of 32 inputs comes where in the kernels' order, and which of 8 codes (TensorRT-LLM, cutlass_preprocessors.cpp).
@@ -249,7 +250,7 @@ def test_refused_options(made: Made, spec: dict[str, Any], error: type[Exception
 @pytest.mark.parametrize(("scheme", "counts"), [("gptq", True), ("fp8", False), (None, False)])
 def test_gpu_sm_affects_only_4_bit_weights(made: Made, tmp_path: Path, scheme: str | None, counts: bool) -> None:
     model = Model(path=made(scheme).folder if scheme else write_tiny_model(tmp_path / "model"))
-    plans = [plan_own_conversion(model, ConvertSpec(gpu_sm=gpu_sm)) for gpu_sm in (80, 90)]
+    plans = [plan_conversion(model, ConvertSpec(gpu_sm=gpu_sm)) for gpu_sm in (80, 90)]
     assert (plans[0].fingerprint != plans[1].fingerprint) is counts
 
 

@@ -21,7 +21,7 @@ ALLOWED = {
     ("pipeline/parity/__init__.py", "tensorrt_llm"): "the tool that a manifest records",
     ("store/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
     ("pipeline/parity/converted.py", "openvino"): "the library",
-    ("pipeline/convert.py", "torch"): "the library",
+    ("pipeline/convert_own.py", "torch"): "the library",
     ("checkpoint/pickled_files.py", "torch"): "the library",
     ("pipeline/parity/original.py", "torch"): "the library",
     ("server/doctor/gpus.py", "torch"): "the library",

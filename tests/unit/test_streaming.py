@@ -11,7 +11,8 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint import streaming
-from trtserve.pipeline.convert import convert_model, plan_own_conversion
+from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec
 
 

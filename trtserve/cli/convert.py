@@ -29,7 +29,7 @@ from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.conversion import ConversionPlan
+    from trtserve.pipeline.convert import ConversionPlan
 
 
 def convert(
@@ -79,7 +79,7 @@ def convert(
     if json:
         print_json("convert", result)
     elif dry_run:
-        command = plan.command(plan.path)
+        command = plan.work.command(plan.path)
         runs = [] if command is None else [f"command   {command}"]
         print_block("\n".join([*_lines(plan), *runs, f"to        {plan.path}"]))
     else:
@@ -91,23 +91,23 @@ def convert(
 def _described(plan: ConversionPlan) -> dict[str, object]:
     return {
         "architecture": plan.config.architecture,
-        "dtype": plan.spec.dtype,
+        "dtype": plan.work.spec.dtype,
         "quant_algo": plan.config.quantization.quant_algo,
-        "tp_size": plan.spec.tp_size,
-        "pp_size": plan.spec.pp_size,
+        "tp_size": plan.work.spec.tp_size,
+        "pp_size": plan.work.spec.pp_size,
         "bytes": plan.total_bytes,
-        "largest_tensor_bytes": plan.largest_tensor,
-        "left_out": list(plan.left_out),
+        "largest_tensor_bytes": plan.work.largest_tensor,
+        "left_out": list(plan.work.left_out),
         "fingerprint": plan.fingerprint,
     }
 
 
 def _lines(plan: ConversionPlan) -> list[str]:
-    ranks = len(plan.sizes)
+    work, ranks = plan.work, len(plan.work.sizes)
     runs = "the command below is run" if plan.by_nvidia else "no external command is run"
     return [
-        f"convert   {plan.config.architecture}, {plan.source}",
-        f"as        {plan.spec.dtype}, quantization {plan.config.quantization.quant_algo or 'none'}",
-        f"ranks     {ranks} (tp {plan.spec.tp_size} × pp {plan.spec.pp_size}), {format_bytes(plan.total_bytes)}",
+        f"convert   {plan.config.architecture}, {work.source}",
+        f"as        {work.spec.dtype}, quantization {plan.config.quantization.quant_algo or 'none'}",
+        f"ranks     {ranks} (tp {work.spec.tp_size} × pp {work.spec.pp_size}), {format_bytes(plan.total_bytes)}",
         "state     reused: it exists already" if plan.reused else f"state     to be made; {runs}",
     ]

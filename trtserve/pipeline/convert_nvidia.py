@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trtserve.artifacts import Checkpoint, Model, fingerprint
+from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures import FAMILIES
@@ -31,53 +31,73 @@ from trtserve.nvidia.converters import (
 )
 from trtserve.nvidia.tool_run import ToolMemory
 from trtserve.pipeline.checkpoint_config import expected_config, resolve_dtype
-from trtserve.pipeline.conversion import SCHEMA, ConversionPlan, all_settings, smaller_checkpoint
-from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, destination
+from trtserve.pipeline.convert_own import smaller_checkpoint
+from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.process import Command
 from trtserve.progress import Progress
-from trtserve.specs import CheckSpec, ConvertSpec
-from trtserve.store import Store, require_name
+from trtserve.specs import ConvertSpec
+from trtserve.store import Store
 
 # Flags that stop convert_checkpoint.py from loading the whole model.
 _LOADS_LESS = ("--load_by_shard", "--save_config_only")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NvidiaConversion(ConversionPlan):
+class NvidiaConversion:
     """A conversion by NVIDIA's convert_checkpoint.py or ModelOpt, published only when complete and quantised as asked.
 
     What it writes is estimated.
     """
 
-    by_nvidia: ClassVar[bool] = True
+    BY_NVIDIA: ClassVar[bool] = True
 
+    asked: ConvertSpec  # as the user gave it
+    spec: ConvertSpec  # with dtype decided
+    model: Path  # folder of the model
+    config: CheckpointConfig
+    sizes: Sequence[int]  # bytes of each rank's file
     toolkit: Toolkit
+    left_out: ClassVar[Sequence[str]] = ()
+    largest_tensor: ClassVar[int] = 0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the checkpoint, besides the model."""
+        where = ("container", "container_flags", "trtllm_version", "trtllm_examples", "ignore_tensors")
+        settings = {key: value for key, value in all_settings(self.spec).items() if key not in where}
+        return {"spec": {**settings, "trtllm_examples": None}, "tool": self.toolkit.version}
 
     @property
     def source(self) -> str:
+        """What is converted, in words."""
         return "by NVIDIA's tool"
 
-    @property
-    def needs(self) -> StageNeeds:
-        return StageNeeds(stage="convert", disk=self.total_bytes + MANIFEST_BYTES, memory=None, seconds=None)
+    def needs(self, store: Store) -> StageNeeds:
+        """Return the disk that the checkpoint takes."""
+        return StageNeeds(stage="convert", disk=sum(self.sizes) + MANIFEST_BYTES, memory=None, seconds=None)
 
     def command(self, folder: Path) -> Command:
+        """Return the command that writes the checkpoint to `folder`."""
         command, box = self._command(folder)
         return command if box is None else in_container(command, box)
 
     def recorded(self) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        """Return the settings, tools and facts of the checkpoint's manifest."""
         return all_settings(self.spec), {"tensorrt_llm": self.toolkit.version}, {}
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: Progress, *, reused: bool) -> None:
+        """Report what a user may not expect."""
         if self.asked.gpu_sm != ConvertSpec().gpu_sm:
             progress.step("--gpu-sm makes no difference: it orders 4-bit weights (AWQ, GPTQ), and this model has none")
 
-    def write(self, folder: Path, progress: Progress) -> tuple[CheckpointConfig, dict[str, Any]]:
-        log = self.store.root / "logs" / f"convert-{self.path.name}.log"
+    def write(
+        self, folder: Path, store: Store, log: Path, progress: Progress
+    ) -> tuple[CheckpointConfig, dict[str, Any]]:
+        """Fill `folder`; return the checkpoint's config, and facts for its manifest."""
         smaller = smaller_checkpoint(self.spec.dtype)
         if self.spec.quantize == "none":
             smaller = f"{smaller} --quantize int8 or int4 makes it smaller.".lstrip()
-        require_disk(folder.parent, self.total_bytes, "The checkpoint", smaller=smaller)
+        require_disk(folder.parent, sum(self.sizes), "The checkpoint", smaller=smaller)
         self._require_memory()
         command, box = self._command(folder)
         ranks = len(self.sizes)
@@ -96,7 +116,7 @@ class NvidiaConversion(ConversionPlan):
 
     def _command(self, folder: Path) -> tuple[Command, ContainerRun | None]:
         """Return the tool's own command, and the container that it runs in, if any."""
-        source = self.model.path.absolute()
+        source = self.model.absolute()
         command = tool_command(self.toolkit, self.spec, self.config.architecture, source, folder)
         if self.toolkit.container is None:
             return command, None
@@ -123,7 +143,7 @@ class NvidiaConversion(ConversionPlan):
         parallel, rank = self._parallel_ranks, self.sizes[0]
 
         def advice(free: int) -> str:
-            fitting = min(parallel, (free - self.total_bytes) // rank) if rank else 0
+            fitting = min(parallel, (free - sum(self.sizes)) // rank) if rank else 0
             fewer = f"--workers {fitting} fits. Else: " if 0 < fitting < parallel else ""
             own = "--converter own takes one tensor at a time; " if self.config.architecture in FAMILIES else ""
             return (
@@ -131,8 +151,8 @@ class NvidiaConversion(ConversionPlan):
             )
 
         require_memory(
-            self.total_bytes + parallel * rank,
-            f"NVIDIA's converter holds the whole model, {format_bytes(self.total_bytes)}, and {parallel} of the "
+            sum(self.sizes) + parallel * rank,
+            f"NVIDIA's converter holds the whole model, {format_bytes(sum(self.sizes))}, and {parallel} of the "
             f"ranks that it "
             f"makes, {format_bytes(rank)} each: it needs",
             advice,
@@ -141,7 +161,7 @@ class NvidiaConversion(ConversionPlan):
     def _memory(self) -> ToolMemory:
         """Describe the memory of NVIDIA's converter: the whole model, and one rank for each worker."""
         parallel, rank = self._parallel_ranks, self.sizes[0]
-        sizes = f", {format_bytes(self.total_bytes)}," if rank else ""
+        sizes = f", {format_bytes(sum(self.sizes))}," if rank else ""
         each = f", {format_bytes(rank)} each, {parallel} at a time (estimates);" if rank else ";"
         own = " --converter own takes one tensor at a time." if rank and not needs_calibration(self.spec) else ""
         fewer = "Convert one rank after another (--workers 1), free" if parallel > 1 else "Free"
@@ -152,18 +172,8 @@ class NvidiaConversion(ConversionPlan):
         )
 
 
-def plan_nvidia_conversion(
-    model: Model,
-    spec: ConvertSpec,
-    hf: Mapping[str, Any],
-    *,
-    name: str,
-    out: Path | None,
-    store: Store,
-    verify: CheckSpec | None,
-) -> NvidiaConversion:
+def plan_nvidia_conversion(model: Model, spec: ConvertSpec, hf: Mapping[str, Any]) -> NvidiaConversion:
     """Find NVIDIA's tool, check its options, and estimate what it will write."""
-    require_name(name)
     asked = spec
     if spec.ignore_tensors:
         raise UsageError(
@@ -184,27 +194,13 @@ def plan_nvidia_conversion(
     except UnsupportedModelError:
         size = 0
     ranks = spec.tp_size * spec.pp_size
-    where = ("container", "container_flags", "trtllm_version", "trtllm_examples", "ignore_tensors")
-    settings = {key: value for key, value in all_settings(spec).items() if key not in where}
-    digest = fingerprint(
-        stage="convert",
-        schema=SCHEMA,
-        spec={**settings, "trtllm_examples": None},
-        model=model.fingerprint,
-        tool=toolkit.version,
-    )
-    path, reused = destination(Checkpoint, name, digest, out=out, store=store)
     return NvidiaConversion(
-        asked=asked,
-        spec=spec,
-        model=model,
-        name=name,
-        store=store,
-        path=path,
-        reused=reused,
-        fingerprint=digest,
-        config=config,
-        sizes=[size // ranks] * ranks,
-        verify=verify,
-        toolkit=toolkit,
+        asked=asked, spec=spec, model=model.path, config=config, sizes=[size // ranks] * ranks, toolkit=toolkit
     )
+
+
+def all_settings(spec: ConvertSpec) -> dict[str, Any]:
+    """Return the fields of `spec` as JSON."""
+    examples = str(spec.trtllm_examples) if spec.trtllm_examples else None
+    lists = {name: list(getattr(spec, name)) for name in ("converter_flags", "container_flags", "ignore_tensors")}
+    return {**asdict(spec), "trtllm_examples": examples, **lists}

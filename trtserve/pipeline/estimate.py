@@ -26,7 +26,7 @@ from trtserve.host.machine import free_disk
 from trtserve.host.resources import available_memory, require_disk
 from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import OwnConversion, plan_own_conversion
+from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion
 from trtserve.pipeline.gpu_fit import (
     GpuFit,
     fit_gpu,
@@ -258,7 +258,6 @@ def _conversion(model: ModelPlan, spec: ConvertSpec, files: Path) -> OwnConversi
     plain = plan_own_conversion(
         model.artifact,
         replace(spec, quantize="none") if spec.upstream else spec,
-        store=model.store,
         files=files,
         headers_only=model.folder is None,
     )
@@ -295,7 +294,7 @@ def _engine_need(model: ModelPlan, question: Question) -> tuple[MemoryNeeds | No
 def _stages(
     model: ModelPlan, conversion: OwnConversion, need: MemoryNeeds | None, store: Store
 ) -> tuple[StageNeeds, ...]:
-    pull, convert = model.needs, conversion.needs
+    pull, convert = model.needs, conversion.needs(store)
     if conversion.asked.upstream:  # memory and time of NVIDIA's tools are unknown
         convert = replace(convert, memory=None, seconds=None)
     if need is None:

@@ -20,8 +20,7 @@ from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline import inventory
 from trtserve.pipeline.build import BuildPlan, plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.conversion import ConversionPlan
-from trtserve.pipeline.convert import plan_conversion
+from trtserve.pipeline.convert import ConversionPlan, plan_conversion
 from trtserve.pipeline.gpu_fit import require_gpu_memory
 from trtserve.pipeline.import_spec import ENGINE_DEST_PATH, ImportSpec, llmapi_repository_spec, record_of, take_name
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, memory_needs, require_enough_memory
