@@ -54,6 +54,7 @@ CORE_FAULTS: tuple[Fault, ...] = (
     ),
     Fault("gpus", "engine-rank", "a rank is missing", remove(f"{CORE}/1/rank1.engine")),
     Fault("cpp", "engine-rank", "an empty rank", replaced(f"{CORE}/1/rank0.engine", "")),
+    Fault("openvino", "engine-rank", "a CPU engine without its weights", remove(f"{CORE}/1/rank0.bin")),
     Fault("cpp", "engine-extra", "a rank too many", replaced(f"{CORE}/1/rank1.engine", "ftrt engine 1")),
     Fault("gpus", "engine-size", "a rank much smaller than the other", replaced(f"{CORE}/1/rank1.engine", "ftrt")),
     Fault(

@@ -165,13 +165,6 @@ def test_missing_program(repository: ModelRepository) -> None:
         inspect_repository(repository)
 
 
-def test_engine_without_its_weights(repository: ModelRepository) -> None:
-    with_engine(repository, trtserve={"runtime": "openvino"})
-    (repository.path / "tensorrt_llm" / "1" / "rank0.bin").unlink()
-    with pytest.raises(RepositoryError, match=r"tensorrt_llm/1 lacks rank0\.bin"):
-        plan_server(repository, ServerSpec(), store=Store(repository.path / "home"))
-
-
 def test_folder_without_models(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="holds no model"):
         inspect_repository(ModelRepository(path=tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trtserve.errors import RepositoryError
 from trtserve.files import parse_json, require_own
+from trtserve.programs.shared.tokenizer import token_ids as read_token_ids
 from trtserve.progress import SILENT, Progress
 
 _TOKENIZER_FILES = (
@@ -94,11 +95,6 @@ def require_same_tokens(target: Path, draft: Path) -> None:
 def token_ids(folder: Path) -> dict[str, int] | None:
     """Return token → id of `tokenizer.json`, or None for a folder without a readable one."""
     try:
-        content = parse_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        vocabulary = content["model"]["vocab"]
-        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_token_ids(parse_json((folder / "tokenizer.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if isinstance(vocabulary, list):  # unigram models: [token, score] in order of the ids
-        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
-    return {**vocabulary, **added}

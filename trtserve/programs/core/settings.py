@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..shared.parameters import ModelParameters
+from ..shared.tokenizer import token_ids
 from .executor_module import ExecutorModule
 
 Keywords = dict[str, Any]
@@ -199,7 +200,7 @@ def _tokenizer(parameters: ModelParameters) -> dict[str, Any]:
             f"and {str(folder)!r} has none."
         )
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    ids = _ids(json.loads(text))
+    ids = token_ids(json.loads(text))
     vocabulary = sorted(ids, key=lambda token: ids[token])
     return {"encoded_vocab": vocabulary, "tokenizer_str": text, "stop_token_ids": _stop_ids(folder, ids)}
 
@@ -213,14 +214,6 @@ def _of_file(info: Path) -> dict[str, Any]:
             f"Parameter xgrammar_tokenizer_info_path is {str(info)!r}; expected a JSON file with encoded_vocab, "
             f"tokenizer_str and stop_token_ids, but reading it gave {type(error).__name__}: {error}"
         ) from None
-
-
-def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Return token → id, including the added tokens."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, list):  # a Unigram model: pairs of token and score
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    return {**vocabulary, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}}
 
 
 def _stop_ids(folder: Path, ids: dict[str, int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Load the repository's tokenizer, and find the ids that end and pad a sequence."""
+"""Load the repository's tokenizer, and find its ids: of every token, and those that end and pad a sequence."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(
         str(folder), legacy=False, padding_side="left", trust_remote_code=False, local_files_only=True
     )
+
+
+def token_ids(content: dict[str, Any]) -> dict[str, int]:
+    """Return token → id, including the added tokens, from the content of tokenizer.json."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # a Unigram model: pairs of token and score
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{added["content"]: added["id"] for added in content.get("added_tokens", [])}}
 
 
 def end_and_pad_id(tokenizer: Any, folder: Path) -> tuple[int, int]:
