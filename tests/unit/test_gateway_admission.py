@@ -1,8 +1,9 @@
-"""Which requests the gateway holds to its limits on time."""
+"""Which requests are let in and stopped, and what the gateway asks of Triton."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from trtserve.gateway.admission import Gate
 from trtserve.gateway.app import HANG_UP, Gateway
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
 from trtserve.gateway.settings import GatewaySettings, RequestLimits
+from trtserve.gateway.triton import TritonHttp
 
 
 def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +72,19 @@ def test_the_memory_of_large_bodies_is_given_back_once(monkeypatch: pytest.Monke
     monkeypatch.setattr("trtserve.gateway.admission.give_memory_back", give)
     asyncio.run(run())
     assert reserved == [0]
+
+
+def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.gateway.triton._ANSWER_SECONDS", 0.1)
+
+    async def ask(address: str) -> None:
+        triton = TritonHttp(address, address)
+        try:
+            assert not await triton.is_ready()
+            with pytest.raises(RefusedError, match="does not answer"):
+                await triton.model("demo")
+        finally:
+            await triton.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asyncio.run(asyncio.wait_for(ask(f"127.0.0.1:{listening.getsockname()[1]}"), timeout=5))

@@ -1,22 +1,27 @@
-"""The command of every launch mode, spelled out from the description of upstream's launch script."""
+"""The command of every launch mode, spelled out from the description of upstream's launch script; the registries."""
 
 from __future__ import annotations
 
+import inspect
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from trtserve.cli.start import start
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host.gpus import require_gpus, split_gpus
 from trtserve.nvidia.releases import RELEASES
 from trtserve.repository.core_models import CoreModel, device_groups
+from trtserve.server import launch
+from trtserve.server.launch import CLUSTERS, cluster
 from trtserve.server.launch.base import LaunchSetup
-from trtserve.server.launch.modes import leader, llmapi, orchestrator, slurm_task
+from trtserve.server.launch.modes import MODES, LaunchMode, leader, llmapi, orchestrator, slurm_task
 from trtserve.server.plan import instance_addresses
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
+from trtserve.specs.cluster import OPTIONS, ClusterSpec
 from trtserve.specs.options import options_of
 
 DEFAULTS = Address(host="127.0.0.1", http_port=8000, grpc_port=8001, metrics_port=8002)
@@ -26,6 +31,7 @@ OWN = "--http-address=127.0.0.1 --grpc-address=127.0.0.1 --metrics-address=127.0
 EXPLICIT = "--model-control-mode=explicit --load-model=tensorrt_llm"
 MPI = "mpirun --allow-run-as-root --tag-output"
 NO_POOLS = "--pinned-memory-pool-byte-size=0 --enable-peer-access=false"
+FOLDER = Path(launch.__file__).parent
 
 
 def setup(release: str = "1.2", **changes: object) -> LaunchSetup:
@@ -223,3 +229,21 @@ def test_ranks_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     with pytest.raises(MachineError, match="CUDA_VISIBLE_DEVICES=5 shows 1"):
         require_gpus(2, 1)
+
+
+def test_every_mode_is_registered() -> None:
+    assert [type(mode) for mode in MODES.values()] == LaunchMode.__subclasses__()
+
+
+def test_every_cluster_has_a_module_options_a_flag_and_a_parameter_of_start() -> None:
+    planning = {path.stem for path in FOLDER.glob("*.py") if "\ndef plan_job(" in path.read_text(encoding="utf-8")}
+    flags = {field.name for field in fields(ClusterSpec) if field.default is False}
+    parameters = inspect.signature(start).parameters
+    assert set(CLUSTERS) == planning == set(OPTIONS) == flags
+    assert [name for name in parameters if name in OPTIONS] == list(OPTIONS)
+    for each in CLUSTERS.values():
+        assert not _missing(each, cluster.Cluster)
+
+
+def _missing(module: object, protocol: type) -> list[str]:
+    return [name for name in vars(protocol) if not name.startswith("_") and not hasattr(module, name)]

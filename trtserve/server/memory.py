@@ -24,7 +24,7 @@ _TRITON = 34 * 2**20
 _BLS_PROCESS = 20 * 2**20
 _BLS_MODELS = 2
 # The gateway (FastAPI and the OpenAI API) without its tokenizer.
-_DOOR_PROCESS = 28 * 2**20
+_GATEWAY_PROCESS = 28 * 2**20
 # Pre- and postprocessing, and the gateway: transformers, and tables proportional to tokenizer.json.
 _TOKENIZER_PROCESS = 46 * 2**20
 _TOKENIZER_FACTOR = 12
@@ -51,7 +51,7 @@ class ServerNeeds:
 def server_processes(*, tokenizers: int = 2, bls: int = 1, tokenizer_bytes: int = 0) -> int:
     """Return the memory of a server's processes except the engine's; `tokenizer_bytes` is tokenizer.json's size."""
     each = _TOKENIZER_PROCESS + _TOKENIZER_FACTOR * tokenizer_bytes
-    others = _START_PROCESS + _TRITON + _DOOR_PROCESS + _BLS_MODELS * bls * _BLS_PROCESS
+    others = _START_PROCESS + _TRITON + _GATEWAY_PROCESS + _BLS_MODELS * bls * _BLS_PROCESS
     return others + (tokenizers + 1) * each
 
 
