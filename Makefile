@@ -20,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle lint bench interruptions soak soak-openai soak-doors fuzz kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
+.PHONY: help demo test test-fast test-oracle lint bench interruptions soak soak-openai soak-all fuzz kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -64,8 +64,8 @@ soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with
 soak-openai: $(READY) ## 64 streams of the OpenAI API for two minutes, a third given up: no KV block may be left
 	$(BIN)/python -m tests.benchmarks.soak_openai --work $(BENCH_WORK) $(ARGS)
 
-soak-doors: $(READY) ## 80 % of the capacity through every door for 30 minutes: no error, and nothing may grow
-	$(BIN)/python -m tests.benchmarks.soak_doors --work $(BENCH_WORK) $(ARGS)
+soak-all: $(READY) ## 80 % of the capacity through every entry for 30 minutes: no error, and nothing may grow
+	$(BIN)/python -m tests.benchmarks.soak_all --work $(BENCH_WORK) $(ARGS)
 
 fuzz: $(READY) ## 100,000 random bodies to the gateway's checks, then 10,000 malformed requests through it to a real Triton
 	TRTSERVE_FUZZ=50000 $(BIN)/python -m pytest -q tests/unit/test_gateway_guard.py -k any_

@@ -22,12 +22,7 @@ from tests.gpu.random_models import HF_SIZES, MAX_NUM_TOKENS, random_model
 from trtserve.executor import api
 from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.model import StepInputs
-from trtserve.executor.torch.step_kernels import (
-    FIRST_BLOCK,
-    LENGTH,
-    POSITION,
-    STEP_WORDS,
-)
+from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS
 
 CONTEXT = 512
 NEW = 128

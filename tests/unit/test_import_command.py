@@ -10,12 +10,7 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.app import run
-from trtserve.errors import (
-    ModelNotFoundError,
-    RepositoryError,
-    UnsupportedModelError,
-    UsageError,
-)
+from trtserve.errors import ModelNotFoundError, RepositoryError, UnsupportedModelError, UsageError
 
 
 @pytest.fixture(scope="module")

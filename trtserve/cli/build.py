@@ -9,20 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.options import (
-    DryRunOption,
-    JsonOption,
-    OutOption,
-    QuietOption,
-    models,
-)
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_block,
-    print_data,
-    print_json,
-    say,
-)
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, models
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec
 from trtserve.store import Store
@@ -57,11 +45,7 @@ def build(
         trtserve build ./checkpoint --out ./engine --dry-run
         trtserve build ./checkpoint --runtime tensorrt_llm -- --moe_plugin auto
     """
-    from trtserve.pipeline.build import (
-        find_checkpoint,
-        plan_build,
-        require_complete,
-    )
+    from trtserve.pipeline.build import find_checkpoint, plan_build, require_complete
 
     spec = replace(spec, builder_flags=(*spec.builder_flags, *(flags or ())))
     progress = TerminalProgress(quiet=quiet)

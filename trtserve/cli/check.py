@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption, models
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_block,
-    print_json,
-    print_table,
-)
+from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table
 from trtserve.errors import UsageError, counted
 from trtserve.specs import CheckSpec
 from trtserve.specs.check import CHECKPOINTS

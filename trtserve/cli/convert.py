@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.options import (
-    DryRunOption,
-    JsonOption,
-    OutOption,
-    QuietOption,
-    VerifyOption,
-    models,
-)
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_block,
-    print_data,
-    print_json,
-    say,
-)
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption, models
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.specs import CheckSpec, ConvertSpec

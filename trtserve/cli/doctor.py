@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_json,
-    print_table,
-    wrapped,
-)
+from trtserve.cli.output import TerminalProgress, print_json, print_table, wrapped
 from trtserve.specs import RuntimeName, ServerSpec
 from trtserve.specs.tools import ForRelease
 

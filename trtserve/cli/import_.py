@@ -7,29 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.options import (
-    DryRunOption,
-    JsonOption,
-    OutOption,
-    QuietOption,
-    VerifyOption,
-    models,
-    sources,
-)
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_commands,
-    print_data,
-    print_json,
-    print_stages,
-    say,
-)
-from trtserve.cli.repo import (
-    DraftOption,
-    IntoOption,
-    require_one_place,
-    say_version_is_unused,
-)
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption, models, sources
+from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
+from trtserve.cli.repo import DraftOption, IntoOption, require_one_place, say_version_is_unused
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.repository import REPOSITORY

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption, models
-from trtserve.cli.output import (
-    TerminalProgress,
-    count,
-    print_block,
-    print_json,
-)
+from trtserve.cli.output import TerminalProgress, count, print_block, print_json
 from trtserve.errors import counted
 from trtserve.host.machine import format_bytes
 

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtserve.cli.options import (
-    DryRunOption,
-    JsonOption,
-    OutOption,
-    QuietOption,
-    paths,
-)
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, paths
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 
 if TYPE_CHECKING:

@@ -21,13 +21,7 @@ from trtserve.specs.options import Option, Spec, options_of
 
 def models(incomplete: str) -> list[str]:
     """Return the names of imported models and of artefacts in the store; folders for a word that begins a path."""
-    from trtserve.artifacts import (
-        Adapter,
-        Checkpoint,
-        Engine,
-        Model,
-        ModelRepository,
-    )
+    from trtserve.artifacts import Adapter, Checkpoint, Engine, Model, ModelRepository
     from trtserve.store import Store
 
     if _is_path(incomplete):

@@ -8,25 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.cli.options import Fields, JsonOption, QuietOption, gpus, sources
-from trtserve.cli.output import (
-    TerminalProgress,
-    count,
-    print_block,
-    print_data,
-    print_json,
-    print_table,
-    with_bytes,
-)
+from trtserve.cli.output import TerminalProgress, count, print_block, print_data, print_json, print_table, with_bytes
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.estimate import (
-        GpuAnswer,
-        MachineFit,
-        ModelNeed,
-    )
+    from trtserve.pipeline.estimate import GpuAnswer, MachineFit, ModelNeed
     from trtserve.pipeline.gpu_fit import GpuFit
     from trtserve.pipeline.gpus import Gpu
     from trtserve.pipeline.stages import StageNeeds

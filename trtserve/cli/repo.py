@@ -23,13 +23,7 @@ from trtserve.cli.options import (
     models,
     paths,
 )
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_block,
-    print_data,
-    print_json,
-    say,
-)
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.errors import UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec

@@ -11,14 +11,7 @@ from trtserve.cli.bench_results import print_report, say_notes
 from trtserve.cli.bench_runs import metrics_url, require_complete
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports, paths
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_commands,
-    print_data,
-    print_json,
-    print_stages,
-    say,
-)
+from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
 from trtserve.errors import MissedLimitError, UsageError
 
 if TYPE_CHECKING:

@@ -11,20 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trtserve.specs.bench import BenchRuns, BenchSpec
-    from trtserve.specs.build import (
-        BUILDER_FIELDS,
-        BuildSpec,
-        KvPrecision,
-        RuntimeName,
-    )
+    from trtserve.specs.build import BUILDER_FIELDS, BuildSpec, KvPrecision, RuntimeName
     from trtserve.specs.check import CheckSpec
-    from trtserve.specs.convert import (
-        CALIBRATED,
-        Converter,
-        ConvertSpec,
-        DType,
-        Quantization,
-    )
+    from trtserve.specs.convert import CALIBRATED, Converter, ConvertSpec, DType, Quantization
     from trtserve.specs.repository import RepositorySpec
     from trtserve.specs.server import ServerSpec
 

@@ -8,12 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtserve.specs import (
-    BuildSpec,
-    ConvertSpec,
-    RepositorySpec,
-    ServerSpec,
-)
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.specs.options import Option, options_of
 
 S = TypeVar("S", ConvertSpec, BuildSpec, RepositorySpec)

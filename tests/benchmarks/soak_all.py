@@ -1,6 +1,6 @@
-"""`make soak-doors`: 80 % of what the server can do for 30 minutes, through every door; no error, and nothing grows.
+"""`make soak-all`: 80 % of what the server can do for 30 minutes, through every entry; no error, and nothing grows.
 
-Run as `python -m tests.benchmarks.soak_doors --work FOLDER --minutes 30`. The demo model is served behind its gateway,
+Run as `python -m tests.benchmarks.soak_all --work FOLDER --minutes 30`. The demo model is served behind its gateway,
 with prefix reuse, beams and a KV cache smaller than the load. First 64 clients that wait for their answers measure the
 capacity. Then 256 of them make the server take the memory of the longest queue that the soak allows, or a burst would
 look like a leak. Then requests arrive at random moments (a Poisson process) at 80 % of the capacity: Triton's gRPC,
@@ -60,7 +60,7 @@ Send = Callable[[random.Random], Awaitable[str]]
 
 @dataclass(kw_only=True)
 class Run:
-    """How requests of each door ended and the seconds they took; over time, how many ran and the bytes of processes."""
+    """How requests of each entry ended and how long they took; how many ran and the bytes of processes over time."""
 
     ended: Counter[str] = field(default_factory=Counter)
     longest: dict[str, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Run:
 @contextmanager
 def served(work: Path) -> Iterator[Server]:
     """The demo model behind its gateway, with 64 requests at once, beams, prefix reuse and a small KV cache."""
-    home = work / "soak-doors-home"
+    home = work / "soak-all-home"
     flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
     cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
     trtserve("import", "demo", *flags, *cache, home=home)
@@ -105,36 +105,36 @@ async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Ru
             outcome = await grpc_soak._request(stub, chance.choice(models), chance, state)
             return outcome if outcome != "failed" else f"failed: {dict(state.errors)}"
 
-        doors: dict[str, Send] = {
+        entries: dict[str, Send] = {
             "gRPC": by_grpc,
             "HTTP": lambda chance: _generate(session, chance, server.model),
             "OpenAI": lambda chance: soak_openai._request(session, chance),
             "page": lambda chance: _page(session),
         }
-        capacity = await _answered_per_second(doors, choice, clients=STREAMS)
-        await _answered_per_second(doors, choice, clients=MOST_RUNNING)
+        capacity = await _answered_per_second(entries, choice, clients=STREAMS)
+        await _answered_per_second(entries, choice, clients=MOST_RUNNING)
         run, begin = Run(), time.monotonic()
         sampling = asyncio.create_task(_sample(server, begin, run))
-        await _arrive(doors, choice, SHARE * capacity, begin + seconds, run)
+        await _arrive(entries, choice, SHARE * capacity, begin + seconds, run)
         sampling.cancel()
         with suppress(asyncio.CancelledError):
             await sampling
     return capacity, run
 
 
-def _drawn(doors: dict[str, Send], choice: random.Random) -> tuple[str, Send]:
-    (name,) = choice.choices(list(doors), weights=(3, 3, 3, 1))
-    return name, doors[name]
+def _drawn(entries: dict[str, Send], choice: random.Random) -> tuple[str, Send]:
+    (name,) = choice.choices(list(entries), weights=(3, 3, 3, 1))
+    return name, entries[name]
 
 
-async def _answered_per_second(doors: dict[str, Send], choice: random.Random, *, clients: int) -> float:
+async def _answered_per_second(entries: dict[str, Send], choice: random.Random, *, clients: int) -> float:
     """Requests/s of clients that send the next request when they have the answer."""
     ended, end = 0, time.monotonic() + MEASURED_FOR
 
     async def client(chance: random.Random) -> None:
         nonlocal ended
         while time.monotonic() < end:
-            _, send = _drawn(doors, chance)
+            _, send = _drawn(entries, chance)
             await send(chance)
             ended += time.monotonic() < end
 
@@ -142,11 +142,11 @@ async def _answered_per_second(doors: dict[str, Send], choice: random.Random, *,
     return ended / MEASURED_FOR
 
 
-async def _arrive(doors: dict[str, Send], choice: random.Random, rate: float, end: float, run: Run) -> None:
+async def _arrive(entries: dict[str, Send], choice: random.Random, rate: float, end: float, run: Run) -> None:
     start = due = time.monotonic()
     while (due := due + choice.expovariate(rate)) < end:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        name, send = _drawn(doors, choice)
+        name, send = _drawn(entries, choice)
         if len(run.running) >= MOST_RUNNING:
             run.ended[f"{name} not sent"] += 1
             continue
@@ -265,7 +265,7 @@ def main() -> int:
         figures, wrong = judge(run, soak_openai.settled(server))
     figures = {"minutes": arguments.minutes, "capacity_per_s": capacity, **figures}
     print(json.dumps(figures, indent=2))
-    (work / "soak-doors.json").write_text(
+    (work / "soak-all.json").write_text(
         json.dumps({**figures, "samples": run.memory, "at_once": run.at_once}) + "\n", encoding="utf-8"
     )
     for line in wrong:
