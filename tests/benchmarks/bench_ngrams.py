@@ -26,7 +26,7 @@ from tests.benchmarks.engines import SIZES, make_engine
 from tests.benchmarks.results import benchmark_parser, finish
 
 PROMPT = 96
-# Two passages of new tokens, each with a quotation behind it: 35 of its 4-grams lie within the prompt.
+# Two passages of new tokens, each followed by a quotation: 35 of its 4-grams lie within the prompt.
 NEW, QUOTED, PASSAGES = 32, 38, 2
 DRAFT = 11
 LLAMA_CPP = {"float16": 1.3, "int8": 1.5, "int4": 1.3}

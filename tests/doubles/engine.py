@@ -24,7 +24,7 @@ class EngineHeader:
     tensorrt_llm: str
     tensorrt: str
     sm: int
-    size: int  # bytes behind the header
+    size: int  # bytes after the header
 
 
 class EngineError(Exception):
@@ -57,7 +57,7 @@ def read_engine(path: Path) -> EngineHeader:
             raise EngineError("Header is damaged") from None
         rest = path.stat().st_size - file.tell()
     if rest != header.size:
-        raise EngineError(f"Expected {header.size} bytes behind the header, found {rest}")
+        raise EngineError(f"Expected {header.size} bytes after the header, found {rest}")
     return header
 
 

@@ -116,7 +116,7 @@ def script_options(text: str) -> list[str]:
     for line in lines[1:]:
         if line.startswith("#SBATCH"):
             if begun:
-                raise OptionError(f"(strict double) Slurm ignores this line, which stands behind a command: {line}")
+                raise OptionError(f"(strict double) Slurm ignores this line, which comes after a command: {line}")
             found += _words(line.removeprefix("#SBATCH"))
         elif re.match(r"#\s*SBATCH|\s+#SBATCH", line):
             raise OptionError(f"(strict double) Slurm takes this line for a comment: {line}")

@@ -64,7 +64,7 @@ class Answer:
 
     def add(self, recipe: Recipe, response: api.Response) -> None:
         """Take one response."""
-        assert not self.finals, "a response behind the final one"
+        assert not self.finals, "a response after the final one"
         self.responses += 1
         if response.has_error():
             self.error, self.finals = response.error_msg, 1

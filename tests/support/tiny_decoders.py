@@ -188,7 +188,7 @@ DECODERS: dict[str, TinyDecoder] = {
     "bloom, alibi, embeddings normed": tiny_decoder(
         replace(ALIBI, embedding_norm=True), replace(GROUPED, kv_heads=4), head_bias=True
     ),
-    "opt, norms behind": tiny_decoder(replace(GPT2, block="post", activation="relu"), replace(GROUPED, kv_heads=4)),
+    "opt, norms after": tiny_decoder(replace(GPT2, block="post", activation="relu"), replace(GROUPED, kv_heads=4)),
     "phi3, fused halves": tiny_decoder(replace(LLAMA, mlp="fused")),
     "mixtral": tiny_decoder(MIXTRAL),
     "mixtral, int8": tiny_decoder(MIXTRAL, packing="int8"),

@@ -47,7 +47,7 @@ def test_command_and_options_exist(document: str, line: str) -> None:
     node, rest = _resolve(shlex.split(line)[1:])
     assert not hasattr(node, "commands"), f"{document}: {line} names no command"
     options = {name for parameter in node.params for name in [*parameter.opts, *parameter.secondary_opts]}
-    own = itertools.takewhile(lambda word: word != "--", rest)  # behind it are flags of the wrapped tool
+    own = itertools.takewhile(lambda word: word != "--", rest)  # after it are flags of the wrapped tool
     used = {word.split("=")[0] for word in own if word.startswith("-") and word != "-"}
     assert used <= options | {"--help", "-h"}, f"{document}: {line}"
 

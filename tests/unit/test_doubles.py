@@ -53,7 +53,7 @@ def test_paths_outside_the_mounts_do_not_exist_in_a_container(tmp_path: Path) ->
 
 
 def test_job_options_behind_a_command_are_refused() -> None:
-    with pytest.raises(OptionError, match="stands behind a command"):
+    with pytest.raises(OptionError, match="comes after a command"):
         script_options("#!/bin/bash\necho\n#SBATCH --nodes=1\n")
 
 

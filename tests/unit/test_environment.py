@@ -52,7 +52,7 @@ def test_other_variables_give_no_warning(
 def test_a_variable_has_the_name_of_its_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The parameter behind --all is called otherwise."""
+    """The parameter of --all has another name."""
     monkeypatch.setenv("TRTSERVE_STOP_ALL", "1")
     assert run(["stop", "demo"]) == 2
     assert "Both a name (demo) and --all were given" in capsys.readouterr().err

@@ -228,12 +228,12 @@ OTHER_LINES = [
     ),
     (
         "bench -i grpc --request_rate 10 token_norm_dist --input_mean 128",
-        "-i is an option of `trtserve bench token-norm-dist`: write it behind token-norm-dist.",
+        "-i is an option of `trtserve bench token-norm-dist`: write it after token-norm-dist.",
         "bench token-norm-dist -i grpc --request-rate 10 --input-mean 128",
     ),
     (
         "bench --request_rate 10 dataset --dataset f.json",
-        "--request_rate is an option of `trtserve bench dataset`: write it behind dataset.",
+        "--request_rate is an option of `trtserve bench dataset`: write it after dataset.",
         "bench dataset --request-rate 10 --dataset f.json",
     ),
     (

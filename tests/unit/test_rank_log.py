@@ -13,7 +13,7 @@ from trtserve.server import rank_processes as ranks
 from trtserve.server.triton import server_log
 from trtserve.server.triton.tritonserver import start_error
 
-# As mpirun of Open MPI 5.0 prints them; 4.1 has no blank behind the tag.
+# As mpirun of Open MPI 5.0 prints them; 4.1 has no blank after the tag.
 LOG = """\
 [1,0]<stderr>: I1120 12:00:00.000001 10 server.cc:1] "loading"
 [1,1]<stderr>:terminate called after throwing an instance of 'std::bad_alloc'

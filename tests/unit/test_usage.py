@@ -16,7 +16,7 @@ _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of th
         (["xyzzy"], "`trtserve` has no command xyzzy.", "`trtserve -h` lists its commands."),
         (["serve"], "`trtserve` has no command serve.", "Use `trtserve start`."),
         (["ps"], "`trtserve` has no command ps.", "Use `trtserve status`."),
-        (["--seed"], "`trtserve` has no option --seed.", "Write --seed behind a command: `trtserve COMMAND … --seed`."),
+        (["--seed"], "`trtserve` has no option --seed.", "Write --seed after a command: `trtserve COMMAND … --seed`."),
         (
             ["bench", "datset"],
             "`trtserve bench` has no command datset.",

@@ -50,7 +50,7 @@ def test_white_space_has_one_spelling(word: str, count: int) -> None:
 
 
 def test_a_tokenizer_that_joins_with_anything() -> None:
-    """The ids behind the anchor are not those of a word when the tokenizer joins the two."""
+    """The ids after the anchor are not those of a word when the tokenizer joins the two."""
 
     def joining(text: str) -> list[int]:
         return [len(text)]

@@ -71,7 +71,7 @@ def _named(option: str, advice: str | None) -> str:
 
 
 def _explain_before_command(unknown: UnknownOptionError, owners: Mapping[str, Sequence[str]]) -> UsageError:
-    """The error for an option between a group and its command, or without a command: it belongs behind the command."""
+    """The error for an option between a group and its command, or without a command: it belongs after the command."""
     group, names, typed = unknown.node, unknown.names, unknown.typed
     # Undo Typer's spelling: --max-output-len → --max_output_len if the user typed that.
     words = (word.partition("=")[0] for word in typed)
@@ -79,13 +79,13 @@ def _explain_before_command(unknown: UnknownOptionError, owners: Mapping[str, Se
     path = " ".join(("trtserve", *names))
     place = next((at for at, word in enumerate(typed) if word.replace("_", "-") in group.commands), None)
     below = next(iter(group.commands)) if place is None else typed[place].replace("_", "-")
-    node, behind = group.commands[below], [word for at, word in enumerate(typed) if at != place]
-    line = _parse_words(behind, node.params, lambda _: UnknownOption())
+    node, after = group.commands[below], [word for at, word in enumerate(typed) if at != place]
+    line = _parse_words(after, node.params, lambda _: UnknownOption())
     if line.unknown:
-        error = _explain_options(node, (*names, below), behind, owners)
+        error = _explain_options(node, (*names, below), after, owners)
     else:
         error = UsageError(
-            f"{option} is an option of `{path} {below}`: write it behind {below}.",
+            f"{option} is an option of `{path} {below}`: write it after {below}.",
             hint=f"Corrected: {line.printed(f'{path} {below}')}",
         )
     if place is None:
@@ -130,14 +130,14 @@ def _explain(
         return UnknownOption(advice=advice, setting=key)
     flag = build_flags(NEWEST).get("--" + option.lstrip("-").replace("-", "_"))
     if command in ("build", "import") and flag is not None:
-        advice = f"{flag.name} is an option of trtllm-build: write it behind `--`: `trtserve build … -- {flag.name} …`."
+        advice = f"{flag.name} is an option of trtllm-build: write it after `--`: `trtserve build … -- {flag.name} …`."
         return UnknownOption(advice=advice, flag=flag)
     spelled = option.replace("_", "-")
     if spelled in owners:
         tail = next((name for name in known if spelled.endswith(name[1:])), None)
         here = f" Here it may be {tail}." if tail else ""
         if not names:
-            return UnknownOption(advice=f"Write {option} behind a command: `trtserve COMMAND … {option}`.")
+            return UnknownOption(advice=f"Write {option} after a command: `trtserve COMMAND … {option}`.")
         commands = ", ".join(f"`{owner}`" for owner in owners[spelled])
         return UnknownOption(advice=f"{option} is an option of {commands}.{here}")
     old = old_option_of_any_tool(option)
@@ -163,7 +163,7 @@ class TypedOption:
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """The words behind a command: arguments, options, and what follows `--`."""
+    """The words after a command: arguments, options, and what follows `--`."""
 
     arguments: list[str] = field(default_factory=list)
     options: list[TypedOption] = field(default_factory=list)
@@ -192,7 +192,7 @@ class UnknownOption:
     advice: str | None = None
     old: OldOption | None = None  # an option of another tool
     setting: str | None = None  # a key for --set
-    flag: BuildFlag | None = None  # a flag that trtllm-build takes behind `--`
+    flag: BuildFlag | None = None  # a flag that trtllm-build takes after `--`
 
     @property
     def is_switch(self) -> bool:
@@ -203,7 +203,7 @@ class UnknownOption:
 def _parse_words(
     words: Sequence[str], parameters: Sequence[Any], explain: Callable[[str], UnknownOption]
 ) -> CommandLine:
-    """Sort the words behind a command that has these `parameters`.
+    """Sort the words after a command that has these `parameters`.
 
     `explain` says whether an unknown option is a switch. Any other unknown option takes the next word as its value,
     unless that begins with a dash.

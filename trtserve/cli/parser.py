@@ -194,7 +194,7 @@ class ParsedCommand(TyperCommand):
         return _own(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words behind the command. Raises UsageError for what it does not take."""
+        """Parse the words after the command. Raises UsageError for what it does not take."""
         typed = list(args)
         with _explained(self, ctx, typed):
             extra = super().parse_args(ctx, args)
@@ -286,7 +286,7 @@ def _parameters(node: Any, context: Any) -> Iterator[tuple[str, list[tuple[str, 
 
 @contextmanager
 def _explained(node: Any, context: Any, typed: Sequence[str]) -> Iterator[None]:
-    """Turn Typer's errors about `typed`, the words behind a command, into UsageErrors."""
+    """Turn Typer's errors about `typed`, the words after a command, into UsageErrors."""
     path = context.command_path
     if not context.resilient_parsing:
         _refuse_blanks(typed)

@@ -160,7 +160,7 @@ class Batch:
         cursor.longest = max(cursor.longest, max(past) + 1)
 
     def _write_draft(self, cursor: _Cursor, sequence: Sequence, draft: list[int]) -> None:
-        """Write the last token of a generating sequence and the draft tokens behind it."""
+        """Write the last token of a generating sequence and the draft tokens after it."""
         past, first, number = sequence.computed, cursor.tokens, cursor.sequences
         end, stop = past + 1 + len(draft), first + 1 + len(draft)
         sequence.capacity = self._cache.extend(sequence.slots[0], end)

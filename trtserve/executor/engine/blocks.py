@@ -39,7 +39,7 @@ class RetentionRules:
     """How long the blocks of a request are kept."""
 
     ranges: tuple[tuple[int, int | None, Retention], ...] = ()
-    """(first token, token behind the last or None, retention) of ranges of the prompt."""
+    """(first token, token after the last or None, retention) of ranges of the prompt."""
     generated: Retention = DEFAULT_RETENTION
 
 

@@ -155,7 +155,7 @@ class PendingTable:
             ]
 
 
-# So many answers at once show that Triton is behind.
+# This many answers at once show that Triton is behind.
 MOST_WAITING = 32
 
 
