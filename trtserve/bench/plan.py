@@ -122,7 +122,7 @@ def _openai_server(spec: BenchSpec, endpoint: Endpoint, url: str) -> Measured:
     if not _is_address(url):
         raise UsageError(f"--openai is {url!r}; expected an address such as http://localhost:8000/v1.")
     name = spec.model or _first_model(url, endpoint.connect_timeout)
-    # No Triton model stands behind it; prompts are texts.
+    # There is no Triton model; prompts are texts.
     model = ModelDescription(name=name, decoupled=True, max_batch_size=0, inputs={}, outputs={})
     return Measured(
         target=LoadTarget(

@@ -1,7 +1,7 @@
 """The worker processes of a run: one in this process, or several children.
 
 Every worker knows its share of the absolute schedule before the run, so nothing passes between processes inside the
-measured window; counters for the display lie in shared memory. Results are pooled afterwards, request by request.
+measured window; counters for the display are in shared memory. Results are pooled afterwards, request by request.
 """
 
 from __future__ import annotations

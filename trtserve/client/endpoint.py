@@ -20,7 +20,7 @@ TOKEN_NAME = "trtserve-key"
 
 
 def grpc_token(api_key: str) -> str:
-    """Return what gRPC clients send instead of the API key, which must not stand in tritonserver's command line."""
+    """Return what gRPC clients send instead of the API key, which must not appear in tritonserver's command line."""
     return hmac.new(api_key.encode(), b"trtserve grpc", "sha256").hexdigest()
 
 
