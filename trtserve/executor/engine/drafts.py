@@ -152,7 +152,7 @@ class NgramDrafter:
     """The tokens of one sequence, and where each pair of neighbours stood last. A new token costs a bounded time.
 
     As long as the guessed tokens are right, the place that they come from moves along; after a wrong one the last
-    tokens are looked up again. `chances[n]` is how often the token behind a match of n tokens was right; it is learnt
+    tokens are looked up again. `chances[n]` is how often the token after a match of n tokens was right; it is learnt
     from every token that comes, whether or not the model was asked to verify a draft.
     """
 
@@ -161,7 +161,7 @@ class NgramDrafter:
         self.chances = list(_FIRST_CHANCES)
         self._vocab_size = vocab_size
         self._tokens: list[int] = []
-        # The place behind the last occurrence of each pair, and for each place the one before it with the same pair.
+        # The place after the last occurrence of each pair, and for each place the one before it with the same pair.
         self._places: dict[tuple[int, int], int] = {}
         self._earlier = [0, 0]
         self._source = self._matched = 0
