@@ -12,11 +12,11 @@ from tests.support.doubles import Doubles
 from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError
-from trtserve.host.cuda_devices import shown_devices
 from trtserve.host.gpus import (
     count_gpus,
     list_gpus,
     require_gpus,
+    shown_devices,
     visible_devices,
     visible_gpu,
 )

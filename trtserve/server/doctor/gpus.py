@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from trtserve.errors import MachineError, counted
-from trtserve.host.cuda_devices import VISIBLE_DEVICES, shown_devices
+from trtserve.host.gpus import VISIBLE_DEVICES, shown_devices
 from trtserve.host.install_command import install_command
 from trtserve.host.machine import format_bytes
 from trtserve.host.nvidia import (

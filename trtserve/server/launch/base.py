@@ -9,7 +9,7 @@ from pathlib import Path
 from trtserve.artifacts import ModelRepository
 from trtserve.client.endpoint import grpc_token
 from trtserve.gateway.settings import read_key
-from trtserve.host.cuda_devices import VISIBLE_DEVICES
+from trtserve.host.gpus import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address
 from trtserve.nvidia.releases import NEWEST
 from trtserve.nvidia.releases.launcher import CORE_MODEL, TRITONSERVER, launcher_facts
