@@ -19,6 +19,7 @@ from trtserve.artifacts import Manifest
 from trtserve.checkpoint.memory import kv_bytes_per_token
 from trtserve.cli.app import run
 from trtserve.errors import MemoryLimitError, UsageError
+from trtserve.repository.engines import read_engine
 from trtserve.store import Store
 
 ID = "acme/tiny-llama"
@@ -224,7 +225,7 @@ def test_the_kv_cache_is_as_large_as_planned(
     tiny: Path, capsys: pytest.CaptureFixture[str], dtype: str, precision: str
 ) -> None:
     result = _import(capsys, str(tiny), "--dtype", dtype, "--kv-precision", precision)
-    config = json.loads((Path(result["engine"]) / "config.json").read_text())["pretrained_config"]
+    config = read_engine(Path(result["engine"])).model
     measured = Manifest.read(Path(result["engine"])).facts["kv_bytes_per_token"]
     assert kv_bytes_per_token(config, precision) == measured
 

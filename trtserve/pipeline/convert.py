@@ -92,8 +92,8 @@ class ConversionPlan:
         """
         if self.reused:
             progress.step(f"Checkpoint {self.path} is reused")
-        self.work.report(progress, reused=self.reused)
         check = None if self.by_nvidia else self._planned_check(self.config, progress)
+        self.work.report(progress, reused=self.reused)
         passed = False
 
         def produce(folder: Path) -> Manifest:

@@ -57,10 +57,6 @@ class ImportSpec:
         """Name of all artefacts, and of the served model."""
         return self.repository.name
 
-    def tokenizer_of(self, model: Model) -> Path:
-        """Return the folder of the tokenizer that is served with `model`."""
-        return self.tokenizer or model.path
-
     @property
     def any_architecture(self) -> bool:
         """Whether NVIDIA's tools convert or load the model, so that our converter need not know it."""

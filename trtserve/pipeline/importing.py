@@ -260,7 +260,7 @@ def _plan_repository(plan: ImportPlan, model: Model, engine: Engine | None, prog
         )
     return plan_repository(
         engine,
-        spec.tokenizer_of(model),
+        spec.tokenizer or model.path,
         spec.repository,
         draft=spec.draft,
         draft_tokenizer=spec.draft_tokenizer,
@@ -351,7 +351,7 @@ def _make_engine(plan: ImportPlan, conversion: ConversionPlan, model: Model, pro
         return build.run(progress)
     if plan.deployment is not None:
         # Fail on a broken tokenizer before the long work.
-        check_tokenizer(spec.tokenizer_of(model), conversion.config.vocab_size)
+        check_tokenizer(spec.tokenizer or model.path, conversion.config.vocab_size)
     checkpoint = conversion.run(progress)
     if build is None or (conversion.by_nvidia and not conversion.reused):
         # Use the config that NVIDIA's converter wrote; it may differ from the prediction.
