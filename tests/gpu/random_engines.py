@@ -41,7 +41,7 @@ def write_engine(folder: Path, hf: dict[str, Any], build: BuildSpec, *, tp_size:
     config = checkpoint_config(hf, ConvertSpec(dtype="bfloat16", tp_size=tp_size, pp_size=pp_size))
     placement = Placement(
         family(config.architecture).targets(config),
-        layers=config["num_hidden_layers"],
+        layers=config.num_hidden_layers,
         tp_size=tp_size,
         pp_size=pp_size,
         dtype="bfloat16",

@@ -28,7 +28,7 @@ def main() -> None:
     if isinstance(model, Follower):
         model.follow()
         return
-    name = f"tp{content['pretrained_config']['mapping']['tp_size']}"
+    name = f"tp{content.mapping.tp_size}"
     with api.Executor.from_model(model, resolve_limits(content, settings), config) as executor:
         for streams in options.streams:
             decode(name, model, executor, streams)

@@ -272,7 +272,7 @@ def test_old_llama_spelling_is_recognised(tmp_path: Path) -> None:
     spec = ConvertSpec(trtllm_version="1.2")
     usual, first = (plan_own_conversion(Model(path=folder), spec) for folder in folders)
     assert first.config == usual.config
-    assert first.config["architecture"] == "LlamaForCausalLM"
+    assert first.config.architecture == "LlamaForCausalLM"
     assert first.headers == usual.headers
 
 

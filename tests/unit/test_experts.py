@@ -124,7 +124,7 @@ def test_expert_parallelism_allows_indivisible_expert_widths(
     """Experts that are dealt out stay whole; a Qwen's intermediate size is that of layers that it has not."""
     folder = write_tiny_model(tmp_path / "hf", family, **changes)
     plan = plan_conversion(Model(path=folder), ConvertSpec(tp_size=4, moe_ep_size=4))
-    assert plan.config["intermediate_size"] == changes.get("intermediate_size", 128)
+    assert plan.config.intermediate_size == changes.get("intermediate_size", 128)
 
 
 @pytest.mark.parametrize(

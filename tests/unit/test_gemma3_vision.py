@@ -59,7 +59,7 @@ def test_omitted_sizes_default_to_those_of_transformers() -> None:
         "rope_local_base_freq": 1e4,
         "sliding_window": 1024,
         "_sliding_window_pattern": 6,
-    }.items() <= config.items()
+    }.items() <= config.content.items()
     # Those of the published files less SigLIP's and the projector's, and the copy of the embedding that the head is.
     assert architectures.parameter_count(config) == 4_300_079_472 - 419_816_304 + 262208 * 2560
 

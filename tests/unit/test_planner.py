@@ -169,7 +169,7 @@ def test_expert_matrices_are_copied_side_by_side() -> None:
     config = checkpoint_config(
         FAMILIES["mixtral"].config | sizes | {"intermediate_size": 17920}, ConvertSpec(dtype="float16")
     )
-    matrix = config["moe"]["num_experts"] * 512 * 17920 * 2
+    matrix = config.moe.num_experts * 512 * 17920 * 2
     needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
     # gate and up are one matrix of twice the size, which comes first; then the one of this size, as read and copied.
     assert needs.build - 38 * 2**20 == pytest.approx(4 * matrix, rel=0.05)

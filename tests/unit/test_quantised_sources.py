@@ -309,8 +309,8 @@ def test_modelopt_hf_quant_config_is_read(made: Made, tmp_path: Path) -> None:
     described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": described}))
     plan = plan_own_conversion(Model(path=folder), ConvertSpec())
-    assert plan.config["quantization"]["quant_algo"] == "FP8"
-    assert plan.config["quantization"]["kv_cache_quant_algo"] is None
+    assert plan.config.quantization.quant_algo == "FP8"
+    assert plan.config.quantization.kv_cache_quant_algo is None
     assert plan.narrow_cache
     assert plan.packed
 

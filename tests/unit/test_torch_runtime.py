@@ -162,8 +162,8 @@ def test_the_engine_is_the_checkpoints_file(engine: Engine, checkpoint: Checkpoi
     assert (engine.path / "rank0.safetensors").samefile(checkpoint.path / "rank0.safetensors")
     assert sorted(path.name for path in engine.path.iterdir()) == ["config.json", "manifest.json", "rank0.safetensors"]
     config = read_engine_config(engine.path)
-    assert config["pretrained_config"] == read_config(checkpoint.path)
-    own = config["trtserve"]
+    assert config.content["pretrained_config"] == read_config(checkpoint.path).content
+    own = config.content["trtserve"]
     assert {key: own[key] for key in ("runtime", "device", "compute_precision", "torch")} == {
         "runtime": "torch",
         "device": "cpu",
@@ -180,10 +180,10 @@ def test_the_config_has_the_keys_of_other_embedded_engines(engine: Engine, check
     other = build_engine(checkpoint, replace(SPEC, runtime="openvino"), out=engine.path.parent / "openvino")
     ours, theirs = read_engine_config(engine.path), read_engine_config(other.path)
     different = {"tokens_per_block"}
-    plugins = [{**each["build_config"]["plugin_config"]} for each in (ours, theirs)]
-    assert list(ours["build_config"]) == list(theirs["build_config"])
+    plugins = [dict(each.plugin_keys) for each in (ours, theirs)]
+    assert list(ours.build_keys) == list(theirs.build_keys)
     assert {key for key in plugins[0] if plugins[0][key] != plugins[1][key]} == different
-    assert "openvino" in theirs["trtserve"]
+    assert "openvino" in theirs.content["trtserve"]
 
 
 @needs_torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -82,8 +82,8 @@ class OwnCheckpointKeys:
     gpu_sm: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CheckpointConfig(Mapping[str, Any]):
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
     """The keys that all families have, with TensorRT-LLM's defaults for those that are missing or null.
 
     `content` is the file as it is: what is written again is written from it, unknown keys included. A size is 0 where
@@ -175,18 +175,6 @@ class CheckpointConfig(Mapping[str, Any]):
                 hint=_AGAIN,
             )
         return found
-
-    def __getitem__(self, key: str) -> Any:
-        """Return a key of the file."""
-        return self.content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys of the file."""
-        return iter(self.content)
-
-    def __len__(self) -> int:
-        """Count the keys of the file."""
-        return len(self.content)
 
 
 def without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:

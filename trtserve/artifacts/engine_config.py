@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -67,8 +67,8 @@ class EmbeddedKeys:
     windows: tuple[int | None, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EngineConfig(Mapping[str, Any]):
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
     """The parts of the file. `content` is the file as it is: what is written again is written from it."""
 
     version: str | None = None  # of TensorRT-LLM
@@ -118,14 +118,6 @@ class EngineConfig(Mapping[str, Any]):
         """How ranks share the engine."""
         return self.model.mapping
 
-    def __getitem__(self, key: str) -> Any:
-        """Return a key of the file."""
-        return self.content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys of the file."""
-        return iter(self.content)
-
-    def __len__(self) -> int:
-        """Count the keys of the file."""
-        return len(self.content)
+    def __bool__(self) -> bool:
+        """Return whether there is a file: a model may have no engine on this machine."""
+        return bool(self.content)

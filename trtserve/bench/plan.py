@@ -171,7 +171,6 @@ def _engine(spec: BenchSpec, endpoint: Endpoint, name: str) -> Measured:
     if spec.workers > 1:
         raise UsageError("--in-process runs the engine in this process; leave --workers out.")
     engine = find_local_engine(name, spec.tokenizer)
-    pretrained, build = engine.config.get("pretrained_config", {}), engine.config.get("build_config", {})
     return Measured(
         target=LoadTarget(
             protocol="in-process",
@@ -186,9 +185,9 @@ def _engine(spec: BenchSpec, endpoint: Endpoint, name: str) -> Measured:
         tokenizer=None if engine.tokenizer is None else TokenizerFiles(engine.tokenizer),
         adds_special_tokens=True,
         limits=TrafficLimits(
-            vocab_size=pretrained.get("vocab_size"),
-            max_input_len=build.get("max_input_len"),
-            max_seq_len=build.get("max_seq_len"),
+            vocab_size=engine.config.model.vocab_size or None,
+            max_input_len=engine.config.build.max_input_len,
+            max_seq_len=engine.config.build.max_seq_len or None,
         ),
     )
 

@@ -104,7 +104,7 @@ class EmbeddedPlan(EnginePlan):
         decoder = family(self.config.architecture).decoder(self.config)
         return {
             "version": _CONFIG_RELEASE,
-            "pretrained_config": dict(self.config),
+            "pretrained_config": dict(self.config.content),
             "build_config": _build_config(
                 self.limits,
                 self.features.build_config(),

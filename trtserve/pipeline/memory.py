@@ -157,7 +157,7 @@ def _stepped(deployment: Deployment, asked: tuple[int, int], step: tuple[int, in
 def _changed(steps: Sequence[tuple[str, Deployment]], longest: int, halvings: int) -> Iterator[tuple[str, Deployment]]:
     """Combine coarser weights and sequences halved up to `halvings` times with each of `steps`."""
     first = steps[0][1]
-    for changes, convert in _narrower(first.convert, str(_config(first)["dtype"])):
+    for changes, convert in _narrower(first.convert, _config(first).dtype):
         narrower = [(f"{flags} {changes}".strip(), replace(each, convert=convert)) for flags, each in steps]
         if changes:
             yield from narrower
