@@ -23,12 +23,13 @@ from trtserve.nvidia.releases.containers import (
     Container,
     all_containers,
     containers_of,
+    driver_of,
+    driver_versions,
+    kernels,
     shares_engines,
     source_build,
 )
 from trtserve.nvidia.releases.converters import converters
-from trtserve.nvidia.releases.drivers import driver_of, driver_versions
-from trtserve.nvidia.releases.gpus import kernels
 from trtserve.nvidia.releases.installed import engine_route
 from trtserve.nvidia.releases.loaders import evidence, family_architectures, takes_stages
 from trtserve.pipeline.setup_file.content import json_schema

@@ -28,7 +28,7 @@ def main() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
     try:
         from trtserve.cli import run
-        from trtserve.process.interrupts import raise_interrupt
+        from trtserve.process.signals import raise_interrupt
 
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, raise_interrupt)

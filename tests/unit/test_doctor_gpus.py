@@ -18,18 +18,20 @@ from trtserve.errors import MachineError, UsageError
 from trtserve.host import nvidia
 from trtserve.host.nvidia import Driver, Gpus, find_gpus
 from trtserve.nvidia.releases import RELEASES
-from trtserve.nvidia.releases.containers import all_containers, container
-from trtserve.nvidia.releases.drivers import (
+from trtserve.nvidia.releases.containers import (
+    all_containers,
+    container,
     cuda_of,
     driver_of,
     driver_support,
     driver_versions,
+    kernels,
     minor_version_drivers,
     newest_container,
     newest_cuda,
     numbers,
+    runs_on,
 )
-from trtserve.nvidia.releases.gpus import kernels, runs_on
 from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.server.doctor import gpus, tensorrt_llm
 from trtserve.server.doctor.findings import GPU

@@ -16,9 +16,8 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.nvidia.releases import RELEASES, order
+from trtserve.nvidia.releases import RELEASES, load_table, order
 from trtserve.nvidia.releases.loaders import loading_releases
-from trtserve.nvidia.releases.tables import load_table
 from trtserve.pipeline.build import plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model

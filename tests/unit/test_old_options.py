@@ -12,7 +12,7 @@ from trtserve.cli.app import command_tree, run
 from trtserve.cli.corrections import explain_unknown
 from trtserve.cli.parser import UnknownOptionError
 from trtserve.errors import UsageError
-from trtserve.nvidia.releases.old_options import OldOption, old_option, old_option_of, old_options
+from trtserve.nvidia.releases.options import OldOption, old_option, old_option_of, old_options
 from trtserve.repository.profiles import profile
 from trtserve.repository.settings import resolve_settings
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.checkpoint.architectures.parts.alibi import alibi_slopes
+from trtserve.checkpoint.architectures.parts.positions import alibi_slopes
 from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import ConversionError, UnsupportedModelError

@@ -14,7 +14,7 @@ import pytest
 
 from trtserve import process
 from trtserve.process import Command, ProcessId, describe
-from trtserve.process.interrupts import held_back, one_interrupt, stop_signals
+from trtserve.process.signals import held_back, one_interrupt, stop_signals
 
 
 def test_command_without_environment_or_folder_is_the_bare_line() -> None:

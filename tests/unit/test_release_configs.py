@@ -20,7 +20,7 @@ from trtserve.checkpoint import architectures
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import RELEASES, order
-from trtserve.nvidia.releases.checkpoint_config import foreign_keys
+from trtserve.nvidia.releases.loaders import foreign_keys
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec

@@ -22,24 +22,24 @@ from trtserve.nvidia.releases import (
     order,
     release_of,
 )
-from trtserve.nvidia.releases.build_flags import all_build_flags
-from trtserve.nvidia.releases.checkpoint_config import keys_of_release
 from trtserve.nvidia.releases.containers import (
     all_containers,
     container,
     containers_of,
+    kernels,
     shares_engines,
     source_build,
 )
 from trtserve.nvidia.releases.converters import converter_script, converters, named_script
-from trtserve.nvidia.releases.gpus import kernels
 from trtserve.nvidia.releases.installed import (
     engine_route,
     has_engine_path,
     installed,
     require_engine_path,
 )
-from trtserve.nvidia.releases.launcher import launcher_facts
+from trtserve.nvidia.releases.loaders import keys_of_release
+from trtserve.nvidia.releases.options import all_build_flags
+from trtserve.nvidia.releases.triton import launcher_facts
 
 
 def test_releases_are_listed_in_order() -> None:

@@ -1,6 +1,7 @@
-"""Quantised Hugging Face matrices, repacked to TensorRT-LLM's layout and sharded for all ranks.
+"""Quantised Hugging Face matrices: repacked to TensorRT-LLM's layout and sharded, or as the floats that they stand for.
 
-A matrix is processed in blocks of outputs, so memory holds one packed source and a few megabytes.
+A matrix is processed in blocks of outputs, so memory holds one packed source and a few megabytes. The numerical check
+compares a converted checkpoint with the floats, so they do not pass through a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from trtserve.checkpoint.quantized_source import SourceQuantization
 from trtserve.checkpoint.sharding import Piece, Shard
 from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import RankFiles, write_at
-from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
+from trtserve.checkpoint.tensor_files import CODES, DTYPES, numpy_dtype
 from trtserve.errors import ConversionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
 
 _BLOCK_BYTES = 4 << 20
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -255,3 +258,71 @@ def _scale(tensor: SourceTensor) -> float:
     if not 0 < scale < math.inf:
         raise ConversionError(f"{tensor.name} is {scale}, which cannot be a scale.", hint=_OTHER_WEIGHTS)
     return scale
+
+
+# Companions of a quantised matrix that are not weights.
+_FP8_SCALES = ("weight_scale", "input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
+_MASKS = ("BOOL", "U8")
+_BESIDE = ("qzeros", "scales", "g_idx", *_FP8_SCALES)
+
+
+def quantised_names(sources: Mapping[str, SourceTensor]) -> frozenset[str]:
+    """Return the names (`….weight`) of the matrices stored as codes."""
+    packed = {name.removesuffix("qweight") + "weight" for name in sources if name.endswith(".qweight")}
+    return frozenset(packed | {name for name, tensor in sources.items() if tensor.entry.code == "F8_E4M3"})
+
+
+def float_types(sources: Mapping[str, SourceTensor]) -> set[str]:
+    """Return the model's float types, including scales of 4-bit codes but not of FP8, which are always float32."""
+    return {
+        DTYPES.get(tensor.entry.code, tensor.entry.code)
+        for name, tensor in sources.items()
+        if tensor.entry.code not in ("I32", "I64", "F8_E4M3") and name.rpartition(".")[2] not in _FP8_SCALES
+    }
+
+
+def dequantized(
+    sources: Mapping[str, SourceTensor], quantization: SourceQuantization
+) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    """Yield every weight of the model as float32."""
+    import numpy as np
+
+    for name, tensor in sources.items():
+        stem, _, ending = name.rpartition(".")
+        if ending in _BESIDE or tensor.entry.code in _MASKS:
+            continue
+        if ending == "qweight":
+            yield f"{stem}.weight", _int4(sources, stem, quantization)
+        elif tensor.entry.code == "F8_E4M3":
+            yield name, _fp8(tensor, sources[f"{stem}.weight_scale"])
+        else:
+            yield name, tensor.file.stored(tensor.entry).astype(np.float32)
+
+
+def _int4(sources: Mapping[str, SourceTensor], stem: str, quantization: SourceQuantization) -> Array:
+    """Return (codes − zero points) × scales as [out, in] from codes [in, out] and the rest [in / group, out]."""
+    import numpy as np
+
+    weight, zeros, scales = (_stored(sources[f"{stem}.{part}"]) for part in ("qweight", "qzeros", "scales"))
+    outputs = slice(0, scales.shape[1])
+    if quantization.method == "awq":
+        codes, points = unpacked_awq(weight, outputs), unpacked_awq(zeros, outputs)
+    else:
+        codes, points = unpacked_gptq(weight.T).T, unpacked_gptq(zeros)
+    groups = codes.reshape(len(scales), quantization.group_size, -1).astype(np.float32)
+    steps = groups - (points.astype(np.float32) + quantization.stored_zero)[:, None]
+    whole: Array = (steps * scales.astype(np.float32)[:, None]).reshape(codes.shape)
+    return np.ascontiguousarray(whole.T)
+
+
+def _fp8(codes: SourceTensor, scale: SourceTensor) -> Array:
+    import ml_dtypes
+    import numpy as np
+
+    step = _stored(scale).astype(np.float32).reshape(-1)[0]
+    whole: Array = _stored(codes).view(ml_dtypes.float8_e4m3fn).astype(np.float32) * step
+    return whole
+
+
+def _stored(tensor: SourceTensor) -> Array:
+    return tensor.file.stored(tensor.entry)

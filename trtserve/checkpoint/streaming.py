@@ -28,7 +28,7 @@ from trtserve.checkpoint.tensor_files import (
 )
 from trtserve.checkpoint.worker_pool import run_all, worker_count
 from trtserve.errors import ConversionError
-from trtserve.process.interrupts import held_back
+from trtserve.process.signals import held_back
 
 if TYPE_CHECKING:
     import numpy as np

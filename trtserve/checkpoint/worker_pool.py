@@ -22,8 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import NoReturn, TypeVar
 
 from trtserve.errors import ConversionError
-from trtserve.process.interrupts import ENDING, held_back
-from trtserve.process.orphans import end_with_parent
+from trtserve.process.signals import ENDING, end_with_parent, held_back
 
 J = TypeVar("J")
 Worker = Callable[[J], int]

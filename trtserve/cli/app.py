@@ -28,7 +28,7 @@ from trtserve.cli.parser import ParsedCommand, ParsedGroup, UnknownOptionError, 
 from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
 from trtserve.files import file_error
 from trtserve.host.machine import address_space, format_bytes, refused_memory
-from trtserve.process.interrupts import Interrupted, one_interrupt
+from trtserve.process.signals import Interrupted, one_interrupt
 
 COMPLETION_VARIABLE = "_TRTSERVE_COMPLETE"
 """Set by the shell while it completes a command line."""

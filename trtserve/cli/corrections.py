@@ -17,8 +17,7 @@ from trtserve.cli.parser import UnknownOptionError, commands_of
 from trtserve.errors import TrtserveError, UsageError
 
 if TYPE_CHECKING:
-    from trtserve.nvidia.releases.build_flags import BuildFlag
-    from trtserve.nvidia.releases.old_options import OldOption
+    from trtserve.nvidia.releases.options import BuildFlag, OldOption
 
 
 def explain_unknown(error: UnknownOptionError, tree: Any) -> UsageError:
@@ -116,8 +115,7 @@ def _explain(
 ) -> UnknownOption:
     """Find out what `option`, which the command `names` does not have, stands for."""
     from trtserve.nvidia.releases import NEWEST
-    from trtserve.nvidia.releases.build_flags import build_flags
-    from trtserve.nvidia.releases.old_options import old_option_of, old_option_of_any_tool
+    from trtserve.nvidia.releases.options import build_flags, old_option_of, old_option_of_any_tool
     from trtserve.repository.settings import settable
 
     command = names[0] if names else ""

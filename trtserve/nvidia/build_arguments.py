@@ -12,13 +12,13 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import order
-from trtserve.nvidia.releases.build_flags import (
+from trtserve.nvidia.releases.engine_config import SPECULATIVE_MODES
+from trtserve.nvidia.releases.options import (
     BuildFlag,
     build_flags,
     build_notes,
     check_build_arguments,
 )
-from trtserve.nvidia.releases.engine_config import SPECULATIVE_MODES
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import Limits, resolve_limits
 

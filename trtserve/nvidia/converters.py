@@ -33,7 +33,7 @@ from trtserve.nvidia.releases.installed import (
     interpreter,
     require_engine_path,
 )
-from trtserve.nvidia.releases.launcher import launcher_facts
+from trtserve.nvidia.releases.triton import launcher_facts
 from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
 from trtserve.progress import Progress

@@ -8,8 +8,7 @@ from trtserve.checkpoint.quantized import GPTQ
 from trtserve.errors import UnsupportedModelError
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.releases import RELEASES
-from trtserve.nvidia.releases.containers import containers_of
-from trtserve.nvidia.releases.gpus import kernels_for
+from trtserve.nvidia.releases.containers import containers_of, kernels_for
 
 FIRST_FP8 = 89
 """Compute capability × 10 from which GPUs have FP8 arithmetic."""

@@ -36,7 +36,6 @@ from trtserve.nvidia.containers import (
     with_targets,
 )
 from trtserve.nvidia.engine_files import require_engine
-from trtserve.nvidia.releases.checkpoint_config import foreign_keys
 from trtserve.nvidia.releases.containers import all_containers, latest_container
 from trtserve.nvidia.releases.installed import (
     BUILDER,
@@ -46,7 +45,7 @@ from trtserve.nvidia.releases.installed import (
     interpreter,
     require_engine_path,
 )
-from trtserve.nvidia.releases.loaders import model_problems
+from trtserve.nvidia.releases.loaders import foreign_keys, model_problems
 from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
 from trtserve.progress import Progress

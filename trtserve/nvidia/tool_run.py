@@ -13,7 +13,7 @@ from trtserve.errors import BuildError, ConversionError, DiskSpaceError, MemoryL
 from trtserve.host.machine import format_bytes, free_memory
 from trtserve.nvidia.containers import ContainerRun, explained, in_container, remove_container, require_docker
 from trtserve.process import Command
-from trtserve.process.interrupts import stop_signals
+from trtserve.process.signals import stop_signals
 from trtserve.progress import Progress
 
 _POLL_SECONDS = 0.1

@@ -13,16 +13,16 @@ from trtserve.checkpoint.kernel_layout import require_gpu_sm
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.nvidia.releases.checkpoint_config import (
+from trtserve.nvidia.releases.converters import convertible_family
+from trtserve.nvidia.releases.installed import require_engine_path
+from trtserve.nvidia.releases.loaders import (
     STRICT,
     keys_of_release,
+    problems,
     shares_head,
     shares_table,
     smoothquant_val,
 )
-from trtserve.nvidia.releases.converters import convertible_family
-from trtserve.nvidia.releases.installed import require_engine_path
-from trtserve.nvidia.releases.loaders import problems
 from trtserve.specs import ConvertSpec
 
 # Weight-only quantisation is recorded while the weights stay floats: TensorRT-LLM's loader (preprocess_weights →

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trtserve.errors import MissingDependencyError, ServerStopError
-from trtserve.process.orphans import end_with_parent
+from trtserve.process.signals import end_with_parent
 
 if TYPE_CHECKING:
     import psutil

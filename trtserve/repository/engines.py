@@ -14,8 +14,8 @@ from trtserve.errors import RepositoryError, TrtserveError
 from trtserve.executor.loaders import embedded_runtime, engine_files
 from trtserve.files import read_json_object, require_own
 from trtserve.nvidia.releases import RELEASES, release_of
-from trtserve.nvidia.releases.build_flags import build_flags
 from trtserve.nvidia.releases.engine_config import speculative_mode
+from trtserve.nvidia.releases.options import build_flags
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.core_models import CoreModel
 from trtserve.repository.layout import VERSION, model_names

@@ -23,7 +23,7 @@ from trtserve.nvidia.releases import (
     order,
     release_of,
 )
-from trtserve.nvidia.releases.llm_arguments import dropped_argument, unknown_argument
+from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions, config_text, llmapi_config_text
 from trtserve.repository.core_models import LLMAPI_FILE, device_groups

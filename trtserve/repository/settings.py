@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.nvidia.releases.old_options import TEMPLATE_TOOL, old_option
+from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.repository.profiles import (
     BLS,
     CORE,

@@ -16,7 +16,7 @@ from string import Template
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.files import read_text, require_own, writing
 from trtserve.nvidia.releases import NEWEST, normalize_release, order
-from trtserve.nvidia.releases.old_options import TEMPLATE_TOOL, old_option
+from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import parse_config
 from trtserve.repository.profiles import CORE, find_parameter, profile

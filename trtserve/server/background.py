@@ -21,7 +21,7 @@ from trtserve import errors
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ServerStartError, TrtserveError, UsageError
 from trtserve.process import Command, ProcessId, exit_code, how_it_ended, spawn, stop
-from trtserve.process.interrupts import stop_signals
+from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress, Task, Unit
 from trtserve.server.render import render
 from trtserve.server.shutdown import end_server

@@ -11,7 +11,7 @@ from trtserve.host.gpus import list_gpus
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, differences
 from trtserve.host.ports import is_free, owner
 from trtserve.nvidia.containers import known_container, require_docker
-from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, known_faults
+from trtserve.nvidia.releases.triton import EMBEDDED_TAG, known_faults
 from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
 from trtserve.repository.check.files import require_intact

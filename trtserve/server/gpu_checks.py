@@ -10,7 +10,7 @@ from trtserve.errors import MemoryLimitError, MissingDependencyError, Repository
 from trtserve.host.gpus import count_gpus, list_gpus, require_gpus, visible_devices
 from trtserve.host.machine import format_bytes
 from trtserve.host.nvidia import Device
-from trtserve.nvidia.releases.launcher import WORKER
+from trtserve.nvidia.releases.triton import WORKER
 from trtserve.process import program
 from trtserve.progress import Progress
 from trtserve.repository.core_models import CoreModel

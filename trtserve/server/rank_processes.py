@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtserve.host.machine import format_bytes
-from trtserve.nvidia.releases.launcher import LLMAPI_LAUNCH
+from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH
 from trtserve.process import ProcessId, arguments, children, environment_of, tree, usage
 from trtserve.server.state import Instance, Server, Stub
 from trtserve.server.triton import server_log

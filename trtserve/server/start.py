@@ -11,7 +11,7 @@ from dataclasses import replace
 from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
 from trtserve.files import locked
 from trtserve.process import ProcessId, exit_code, spawn
-from trtserve.process.interrupts import stop_signals
+from trtserve.process.signals import stop_signals
 from trtserve.programs.shared.run_folder import VARIABLE
 from trtserve.progress import SILENT, Progress
 from trtserve.server.checks import announce_commands, check_before_launch, refuse_running, require_ports

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
 from trtserve.process import ProcessId, exit_code, stop_all
-from trtserve.process.interrupts import stop_signals
+from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.server import background
 from trtserve.server.plan import ServerPlan

@@ -27,6 +27,17 @@ Mlp = Literal["gated", "plain", "fused", "experts"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
+# Names in Hugging Face configs.
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
 # How a layer adds attention and MLP to its input x:
 #   sequential  x + attention(norm(x)), then the same for the MLP
 #   sandwich    x + norm(attention(norm(x))), then the same for the MLP (Gemma 2)
@@ -212,6 +223,19 @@ def _is_number(value: object) -> bool:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def require_activation(name: str, *kinds: Activation) -> Activation:
+    """Return the activation function called `name`.
+
+    Raises UnsupportedModelError unless it is one of `kinds` (default: any).
+
+    A family whose checkpoint does not record the activation passes the one kind that it implies.
+    """
+    allowed = [word for word, kind in _ACTIVATIONS.items() if not kinds or kind in kinds]
+    if name not in allowed:
+        raise UnsupportedModelError(f"Activation {name!r} is not supported; supported: {', '.join(allowed)}.")
+    return _ACTIVATIONS[name]
 
 
 def embedding_split(config: CheckpointConfig) -> Split:

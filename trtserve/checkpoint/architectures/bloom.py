@@ -13,8 +13,8 @@ from trtserve.checkpoint.architectures.base import (
     Target,
     required,
 )
-from trtserve.checkpoint.architectures.parts.alibi import alibi_slopes
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.parts.positions import alibi_slopes
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."

@@ -11,12 +11,11 @@ from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
     Target,
+    require_activation,
     required,
 )
-from trtserve.checkpoint.architectures.parts.activations import require_activation
-from trtserve.checkpoint.architectures.parts.alibi import alibi_slopes
 from trtserve.checkpoint.architectures.parts.named_tensors import Part, SourceNames, named_targets
-from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, unscaled_base
+from trtserve.checkpoint.architectures.parts.positions import alibi_slopes, inverse_frequencies, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."

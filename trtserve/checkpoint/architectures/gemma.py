@@ -14,7 +14,7 @@ from trtserve.checkpoint.architectures.base import (
 )
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
-from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, require_whole_heads, rotary
+from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, require_whole_heads, rotary
 from trtserve.checkpoint.architectures.parts.windows import attention_windows
 from trtserve.errors import UnsupportedModelError
 

@@ -21,7 +21,7 @@ from trtserve.checkpoint.architectures.base import (
 )
 from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets, llama_unused
-from trtserve.checkpoint.architectures.parts.rope import (
+from trtserve.checkpoint.architectures.parts.positions import (
     inverse_frequencies,
     require_whole_heads,
     rope_parameters,

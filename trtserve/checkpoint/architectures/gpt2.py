@@ -8,26 +8,19 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    Activation,
     Decoder,
     HfConfig,
     Target,
     dense_moe,
     embedding_split,
     fused_qkv,
+    require_activation,
     required,
 )
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."
 TIED = True
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-}
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -41,7 +34,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         if hf.get(key):
             raise UnsupportedModelError(f"This GPT-2 sets {key}, which a TensorRT-LLM checkpoint cannot express.")
     activation = hf.get("activation_function", "gelu_new")
-    _require_activation(activation)
+    require_activation(activation)
     head_size = sizes["n_embd"] // sizes["n_head"]
     return {
         "hidden_size": sizes["n_embd"],
@@ -76,12 +69,6 @@ def _constants() -> dict[str, Any]:
         "norm_before_bmm1": False,
         "moe": dense_moe(normalization_mode=1),
     }
-
-
-def _require_activation(name: str) -> Activation:
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"Activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}.")
-    return _ACTIVATIONS[name]
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
@@ -178,7 +165,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         norm="layer",
         positions="learned",
         mlp="plain",
-        activation=_require_activation(config.hidden_act),
+        activation=require_activation(config.hidden_act),
         attention_bias=config.own("bias", True),
         dense_bias=config.own("bias", True),
         mlp_bias=config.own("bias", True),

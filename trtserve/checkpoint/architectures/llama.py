@@ -7,32 +7,22 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
-    Activation,
     Decoder,
     HfConfig,
     Target,
     dense_moe,
+    require_activation,
     required,
 )
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
-from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, require_whole_heads, rotary
+from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, require_whole_heads, rotary
 from trtserve.checkpoint.architectures.parts.windows import attention_windows
-from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
 BASE_PREFIX = "model."
 TIED = False
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -78,13 +68,6 @@ def _constants() -> dict[str, Any]:
         "output_multiplier_scale": 1.0,
         "has_partial_lora_mask": False,
     }
-
-
-def require_activation(name: str) -> Activation:
-    """Return the activation for a Hugging Face name. Raises UnsupportedModelError for an unknown one."""
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"Activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}.")
-    return _ACTIVATIONS[name]
 
 
 def targets(config: CheckpointConfig) -> list[Target]:

@@ -16,10 +16,10 @@ from trtserve.checkpoint.architectures.base import (
     Factor,
     HfConfig,
     Target,
+    require_activation,
     require_sizes,
     required,
 )
-from trtserve.checkpoint.architectures.parts.activations import require_activation
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.errors import UnsupportedModelError
 

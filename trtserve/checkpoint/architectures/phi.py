@@ -11,11 +11,11 @@ from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
     Target,
+    require_activation,
     required,
 )
-from trtserve.checkpoint.architectures.parts.activations import require_activation
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
-from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, rotary_fraction, unscaled_base
+from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."

@@ -12,11 +12,11 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     LongRope,
     Target,
+    require_activation,
     required,
 )
-from trtserve.checkpoint.architectures.parts.activations import require_activation
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
-from trtserve.checkpoint.architectures.parts.rope import (
+from trtserve.checkpoint.architectures.parts.positions import (
     inverse_frequencies,
     rope_parameters,
     rotary_fraction,

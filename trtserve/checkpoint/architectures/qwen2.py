@@ -13,11 +13,12 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     Target,
     dense_moe,
+    require_activation,
     required,
 )
-from trtserve.checkpoint.architectures.llama import require_activation, unused
+from trtserve.checkpoint.architectures.llama import unused
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.rope import require_whole_heads, rotary
+from trtserve.checkpoint.architectures.parts.positions import require_whole_heads, rotary
 from trtserve.checkpoint.architectures.parts.windows import layer_kinds, window_keys, windows_of
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]

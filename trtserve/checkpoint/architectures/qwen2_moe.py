@@ -13,10 +13,10 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     Target,
     moe_object,
+    require_activation,
     required,
 )
 from trtserve.checkpoint.architectures.llama import unused
-from trtserve.checkpoint.architectures.parts.activations import require_activation
 from trtserve.checkpoint.architectures.parts.expert_tensors import (
     NOT_NORMALIZED,
     RENORMALIZED,

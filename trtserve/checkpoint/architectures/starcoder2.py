@@ -13,11 +13,11 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     Target,
     dense_moe,
+    require_activation,
     required,
 )
-from trtserve.checkpoint.architectures.parts.activations import require_activation
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
-from trtserve.checkpoint.architectures.parts.rope import inverse_frequencies, unscaled_base
+from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, unscaled_base
 from trtserve.checkpoint.architectures.parts.windows import attention_windows, window_keys
 
 BASE_PREFIX = "model."

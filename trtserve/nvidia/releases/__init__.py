@@ -5,8 +5,11 @@ A release is `major.minor` ("0.18", "1.2"): patch releases changed nothing that 
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from trtserve.errors import UsageError
 
@@ -52,3 +55,13 @@ class Row:
     def within(self, release: str) -> bool:
         """Return whether the row is part of `release`."""
         return order(self.since) <= order(release) and (self.until is None or order(release) <= order(self.until))
+
+
+@functools.cache
+def load_table(subject: str) -> Any:
+    """Return the parsed content of `<subject>.yaml`."""
+    import yaml
+
+    text = Path(__file__).with_name(f"{subject}.yaml").read_text(encoding="utf-8")
+    # The C loader is ten times as fast; some builds of PyYAML lack it.
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

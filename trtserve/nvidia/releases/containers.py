@@ -1,13 +1,19 @@
-"""NVIDIA's Triton containers: which TensorRT-LLM, TensorRT, CUDA, PyTorch and Python each holds (`containers.yaml`)."""
+"""What each of NVIDIA's containers holds, and the drivers and GPUs that run it.
+
+Tables: `containers.yaml`, `drivers.yaml`, `gpus.yaml`.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.nvidia.releases import Row, normalize_release, release_of
-from trtserve.nvidia.releases.tables import load_table
+from trtserve.host.nvidia import Driver
+from trtserve.nvidia.releases import Row, load_table, normalize_release, release_of
 
 REPOSITORY = "nvcr.io/nvidia/tritonserver"
 
@@ -89,3 +95,94 @@ def source_build(release: str) -> SourceBuild:
     base = table["base_images"].get(wanted)
     builds = (SourceBuild(**{**row, "commands": tuple(row["commands"])}, base=base) for row in table["source_builds"])
     return next(build for build in builds if build.within(wanted))
+
+
+Support = Literal["full", "minor", "none"]
+
+
+@functools.cache
+def driver_versions() -> dict[str, str]:
+    """CUDA → the driver that comes with it, oldest first."""
+    return dict(load_table("drivers")["drivers"])
+
+
+@functools.cache
+def minor_version_drivers() -> dict[int, str]:
+    """Major version of CUDA → the least driver that runs compiled programs of all its minor versions."""
+    return dict(load_table("drivers")["minor_version"])
+
+
+def newest_cuda(driver: Driver) -> tuple[int, int]:
+    """Return the newest CUDA that a driver runs: reported, else from the table; (0, 0) if older than the table."""
+    if driver.cuda is not None:
+        return driver.cuda
+    known = [cuda for cuda, needed in driver_versions().items() if numbers(driver.version) >= numbers(needed)]
+    return _minor(known[-1]) if known else (0, 0)
+
+
+def driver_support(driver: Driver, container: Container) -> Support:
+    """Return how well a driver runs the programs of a container: fully, through minor version compatibility, or not."""
+    wanted = cuda_of(container)
+    if newest_cuda(driver) >= wanted:
+        return "full"
+    least = minor_version_drivers().get(wanted[0])
+    return "minor" if least is not None and numbers(driver.version) >= numbers(least) else "none"
+
+
+def cuda_of(container: Container) -> tuple[int, int]:
+    """CUDA version of a container: `12.8.1.012` → (12, 8)."""
+    return _minor(container.cuda)
+
+
+def driver_of(container: Container) -> str:
+    """The driver that comes with the CUDA of a container, which runs it fully."""
+    return driver_versions()[".".join(container.cuda.split(".")[:3])]
+
+
+def newest_container(driver: Driver, support: Support, *, fits: Callable[[str], bool] = lambda _release: True) -> str:
+    """Tag of the newest container with this support by a driver, among releases that `fits`, or ""."""
+    found = [each.tag for each in all_containers() if driver_support(driver, each) == support and fits(each.release)]
+    return found[-1] if found else ""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`580.159.04` → (580, 159, 4)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def _minor(cuda: str) -> tuple[int, int]:
+    major, minor = numbers(cuda)[:2]
+    return major, minor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(Row):
+    """The releases that have kernels for a compute capability."""
+
+    capability: str  # such as 9.0
+    architecture: str
+    examples: str  # GPUs with this capability
+
+
+@functools.cache
+def kernels() -> tuple[Kernels, ...]:
+    """Every known compute capability, lowest first."""
+    return tuple(Kernels(**row) for row in load_table("gpus"))
+
+
+def kernels_for(capability: str) -> Kernels | None:
+    """Return the entry of a compute capability, or None for an unknown one."""
+    return next((row for row in kernels() if row.capability == capability), None)
+
+
+def runs_on(release: str, capability: str) -> bool | None:
+    """Return whether a release has kernels for a GPU, or None for an unknown GPU, which may be newer than the table."""
+    row = kernels_for(capability)
+    if row is not None:
+        return row.within(release)
+    return False if _order(capability) < _order(kernels()[0].capability) else None
+
+
+def _order(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor or 0)

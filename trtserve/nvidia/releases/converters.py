@@ -9,8 +9,7 @@ from trtserve.checkpoint.architectures import Architecture, UnknownArchitectureE
 from trtserve.checkpoint.architectures.base import HfConfig
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
-from trtserve.nvidia.releases import Row, normalize_release, order
-from trtserve.nvidia.releases.tables import load_table
+from trtserve.nvidia.releases import Row, load_table, normalize_release, order
 
 QUANTIZE_SCRIPT = "examples/quantization/quantize.py"
 

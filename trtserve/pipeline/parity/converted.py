@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import described, family
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.dequantized import float_types, quantised_names
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
 from trtserve.checkpoint.quantized_source import source_quantization
+from trtserve.checkpoint.repacking import float_types, quantised_names
 from trtserve.checkpoint.source import (
     SourceTensor,
     read_hf_config,

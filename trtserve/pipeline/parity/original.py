@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
 from trtserve.checkpoint.architectures.gemma3 import WITH_VISION
-from trtserve.checkpoint.dequantized import dequantized
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
+from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_hf_config, read_source
 from trtserve.errors import CorruptFileError, MissingDependencyError, TrtserveError, UsageError, listing
 from trtserve.files import parse_json

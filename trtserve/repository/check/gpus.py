@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trtserve.errors import counted
-from trtserve.nvidia.releases.launcher import WORKER
+from trtserve.nvidia.releases.triton import WORKER
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, rule
 from trtserve.repository.core_models import Groups

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import RepositoryError
-from trtserve.nvidia.releases.llm_arguments import dropped_argument, unknown_argument
+from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, model_rule, of_role, refusal, rule
 from trtserve.repository.core_models import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml

@@ -9,7 +9,7 @@ from pathlib import Path
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import runs_on_cpu
 from trtserve.nvidia.releases import RELEASES
-from trtserve.nvidia.releases.old_options import TEMPLATE_TOOL, old_option
+from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, rule, with_engine
 from trtserve.repository.embedded import startup_refusal

@@ -14,7 +14,7 @@ from trtserve.host import machine
 from trtserve.host.nvidia import Gpus, find_gpus
 from trtserve.nvidia.releases import NEWEST, RELEASES
 from trtserve.nvidia.releases.installed import Installed, installed
-from trtserve.nvidia.releases.launcher import launcher_facts
+from trtserve.nvidia.releases.triton import launcher_facts
 from trtserve.progress import SILENT, Progress
 from trtserve.server.doctor import gpus, programs, stub, system, tensorrt_llm, token
 from trtserve.server.doctor.findings import (

@@ -23,10 +23,14 @@ from trtserve.nvidia.gpu_findings import architecture_words, kernels_fix
 from trtserve.nvidia.releases.containers import (
     all_containers,
     container,
+    cuda_of,
+    driver_of,
+    driver_support,
     latest_container,
+    newest_container,
+    newest_cuda,
+    runs_on,
 )
-from trtserve.nvidia.releases.drivers import cuda_of, driver_of, driver_support, newest_container, newest_cuda
-from trtserve.nvidia.releases.gpus import runs_on
 from trtserve.nvidia.releases.installed import Installed
 from trtserve.process import Command, run
 from trtserve.server.doctor.findings import (

@@ -17,7 +17,7 @@ from trtserve.artifacts import fingerprint
 from trtserve.errors import MissingDependencyError
 from trtserve.files import write_json
 from trtserve.host.install_command import install_command
-from trtserve.nvidia.releases.advisories import EMBEDDED_TAG, known_faults
+from trtserve.nvidia.releases.triton import EMBEDDED_TAG, known_faults
 from trtserve.process import Command, run
 from trtserve.server.doctor.findings import (
     EMBEDDED,

@@ -21,7 +21,7 @@ from trtserve.nvidia.releases.installed import (
     interpreter,
     require_engine_path,
 )
-from trtserve.nvidia.releases.launcher import LLMAPI_LAUNCH, launcher_facts
+from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH, launcher_facts
 from trtserve.repository.profiles import llmapi_model
 from trtserve.server.doctor.findings import (
     ENGINES,

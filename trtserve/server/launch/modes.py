@@ -12,7 +12,7 @@ from typing import Final
 
 from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.host.gpus import count_gpus
-from trtserve.nvidia.releases.launcher import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
+from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.core_models import CoreModel
 from trtserve.repository.served import ServedRepository
 from trtserve.server.launch.base import Launch, LaunchSetup, rank_arguments, under_mpirun, without_mpi

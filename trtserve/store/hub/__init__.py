@@ -22,8 +22,7 @@ from trtserve.host.machine import format_bytes
 from trtserve.store import link_or_copy
 from trtserve.store.hub import answers
 from trtserve.store.hub.calls import endpoint as endpoint
-from trtserve.store.hub.calls import explained, transport_error
-from trtserve.store.hub.failures import offline
+from trtserve.store.hub.calls import explained, offline, transport_error
 
 if TYPE_CHECKING:
     from trtserve.progress import Task

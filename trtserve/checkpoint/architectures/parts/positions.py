@@ -1,4 +1,4 @@
-"""Rotary embeddings: base and scaling in Hugging Face configs, and the resulting frequencies."""
+"""Positions: rotary embeddings with their scalings, and the slopes of ALiBi."""
 
 from __future__ import annotations
 
@@ -160,3 +160,13 @@ def require_whole_heads(hf: HfConfig) -> None:
             f"{hf.get('model_type', 'this family')} cannot express.",
             hint="Use the config.json that was published with the weights.",
         )
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return one slope per head: 2^(-8i / n) for i = 1 … n, where n is the largest power of two ≤ `heads`.
+
+    The remaining heads take every second slope of 2n heads, starting with the first (as BLOOM and TensorRT-LLM do).
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [math.pow(2.0, -8.0 * index / power) for index in range(1, power + 1)]
+    return (*slopes, *(math.pow(2.0, -4.0 * index / power) for index in range(1, 2 * (heads - power), 2)))

@@ -1,17 +1,15 @@
-"""Options of `trtllm-build`: their forms, defaults and the releases that have them (`build_flags.yaml`)."""
+"""Options of NVIDIA's tools: flags of `trtllm-build`, arguments of the LLM API, and what old guides still show."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trtserve.errors import UsageError
-from trtserve.nvidia.releases import Row, normalize_release
-from trtserve.nvidia.releases.old_options import old_option_of
-from trtserve.nvidia.releases.tables import load_table
+from trtserve.nvidia.releases import Row, load_table, normalize_release, order
 
 TOOL = "trtllm-build"
 
@@ -117,3 +115,117 @@ def _expected(flag: BuildFlag) -> str:
     if flag.kind == "int":
         return "It takes a whole number."
     return f"It takes one of {', '.join(flag.choices)}." if flag.choices else "It takes a text."
+
+
+def dropped_argument(name: str, release: str) -> tuple[str, str] | None:
+    """Return the last release with an argument that `release` lacks, and what replaces the argument."""
+    found = load_table("llm_arguments")["dropped"].get(name)
+    return (found["until"], found["instead"]) if found and order(release) > order(found["until"]) else None
+
+
+def unknown_argument(name: str, *, others: Collection[str] = ()) -> str | None:
+    """Return advice on an argument that no release has.
+
+    Returns None for one that some release has or that is in `others`.
+    """
+    table = load_table("llm_arguments")
+    known = {*table["arguments"], *others}
+    if name in known or name in table["dropped"]:
+        return None
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"Did you mean {close[0]}?" if close else "Leave it out, or check its name."
+
+
+TEMPLATE_TOOL = "fill_template.py"
+_FALSE = ("false", "0", "no")
+_TRUE = ("true", "1", "yes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldOption:
+    """One option of one tool. `old_options.yaml` explains the fields."""
+
+    tool: str
+    command: str  # the command of trtserve that does the tool's work
+    name: str  # as the tool spells it
+    advice: str
+    until: str | None = None
+    use: str | Mapping[str, str] | None = None
+    default: str | None = None
+    plus: Mapping[str, int] = field(default_factory=dict)
+    switch: bool = False
+    manual: bool = False
+    needs: str | None = None  # `with` in the table
+
+    @property
+    def answer(self) -> str:
+        """Where the option comes from, and the advice."""
+        kind = "an option" if self.name.startswith("-") else "a key"
+        if self.until is None:
+            return f"{self.name} is {kind} of {self.tool}. {self.advice}"
+        return f"{self.name} was {kind} of {self.tool} until TensorRT-LLM {self.until}. {self.advice}"
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether its value is the argument of the command here."""
+        return self.use == "ARGUMENT"
+
+    def replacement(self, value: str | None, given: Mapping[str, str | None]) -> tuple[str, str | None] | None:
+        """Return the new option and its value (None for a switch), or None where the option has no successor.
+
+        `given` maps the other options of the command line to their values.
+        """
+        use = self.use
+        if isinstance(use, Mapping):
+            word = (value or "true").lower()
+            use = use.get("false" if word in _FALSE else "true" if word in _TRUE else word)
+        if use is None or self.is_argument:
+            return None
+        name, _, fixed = use.partition(" ")
+        if fixed or isinstance(self.use, Mapping):
+            return name, fixed or None
+        value = value or self.default
+        if self.plus:
+            parts = [value or "", *(given.get(other) or str(number) for other, number in self.plus.items())]
+            value = str(sum(map(int, parts))) if all(part.isdecimal() for part in parts) else None
+        return (name, value) if value else None
+
+
+@functools.cache
+def old_options() -> dict[str, dict[str, OldOption]]:
+    """Tool → its old options by their names with underscores and without leading dashes."""
+    return {
+        tool: {
+            _key(name): OldOption(tool=tool, command=table["command"], name=name, needs=row.pop("with", None), **row)
+            for name, row in ((name, dict(row)) for name, row in table["options"].items())
+        }
+        for tool, table in load_table("old_options")["tools"].items()
+    }
+
+
+def old_option(tool: str, name: str) -> OldOption | None:
+    """Find an option of a tool in any spelling (`--max_output_len`, `max-output-len`)."""
+    return old_options()[tool].get(_key(name))
+
+
+def old_option_of(command: str, name: str) -> OldOption | None:
+    """Find an option among the tools whose options people give to `trtserve <command>`."""
+    return _first(tools_of(command), name)
+
+
+def old_option_of_any_tool(name: str) -> OldOption | None:
+    """Find an option among all tools."""
+    return _first(tuple(old_options()), name)
+
+
+def tools_of(command: str) -> tuple[str, ...]:
+    """The tools whose options people give to `trtserve <command>`, most likely first."""
+    return tuple(load_table("old_options")["commands"].get(command, ()))
+
+
+def _first(tools: tuple[str, ...], name: str) -> OldOption | None:
+    return next((found for tool in tools if (found := old_option(tool, name)) is not None), None)
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
