@@ -68,16 +68,7 @@ CONFINED = {
 }
 
 # Modules that still import themselves in a circle, `__init__` included. This list only shrinks.
-STILL_CIRCULAR: frozenset[str] = frozenset(
-    {
-        "trtserve.executor.torch.attention_kernels",
-        "trtserve.executor.torch.expert_kernels",
-        "trtserve.executor.torch.kernels",
-        "trtserve.executor.torch.layer_kernels",
-        "trtserve.executor.torch.operations",
-        "trtserve.executor.torch.plain_operations",
-    }
-)
+STILL_CIRCULAR: frozenset[str] = frozenset({})
 
 # Names of public classes that still stand in several modules. This list only shrinks.
 STILL_TWICE: frozenset[str] = frozenset(

@@ -27,7 +27,7 @@ from trtserve.executor.engine.sizes import Sizes, layer_windows
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.modules import AdapterWeights
-from trtserve.executor.torch.operations import Device, operations_for
+from trtserve.executor.torch.operations import Device, Operations
 from trtserve.executor.torch.ranks import ALONE, Alone, RankGroup
 from trtserve.executor.torch.weights import EngineWeights, ShardWeights
 from trtserve.host.machine import free_memory
@@ -165,6 +165,17 @@ class TorchModel:
         with self.faults:
             for cache in self.caches:
                 cache[target] = cache[source]
+
+
+def operations_for(device: Device) -> Operations:
+    """Return the module with the operations for `device`."""
+    if device == "cuda":
+        from trtserve.executor.torch import kernels
+
+        return kernels
+    from trtserve.executor.torch import plain_operations
+
+    return plain_operations
 
 
 def load_model(

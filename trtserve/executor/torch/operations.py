@@ -16,8 +16,6 @@ from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation, Experts
 
-"""torch.Tensor, which the type checker does not see."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RotationTables:
@@ -157,17 +155,6 @@ class Operations(Protocol):
 
 
 Device = Literal["cpu", "cuda"]
-
-
-def operations_for(device: Device) -> Operations:
-    """Return the module with the operations for `device`."""
-    if device == "cuda":
-        from trtserve.executor.torch import kernels
-
-        return kernels
-    from trtserve.executor.torch import plain_operations
-
-    return plain_operations
 
 
 def router_weights(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
