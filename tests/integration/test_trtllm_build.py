@@ -20,6 +20,7 @@ from tests.support.doubles import Doubles
 from tests.support.unsupported_release import ENGINELESS
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Manifest, load_artifact
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
@@ -359,7 +360,7 @@ def test_a_signal_ends_the_builder_too(number: int, late: Builder) -> None:
 
 
 def _core(engine: Path) -> CoreModel:
-    config, facts = json.loads((engine / "config.json").read_text()), Manifest.read(engine).facts
+    config, facts = EngineConfig.of(json.loads((engine / "config.json").read_text())), Manifest.read(engine).facts
     return CoreModel(name="tiny", backend="python", engine=engine, config=config, built_with=facts["built_with"])
 
 
