@@ -12,13 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from trtserve.errors import (
-    ArtifactError,
-    DiskSpaceError,
-    LockedError,
-    TrtserveError,
-    UsageError,
-)
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, TrtserveError, UsageError
 
 T = TypeVar("T")
 

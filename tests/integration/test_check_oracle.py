@@ -28,13 +28,7 @@ from trtserve.cli import run
 from trtserve.errors import CheckError, CorruptFileError
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
-from trtserve.pipeline.parity import (
-    CheckPlan,
-    check_checkpoint,
-    compare_checkpoint,
-    plan_check,
-    require_passed,
-)
+from trtserve.pipeline.parity import CheckPlan, check_checkpoint, compare_checkpoint, plan_check, require_passed
 from trtserve.pipeline.parity.original import Original, run_original
 from trtserve.specs import CheckSpec, ConvertSpec
 

@@ -19,12 +19,7 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Model, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import (
-    MachineError,
-    RepositoryError,
-    ServerDiedError,
-    ServerStartError,
-)
+from trtserve.errors import MachineError, RepositoryError, ServerDiedError, ServerStartError
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
 from trtserve.server.plan import plan_server

@@ -16,11 +16,7 @@ from tests.support.doubles import Doubles
 from tests.support.hub import Hub, running_hub
 from trtserve import process
 from trtserve.errors import ServerStartError
-from trtserve.server.doctor import (
-    examination,
-    programs,
-    token,
-)
+from trtserve.server.doctor import examination, programs, token
 from trtserve.server.doctor.findings import GPU, NONE, CheckResult
 from trtserve.server.front import plan_proxy, write_proxy
 from trtserve.server.triton.tritonserver import Address

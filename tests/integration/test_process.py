@@ -10,12 +10,7 @@ import psutil
 import pytest
 
 from trtserve.errors import MissingDependencyError, ServerStopError
-from trtserve.process import (
-    Command,
-    run,
-    spawn,
-    stop,
-)
+from trtserve.process import Command, run, spawn, stop
 
 
 def test_command_prints_as_a_shell_line_that_runs(tmp_path: Path) -> None:

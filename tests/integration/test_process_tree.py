@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import eventually
-from trtserve.process import (
-    Command,
-    ProcessId,
-    exit_code,
-    spawn,
-    stop,
-    tree,
-)
+from trtserve.process import Command, ProcessId, exit_code, spawn, stop, tree
 
 SLEEP = "import time; time.sleep(60)"
 # A child in its own session, as mpirun's daemons make; its pid is written once it runs.

@@ -12,14 +12,7 @@ from tests.support.doubles import Doubles
 from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError
-from trtserve.host.gpus import (
-    count_gpus,
-    list_gpus,
-    require_gpus,
-    shown_devices,
-    visible_devices,
-    visible_gpu,
-)
+from trtserve.host.gpus import count_gpus, list_gpus, require_gpus, shown_devices, visible_devices, visible_gpu
 from trtserve.server.plan import plan_server
 from trtserve.store import Store
 

@@ -8,13 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support.fake_model import FakeModel
-from trtserve.executor.api import (
-    CapacitySchedulerPolicy,
-    Executor,
-    ExecutorConfig,
-    Request,
-    Response,
-)
+from trtserve.executor.api import CapacitySchedulerPolicy, Executor, ExecutorConfig, Request, Response
 from trtserve.executor.engine.limits import EngineLimits
 
 Start = Callable[..., tuple[Executor, FakeModel]]

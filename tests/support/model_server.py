@@ -16,22 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.host.ports import free_ports
-from trtserve.process import (
-    Command,
-    ProcessId,
-    exit_code,
-    spawn,
-    stop,
-    tree,
-)
+from trtserve.process import Command, ProcessId, exit_code, spawn, stop, tree
 from trtserve.server.triton.installation import find_triton, prepare_backends
-from trtserve.server.triton.tritonserver import (
-    Address,
-    is_ready,
-    server_command,
-    sweep_shared_memory,
-    unique_prefix,
-)
+from trtserve.server.triton.tritonserver import Address, is_ready, server_command, sweep_shared_memory, unique_prefix
 from trtserve.store import Store
 
 Tensors = dict[str, npt.NDArray[Any]]

@@ -13,12 +13,7 @@ import pytest
 from tests.support.checkpoints import convert_tiny
 from tests.support.paged_steps import PagedSteps
 from tests.support.recorded_progress import Lines
-from trtserve.artifacts import (
-    Checkpoint,
-    Engine,
-    Manifest,
-    load_artifact,
-)
+from trtserve.artifacts import Checkpoint, Engine, Manifest, load_artifact
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor.openvino import runtime as openvino

@@ -34,12 +34,7 @@ from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.cli import run
 from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SilentProgress
-from trtserve.repository.check import (
-    RULES,
-    RepositoryReport,
-    check_repository,
-    require_sound,
-)
+from trtserve.repository.check import RULES, RepositoryReport, check_repository, require_sound
 from trtserve.repository.check.repository import MachineFacts
 from trtserve.repository.engines import Installation
 

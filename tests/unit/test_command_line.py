@@ -12,18 +12,8 @@ import pytest
 from trtserve.cli import import_ as command_line
 from trtserve.cli import run
 from trtserve.pipeline.import_spec import ImportSpec, as_json
-from trtserve.specs import (
-    BUILDER_FIELDS,
-    BuildSpec,
-    ConvertSpec,
-    RepositorySpec,
-)
-from trtserve.specs.command_line import (
-    given_values,
-    import_command,
-    option_words,
-    spec_of,
-)
+from trtserve.specs import BUILDER_FIELDS, BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs.command_line import given_values, import_command, option_words, spec_of
 
 CONVERT = ConvertSpec(
     tp_size=4, pp_size=2, moe_tp_size=2, moe_ep_size=2, dtype="bfloat16", quantize="fp8", gpu_sm=90,

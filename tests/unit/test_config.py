@@ -12,15 +12,7 @@ from trtserve.errors import UsageError
 from trtserve.nvidia.releases import RELEASES
 from trtserve.programs.bls.inputs import CORE as FORWARDED
 from trtserve.repository.config import ConfigOptions, config_text, parse_config
-from trtserve.repository.profiles import (
-    BLS,
-    CORE,
-    ENSEMBLE,
-    MODELS,
-    POSTPROCESSING,
-    PREPROCESSING,
-    profile,
-)
+from trtserve.repository.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, profile
 from trtserve.repository.settings import resolve_settings
 
 OPTIONS = ConfigOptions(

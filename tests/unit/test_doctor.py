@@ -17,19 +17,8 @@ from trtserve.cli import run
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import machine
 from trtserve.host.install_command import install_command
-from trtserve.server.doctor import (
-    examination,
-    stub,
-    system,
-)
-from trtserve.server.doctor.findings import (
-    EMBEDDED,
-    EVERY,
-    GPU,
-    NONE,
-    CheckResult,
-    look,
-)
+from trtserve.server.doctor import examination, stub, system
+from trtserve.server.doctor.findings import EMBEDDED, EVERY, GPU, NONE, CheckResult, look
 from trtserve.server.triton import installation, tritonserver
 from trtserve.store import Store
 

@@ -8,12 +8,7 @@ import pytest
 
 from tests.support.server_records import server_record
 from trtserve.cli import run
-from trtserve.server.state import (
-    ProxyState,
-    State,
-    log_file,
-    write_state,
-)
+from trtserve.server.state import ProxyState, State, log_file, write_state
 from trtserve.store import Store
 
 

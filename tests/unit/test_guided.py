@@ -23,12 +23,7 @@ from trtserve.executor.engine.guided import Guide, GuideFactory
 from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.requests import GuideSource, GuideType
-from trtserve.executor.engine.sampling import (
-    EXHAUSTED,
-    SamplingParameters,
-    SamplingRow,
-    choose_tokens,
-)
+from trtserve.executor.engine.sampling import EXHAUSTED, SamplingParameters, SamplingRow, choose_tokens
 from trtserve.executor.interface.convert import sampling_parameters
 from trtserve.executor.interface.requests import SamplingConfig
 

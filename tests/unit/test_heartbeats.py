@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from trtserve.client.heartbeats import read_heartbeats
-from trtserve.programs.shared.run_folder import (
-    DRAINING,
-    VARIABLE,
-    Heartbeat,
-    require_not_draining,
-)
+from trtserve.programs.shared.run_folder import DRAINING, VARIABLE, Heartbeat, require_not_draining
 
 
 @pytest.fixture

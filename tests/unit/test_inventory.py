@@ -10,33 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.server_records import server_record
-from trtserve.artifacts import (
-    MANIFEST,
-    Artifact,
-    Checkpoint,
-    Engine,
-    Manifest,
-    Model,
-    ModelRepository,
-)
+from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
-from trtserve.pipeline.inventory import (
-    disk_usage,
-    freed_bytes,
-    list_imported,
-    plan_removal,
-    remove,
-)
+from trtserve.pipeline.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
 from trtserve.pipeline.model import download_folder
 from trtserve.server.state import write_state
-from trtserve.store import (
-    NameRecord,
-    Store,
-    publish,
-    withdraw,
-)
+from trtserve.store import NameRecord, Store, publish, withdraw
 from trtserve.store.hub import Revision
 
 _KINDS: dict[type[Artifact], str] = {

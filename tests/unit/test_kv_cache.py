@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from trtserve.executor.engine.blocks import BlockPool, Retention, RetentionRules
-from trtserve.executor.engine.kv_cache import (
-    Allocation,
-    CacheKey,
-    KvCache,
-)
+from trtserve.executor.engine.kv_cache import Allocation, CacheKey, KvCache
 from trtserve.executor.engine.requests import BlockUse
 
 

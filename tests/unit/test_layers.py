@@ -1,9 +1,10 @@
-"""Imports point down only; Typer and Rich stay in the command line; subprocess stays behind one gateway."""
+"""Imports point down only; Typer and Rich stay in the command line; subprocess stays in `process`."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,9 +44,6 @@ FLOORS = (
     "__init__",
 )
 
-# Imports that still go up, as (importing module, imported package). This list only shrinks.
-STILL_UP: set[tuple[str, str]] = set()
-
 # Third-party modules and the only parts of the package that may import them.
 CONFINED = {
     "typer": ("cli",),
@@ -66,20 +64,6 @@ CONFINED = {
     ),
     "pynvml": ("host/nvidia.py",),
 }
-
-# Modules that still import themselves in a circle, `__init__` included. This list only shrinks.
-STILL_CIRCULAR: frozenset[str] = frozenset({})
-
-# Names of public classes that still stand in several modules. This list only shrinks.
-STILL_TWICE: frozenset[str] = frozenset(
-    {
-        "Answer",
-        "Entry",
-        "Result",
-        "Stage",
-        "Verdict",
-    }
-)
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # The only modules that a Triton container without trtserve is sure to have.
@@ -120,9 +104,7 @@ def test_imports_go_down(part: str) -> None:
         for path in MODULES
         if _part(path) == part
         for name in _imports(path)
-        if name.startswith("trtserve.")
-        and name.split(".")[1] in above
-        and (str(path.relative_to(PACKAGE)), name.split(".")[1]) not in STILL_UP
+        if name.startswith("trtserve.") and name.split(".")[1] in above
     ]
     assert not found, "on a floor above"
 
@@ -153,9 +135,7 @@ def test_confined_modules(module: str) -> None:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Imports inside functions count, and so do the packages that an import runs."""
-    graph = _import_graph()
-    found = {module for circle in _circles(graph) for module in circle}
-    assert found <= STILL_CIRCULAR, sorted(found - STILL_CIRCULAR)
+    graphlib.TopologicalSorter(_import_graph()).prepare()  # raises CycleError, which names the circle
 
 
 def _import_graph() -> dict[str, set[str]]:
@@ -205,20 +185,6 @@ def _runs(name: str, module: str, modules: Mapping[str, Path]) -> Iterator[str]:
         package = package.rpartition(".")[0]
 
 
-def _circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
-    """Return the sets of modules that reach each other."""
-    reached: dict[str, set[str]] = {}
-    for module in graph:
-        reached[module] = set()
-        todo = list(graph[module])
-        while todo:
-            found = todo.pop()
-            if found not in reached[module]:
-                reached[module].add(found)
-                todo.extend(graph[found])
-    return [{other for other in reached[each] if each in reached[other]} for each in graph if each in reached[each]]
-
-
 def test_no_public_class_name_twice() -> None:
     """The copied programs may use what names they like."""
     found: dict[str, list[str]] = {}
@@ -227,7 +193,7 @@ def test_no_public_class_name_twice() -> None:
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    twice = {name: paths for name, paths in found.items() if len(paths) > 1 and name not in STILL_TWICE}
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
     assert not twice
 
 

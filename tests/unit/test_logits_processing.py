@@ -13,11 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtserve.executor.engine.logits_processing import LogitsProcessor
-from trtserve.executor.engine.sampling import (
-    UNDEFINED,
-    SamplingRow,
-    choose_tokens,
-)
+from trtserve.executor.engine.sampling import UNDEFINED, SamplingRow, choose_tokens
 from trtserve.executor.interface.convert import sampling_parameters
 from trtserve.executor.interface.requests import SamplingConfig
 

@@ -16,24 +16,10 @@ from rich.text import Text
 
 from tests.support.server_records import server_record
 from trtserve.cli import run
-from trtserve.client.metrics import (
-    CoreMetrics,
-    core_metrics,
-    gpu_metrics,
-    kv_blocks,
-    model_metrics,
-    parse,
-)
+from trtserve.client.metrics import CoreMetrics, core_metrics, gpu_metrics, kv_blocks, model_metrics, parse
 from trtserve.errors import ServerDiedError, ServerUnreachableError
 from trtserve.host.ports import free_ports
-from trtserve.server.metrics import (
-    MetricsSource,
-    Reading,
-    rates,
-    read_metrics,
-    remote_source,
-    watch_metrics,
-)
+from trtserve.server.metrics import MetricsSource, Reading, rates, read_metrics, remote_source, watch_metrics
 from trtserve.server.state import Server, write_state
 from trtserve.store import Store
 

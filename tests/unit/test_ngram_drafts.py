@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.executors import Start, answer_of, collect, executors, free_blocks
 from tests.support.fake_model import VOCAB, FakeRepeatingModel
-from trtserve.executor.api import (
-    ExecutorConfig,
-    KvCacheConfig,
-    OutputConfig,
-    Request,
-    SamplingConfig,
-)
+from trtserve.executor.api import ExecutorConfig, KvCacheConfig, OutputConfig, Request, SamplingConfig
 from trtserve.executor.engine.drafts import NgramDrafter, best_draft_lengths
 from trtserve.executor.engine.model import StepInputs
 

@@ -29,12 +29,7 @@ from trtserve.host.install_command import install_command
 from trtserve.pipeline import parity
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
-from trtserve.pipeline.parity import (
-    CheckReport,
-    Stage,
-    converted,
-    original,
-)
+from trtserve.pipeline.parity import CheckReport, Stage, converted, original
 from trtserve.pipeline.parity.comparison import (
     BOUNDS,
     Differences,

@@ -33,12 +33,7 @@ from trtserve.checkpoint.kernel_layout import from_kernel, to_kernel
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.quantized_tensors import require_divisible
 from trtserve.checkpoint.unified import CheckpointReader, read_config
-from trtserve.errors import (
-    ConversionError,
-    CorruptFileError,
-    UnsupportedModelError,
-    UsageError,
-)
+from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
 from trtserve.pipeline.convert import convert_model, plan_conversion
 from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec

@@ -14,14 +14,7 @@ from tests.support.families import FAMILIES
 from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
 from trtserve.cli.app import command_tree
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.nvidia.releases import (
-    LAST_WITH_ENGINES,
-    NEWEST,
-    RELEASES,
-    normalize_release,
-    order,
-    release_of,
-)
+from trtserve.nvidia.releases import LAST_WITH_ENGINES, NEWEST, RELEASES, normalize_release, order, release_of
 from trtserve.nvidia.releases.containers import (
     all_containers,
     container,
@@ -31,12 +24,7 @@ from trtserve.nvidia.releases.containers import (
     source_build,
 )
 from trtserve.nvidia.releases.converters import converter_script, converters, named_script
-from trtserve.nvidia.releases.installed import (
-    engine_route,
-    has_engine_path,
-    installed,
-    require_engine_path,
-)
+from trtserve.nvidia.releases.installed import engine_route, has_engine_path, installed, require_engine_path
 from trtserve.nvidia.releases.loaders import keys_of_release
 from trtserve.nvidia.releases.options import all_build_flags
 from trtserve.nvidia.releases.triton import launcher_facts

@@ -10,13 +10,7 @@ import pytest
 import yaml
 
 from trtserve.server.front import proxy_config
-from trtserve.server.render import (
-    nginx_value,
-    render,
-    shell_value,
-    yaml_block,
-    yaml_value,
-)
+from trtserve.server.render import nginx_value, render, shell_value, yaml_block, yaml_value
 from trtserve.server.triton.tritonserver import Address
 
 HOSTILE = [

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from trtserve.executor.engine.logits_processing import LogitsProcessor
-from trtserve.executor.engine.sampling import (
-    SamplingRow,
-    choose_tokens,
-    log_softmax,
-)
+from trtserve.executor.engine.sampling import SamplingRow, choose_tokens, log_softmax
 from trtserve.executor.interface.convert import sampling_parameters
 from trtserve.executor.interface.requests import SamplingConfig
 

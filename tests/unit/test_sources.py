@@ -11,13 +11,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
 from trtserve.errors import ModelNotFoundError, UsageError
 from trtserve.pipeline.known_models import known_models
-from trtserve.store.sources import (
-    ALIASES,
-    RESERVED_NAMES,
-    other_meaning,
-    parse_source,
-    served_name,
-)
+from trtserve.store.sources import ALIASES, RESERVED_NAMES, other_meaning, parse_source, served_name
 
 
 @pytest.fixture(autouse=True)

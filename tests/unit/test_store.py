@@ -24,23 +24,10 @@ from trtserve.artifacts import (
     load_artifact,
 )
 from trtserve.bench.records import limits_of_repository
-from trtserve.errors import (
-    ArtifactError,
-    DiskSpaceError,
-    LockedError,
-    ModelNotFoundError,
-    RepositoryError,
-    UsageError,
-)
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, RepositoryError, UsageError
 from trtserve.files import locked, read_json_object
 from trtserve.pipeline.parity import find_artifact
-from trtserve.store import (
-    NameRecord,
-    Store,
-    link_or_copy,
-    publish,
-    reusable,
-)
+from trtserve.store import NameRecord, Store, link_or_copy, publish, reusable
 
 
 def _manifest(number: int = 1) -> Manifest:

@@ -238,14 +238,7 @@ def test_rows_without_a_token_say_why(kind: str) -> None:
 def test_a_decode_step_is_unpacked() -> None:
     import torch
 
-    from trtserve.executor.torch.step_kernels import (
-        FIRST_BLOCK,
-        LENGTH,
-        POSITION,
-        STEP_WORDS,
-        TOKEN,
-        unpack_step,
-    )
+    from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS, TOKEN, unpack_step
 
     packed = torch.zeros(3 * STEP_WORDS + 4, dtype=torch.int32)
     words = packed[: 3 * STEP_WORDS].view(3, STEP_WORDS)

@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, variance
 
-from trtserve.bench.intervals import (
-    FEWEST,
-    Interval,
-    mean_interval,
-    t_quantile,
-)
+from trtserve.bench.intervals import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.report import BenchReport
 from trtserve.errors import UsageError

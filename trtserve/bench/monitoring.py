@@ -14,14 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
-from trtserve.client.metrics import (
-    KV_BLOCKS,
-    REQUESTS,
-    TOKENS,
-    core_metrics,
-    model_metrics,
-    parse,
-)
+from trtserve.client.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
 from trtserve.host.nvidia import gpu_load_reader
 
 _COUNTERS = ("sent", "ended", "failed")

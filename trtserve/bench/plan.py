@@ -17,12 +17,7 @@ from pathlib import Path
 from trtserve.bench.messages import end_input, takes_text
 from trtserve.bench.prompts import TextWriter
 from trtserve.bench.recorded import dataset_traffic
-from trtserve.bench.records import (
-    Traffic,
-    TrafficLimits,
-    limits_of_repository,
-    override_limits,
-)
+from trtserve.bench.records import Traffic, TrafficLimits, limits_of_repository, override_limits
 from trtserve.bench.statistics import Goals, read_goals
 from trtserve.bench.traffic import WRITTEN, arrival_times, with_cancellations
 from trtserve.bench.transport import LoadTarget, OpenAi

@@ -22,14 +22,7 @@ import uvloop
 
 from trtserve.bench.monitoring import Live, Totals, WorkerHealth, shared_cells
 from trtserve.bench.records import RequestRecord, pooled
-from trtserve.bench.worker import (
-    CANCEL_TIMEOUT,
-    Load,
-    LoadWorker,
-    Sent,
-    Share,
-    shares,
-)
+from trtserve.bench.worker import CANCEL_TIMEOUT, Load, LoadWorker, Sent, Share, shares
 from trtserve.errors import BenchmarkError, TrtserveError
 
 _LEAD = 0.05  # seconds between the decision to start and the start

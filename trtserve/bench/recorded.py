@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.bench.prompts import IdWriter, Prompt, Writer
-from trtserve.bench.records import (
-    Traffic,
-    TrafficLimits,
-    TrafficRequest,
-    clip,
-)
+from trtserve.bench.records import Traffic, TrafficLimits, TrafficRequest, clip
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.files import is_unicode, parse_json

@@ -10,11 +10,7 @@ from typing import Any
 
 from trtserve.bench.calibration import Calibration
 from trtserve.bench.monitoring import Samples, WorkerHealth
-from trtserve.bench.records import (
-    FILE_NAME,
-    RequestRecord,
-    read_records,
-)
+from trtserve.bench.records import FILE_NAME, RequestRecord, read_records
 from trtserve.bench.statistics import QUANTILES, Distribution, Goals, Statistics, compute, read_goals
 from trtserve.bench.verdict import VALID_DELIVERY, Machine, Verdict, implausible, judge
 from trtserve.errors import UsageError

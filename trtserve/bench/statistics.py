@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trtserve.bench.intervals import (
-    Interval,
-    effective_count,
-    mean_interval,
-    quantile_interval,
-    warmup_length,
-)
+from trtserve.bench.intervals import Interval, effective_count, mean_interval, quantile_interval, warmup_length
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, longest_gap_ms, per_token_ms
 from trtserve.errors import UsageError
 

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.bench.prompts import IdWriter, Writer
 from trtserve.bench.recorded import replay
-from trtserve.bench.records import (
-    Traffic,
-    TrafficLimits,
-    TrafficRequest,
-    clip,
-)
+from trtserve.bench.records import Traffic, TrafficLimits, TrafficRequest, clip
 from trtserve.errors import UsageError
 from trtserve.files import parse_json
 from trtserve.specs import BenchSpec

@@ -9,18 +9,8 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import expert_size
 from trtserve.checkpoint.quantized import FP8, is_excluded, is_quantised
-from trtserve.checkpoint.sharding import (
-    matrix,
-    shard,
-    stage_layers,
-    stage_of,
-)
-from trtserve.specs.runtime import (
-    WEIGHT_ONLY_INT4,
-    WEIGHT_ONLY_INT8,
-    Limits,
-    weights_precision,
-)
+from trtserve.checkpoint.sharding import matrix, shard, stage_layers, stage_of
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, Limits, weights_precision
 
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number by the dtype of a checkpoint."""

@@ -12,24 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.sharding import (
-    Piece,
-    Shard,
-    matrix,
-    name_in_stage,
-    shard,
-    stage_layers,
-    stage_of,
-)
+from trtserve.checkpoint.sharding import Piece, Shard, matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import Block, Move, RankFiles
-from trtserve.checkpoint.tensor_files import (
-    CODES,
-    DTYPES,
-    Entry,
-    item_size,
-    layout,
-)
+from trtserve.checkpoint.tensor_files import CODES, DTYPES, Entry, item_size, layout
 from trtserve.errors import ConversionError, UnsupportedModelError, listing
 
 

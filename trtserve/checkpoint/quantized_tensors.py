@@ -14,12 +14,7 @@ from trtserve.checkpoint.quantized_source import SourceQuantization
 from trtserve.checkpoint.repacking import Repack
 from trtserve.checkpoint.sharding import shard
 from trtserve.checkpoint.source import SourceTensor
-from trtserve.errors import (
-    ConversionError,
-    UnsupportedModelError,
-    UsageError,
-    listing,
-)
+from trtserve.errors import ConversionError, UnsupportedModelError, UsageError, listing
 
 # TensorRT-LLM quantises these matrices; it leaves embeddings, output head and routers as floats.
 _MATRIX = re.compile(r"\.(qkv|dense|fc|gate|proj)\.weight$")

@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.casts import Cast, cast_bytes, not_finite_exponent
 from trtserve.checkpoint.source import SourceTensor
-from trtserve.checkpoint.tensor_files import (
-    CODES,
-    TensorFile,
-    item_size,
-    numpy_dtype,
-    read_bytes,
-    read_into,
-)
+from trtserve.checkpoint.tensor_files import CODES, TensorFile, item_size, numpy_dtype, read_bytes, read_into
 from trtserve.checkpoint.worker_pool import run_all, worker_count
 from trtserve.errors import ConversionError
 from trtserve.process.signals import held_back

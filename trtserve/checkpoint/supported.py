@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
-from trtserve.checkpoint.architectures.base import (
-    Architecture,
-    HfConfig,
-    require_numbers,
-    require_sizes,
-)
+from trtserve.checkpoint.architectures.base import Architecture, HfConfig, require_numbers, require_sizes
 from trtserve.checkpoint.quantized_source import source_quantization
 from trtserve.errors import UnsupportedModelError
 

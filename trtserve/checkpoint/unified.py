@@ -10,22 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Target, require_sizes
-from trtserve.checkpoint.quantized import (
-    AWQ,
-    FP8,
-    GPTQ,
-    Int4Weight,
-    unpack_fp8,
-    unpack_int4,
-)
-from trtserve.checkpoint.sharding import (
-    matrix,
-    name_in_stage,
-    older_name,
-    shard,
-    stage_layers,
-    stage_of,
-)
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, unpack_fp8, unpack_int4
+from trtserve.checkpoint.sharding import matrix, name_in_stage, older_name, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import TensorFile, numpy_dtype
 from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object

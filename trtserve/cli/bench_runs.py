@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtserve.cli import output
-from trtserve.cli.bench_results import (
-    MORE_CLIENT,
-    print_report,
-    print_stages,
-    require_valid,
-    say_notes,
-)
+from trtserve.cli.bench_results import MORE_CLIENT, print_report, print_stages, require_valid, say_notes
 from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
 from trtserve.cli.options import DRY_RUN_HELP, JSON_HELP, QUIET_HELP
 from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
@@ -205,12 +199,7 @@ class _Stages:
         return report
 
     def _search(self, spec: BenchSpec) -> None:
-        from trtserve.bench.search import (
-            TRIES,
-            Answer,
-            highest_rate,
-            rate_answer,
-        )
+        from trtserve.bench.search import TRIES, Answer, highest_rate, rate_answer
 
         def answer(rate: float) -> Answer:
             found: Answer = "unclear"

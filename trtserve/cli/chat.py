@@ -15,12 +15,7 @@ import typer
 
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import Fields, servers
-from trtserve.cli.output import (
-    print_data,
-    print_error,
-    say,
-    terminal,
-)
+from trtserve.cli.output import print_data, print_error, say, terminal
 from trtserve.client.spec import QuerySpec, RequestOptions
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
 from trtserve.store import Store

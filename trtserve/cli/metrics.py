@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.endpoint import require_port, split_address
-from trtserve.cli.options import (
-    JsonOption,
-    ServerArgument,
-    ServerOption,
-    one_name,
-)
-from trtserve.cli.output import (
-    TerminalProgress,
-    print_data,
-    print_json,
-    print_table,
-    say,
-)
+from trtserve.cli.options import JsonOption, ServerArgument, ServerOption, one_name
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.errors import UsageError
-from trtserve.specs.options import (
-    UINT64,
-    Option,
-    Spec,
-    option,
-    options_of,
-)
+from trtserve.specs.options import UINT64, Option, Spec, option, options_of
 
 LENGTH = "Length and words"
 SAMPLING = "Sampling"

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.errors import DiskSpaceError, MemoryLimitError
-from trtserve.host.machine import (
-    address_space,
-    format_bytes,
-    free_disk,
-    free_memory,
-)
+from trtserve.host.machine import address_space, format_bytes, free_disk, free_memory
 
 # Left free for other programs that write to the disk.
 RESERVE = 256 * 2**20

@@ -13,12 +13,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import order
 from trtserve.nvidia.releases.engine_config import SPECULATIVE_MODES
-from trtserve.nvidia.releases.options import (
-    BuildFlag,
-    build_flags,
-    build_notes,
-    check_build_arguments,
-)
+from trtserve.nvidia.releases.options import BuildFlag, build_flags, build_notes, check_build_arguments
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import Limits, resolve_limits
 

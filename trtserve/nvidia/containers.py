@@ -10,20 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trtserve.errors import (
-    MachineError,
-    MissingDependencyError,
-    TrtserveError,
-    UsageError,
-)
+from trtserve.errors import MachineError, MissingDependencyError, TrtserveError, UsageError
 from trtserve.nvidia.releases.containers import Container, container
 from trtserve.nvidia.releases.installed import OPTION, Installed, installed
-from trtserve.process import (
-    Command,
-    ProcessId,
-    run,
-    spawn,
-)
+from trtserve.process import Command, ProcessId, run, spawn
 
 DOCKER = "docker"
 SQUASHFS = (".sqsh", ".squashfs")

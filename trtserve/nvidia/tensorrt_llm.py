@@ -13,14 +13,7 @@ from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma3
 from trtserve.checkpoint.memory import RankWeights, rank_weights
-from trtserve.errors import (
-    BuildError,
-    MachineError,
-    MissingDependencyError,
-    UnsupportedModelError,
-    UsageError,
-    counted,
-)
+from trtserve.errors import BuildError, MachineError, MissingDependencyError, UnsupportedModelError, UsageError, counted
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
 from trtserve.host.machine import format_bytes
@@ -37,23 +30,13 @@ from trtserve.nvidia.containers import (
 )
 from trtserve.nvidia.engine_files import require_engine
 from trtserve.nvidia.releases.containers import all_containers, latest_container
-from trtserve.nvidia.releases.installed import (
-    BUILDER,
-    OPTION,
-    Installed,
-    installed,
-    interpreter,
-    require_engine_path,
-)
+from trtserve.nvidia.releases.installed import BUILDER, OPTION, Installed, installed, interpreter, require_engine_path
 from trtserve.nvidia.releases.loaders import foreign_keys, model_problems
 from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
-from trtserve.specs.runtime import (
-    EnginePlan,
-    Runtime,
-)
+from trtserve.specs.runtime import EnginePlan, Runtime
 
 # `trtllm-build` without its console script: the module behind it, which exists up to 1.2.
 _MODULE = "tensorrt_llm.commands.build"

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trtserve.artifacts import (
-    Checkpoint,
-    Engine,
-    Manifest,
-    fingerprint,
-)
+from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config, require_files

@@ -15,20 +15,8 @@ from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import ConversionError, UnsupportedModelError, UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_disk, require_memory
-from trtserve.nvidia.containers import (
-    ContainerRun,
-    container_name,
-    image_of,
-    in_container,
-    with_targets,
-)
-from trtserve.nvidia.converters import (
-    Toolkit,
-    find_toolkit,
-    needs_calibration,
-    run_converter,
-    tool_command,
-)
+from trtserve.nvidia.containers import ContainerRun, container_name, image_of, in_container, with_targets
+from trtserve.nvidia.converters import Toolkit, find_toolkit, needs_calibration, run_converter, tool_command
 from trtserve.nvidia.tool_run import ToolMemory
 from trtserve.pipeline.checkpoint_config import expected_config, resolve_dtype
 from trtserve.pipeline.convert_own import smaller_checkpoint

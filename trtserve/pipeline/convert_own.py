@@ -13,19 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trtserve.artifacts import (
-    Model,
-)
+from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
-from trtserve.checkpoint.placement import (
-    Packed,
-    Placement,
-    excused,
-    match,
-    moves,
-    unknown_sources,
-)
+from trtserve.checkpoint.placement import Packed, Placement, excused, match, moves, unknown_sources
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
 from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.source import read_hf_config, read_source, same_values, vision_bytes

@@ -13,13 +13,7 @@ from typing import cast
 from trtserve.artifacts import Model, looks_like
 from trtserve.checkpoint.memory import rank_weights
 from trtserve.checkpoint.source import read_hf_config
-from trtserve.errors import (
-    DiskSpaceError,
-    MemoryLimitError,
-    TrtserveError,
-    UnsupportedModelError,
-    UsageError,
-)
+from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
 from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
 from trtserve.files import is_weights
 from trtserve.host.machine import free_disk
@@ -27,14 +21,7 @@ from trtserve.host.resources import available_memory, require_disk
 from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion
-from trtserve.pipeline.gpu_fit import (
-    GpuFit,
-    fit_gpu,
-    fitting_step,
-    gpu_notes,
-    shorter_fit,
-    smallest_fit,
-)
+from trtserve.pipeline.gpu_fit import GpuFit, fit_gpu, fitting_step, gpu_notes, shorter_fit, smallest_fit
 from trtserve.pipeline.gpus import Gpu, own_gpu
 from trtserve.pipeline.known_models import outline_model, plan_known_model
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, memory_needs
@@ -42,12 +29,7 @@ from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.progress import SILENT, Progress
 from trtserve.server.memory import fitting_tokens
-from trtserve.specs import (
-    CALIBRATED,
-    BuildSpec,
-    ConvertSpec,
-    RuntimeName,
-)
+from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec, RuntimeName
 from trtserve.store import Store
 from trtserve.store.rates import expected_seconds, read_rates
 from trtserve.store.sources import parse_source

@@ -26,11 +26,7 @@ from trtserve.nvidia.gpu_findings import capability_words, kernels_note, larger_
 from trtserve.pipeline.gpus import Gpu
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec
-from trtserve.specs.runtime import (
-    TRTLLM_LIMITS,
-    Limits,
-    resolve_limits,
-)
+from trtserve.specs.runtime import TRTLLM_LIMITS, Limits, resolve_limits
 
 # Reserved for the CUDA context, libraries and NCCL's buffers: an allowance, not a measurement.
 RESERVE = 2**30

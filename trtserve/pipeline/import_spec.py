@@ -9,12 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import (
-    Engine,
-    Model,
-    ModelRepository,
-    load_artifact,
-)
+from trtserve.artifacts import Engine, Model, ModelRepository, load_artifact
 from trtserve.errors import ArtifactError, UsageError
 from trtserve.executor.runtimes import choose_runtime
 from trtserve.nvidia.releases.installed import installed

@@ -8,23 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trtserve.artifacts import (
-    Checkpoint,
-    Engine,
-    Manifest,
-    ModelRepository,
-    looks_like,
-)
+from trtserve.artifacts import Checkpoint, Engine, Manifest, ModelRepository, looks_like
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import BuildConfig, EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.memory import kv_bytes_per_token
-from trtserve.errors import (
-    ArtifactError,
-    CorruptFileError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-)
+from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from trtserve.executor.loaders import embedded_runtime, engine_files
 from trtserve.files import read_json_object
 from trtserve.nvidia.engine_files import tensorrt_version

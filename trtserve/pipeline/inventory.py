@@ -9,17 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtserve.artifacts import (
-    KINDS,
-    MANIFEST,
-    Adapter,
-    Artifact,
-    Checkpoint,
-    Engine,
-    Manifest,
-    Model,
-    ModelRepository,
-)
+from trtserve.artifacts import KINDS, MANIFEST, Adapter, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, read_json_object

@@ -20,12 +20,7 @@ from trtserve.checkpoint.lora_adapter import (
     module_row,
 )
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.errors import (
-    CorruptFileError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    UsageError,
-)
+from trtserve.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
 from trtserve.files import read_json_object
 from trtserve.host.machine import format_bytes
 from trtserve.pipeline.model import download_folder

@@ -15,13 +15,7 @@ from trtserve.host.resources import require_disk
 from trtserve.pipeline.model_files import ModelFiles, folder_files, planned_files, stored_files
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
-from trtserve.store import (
-    Store,
-    hub,
-    link_or_copy,
-    publish,
-    reusable,
-)
+from trtserve.store import Store, hub, link_or_copy, publish, reusable
 from trtserve.store.rates import expected_seconds, read_rates, timed
 from trtserve.store.sources import Source, other_meaning, parse_source
 

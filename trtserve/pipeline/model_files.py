@@ -7,20 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import (
-    MANIFEST,
-    Manifest,
-    Model,
-    fingerprint,
-    load_artifact,
-)
+from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint, load_artifact
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.errors import (
-    ArtifactError,
-    CorruptFileError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-)
+from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from trtserve.files import is_weights, read_json_object, require_own
 from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile, Revision

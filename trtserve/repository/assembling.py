@@ -7,34 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import (
-    Artifact,
-    Engine,
-    Manifest,
-    ModelRepository,
-    fingerprint,
-)
+from trtserve.artifacts import Artifact, Engine, Manifest, ModelRepository, fingerprint
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.loaders import is_embedded, is_embedded_runtime
 from trtserve.progress import Progress
 from trtserve.repository.adapters import NamedAdapter, resolve_adapters, write_adapters
 from trtserve.repository.config import ConfigOptions
 from trtserve.repository.draft import Draft, resolve_draft
-from trtserve.repository.engines import (
-    limits_of,
-    link_engine,
-    own_files,
-    rank_sizes,
-    read_engine,
-    require_engine_files,
-)
-from trtserve.repository.layout import (
-    VERSION,
-    model_names,
-    placed,
-    root_of,
-    tree,
-)
+from trtserve.repository.engines import limits_of, link_engine, own_files, rank_sizes, read_engine, require_engine_files
+from trtserve.repository.layout import VERSION, model_names, placed, root_of, tree
 from trtserve.repository.options import resolve_options
 from trtserve.repository.profiles import (
     BLS,
@@ -47,12 +28,7 @@ from trtserve.repository.profiles import (
     ignored_settings,
 )
 from trtserve.repository.programs import program_digest, write_model
-from trtserve.repository.publishing import (
-    RepositoryPlan,
-    assemble_repository,
-    exists,
-    require_addable_spec,
-)
+from trtserve.repository.publishing import RepositoryPlan, assemble_repository, exists, require_addable_spec
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files, require_same_tokens
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy

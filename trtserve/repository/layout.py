@@ -6,15 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtserve.repository.config import ConfigOptions
-from trtserve.repository.profiles import (
-    BLS,
-    CLASSES_FILE,
-    CORE,
-    DRAFT,
-    MODELS,
-    POSTPROCESSING,
-    PREPROCESSING,
-)
+from trtserve.repository.profiles import BLS, CLASSES_FILE, CORE, DRAFT, MODELS, POSTPROCESSING, PREPROCESSING
 from trtserve.specs import RepositorySpec
 
 VERSION = "1"

@@ -7,22 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import (
-    Manifest,
-    Model,
-    ModelRepository,
-    fingerprint,
-)
+from trtserve.artifacts import Manifest, Model, ModelRepository, fingerprint
 from trtserve.checkpoint.source import INDEX, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
 from trtserve.files import read_json_object
-from trtserve.nvidia.releases import (
-    NEWEST,
-    normalize_release,
-    order,
-    release_of,
-)
+from trtserve.nvidia.releases import NEWEST, normalize_release, order, release_of
 from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions, config_text, llmapi_config_text
@@ -30,18 +20,8 @@ from trtserve.repository.core_models import LLMAPI_FILE, device_groups
 from trtserve.repository.engines import own_files
 from trtserve.repository.layout import VERSION, model_names, root_of
 from trtserve.repository.options import require_one_gpu_each
-from trtserve.repository.profiles import (
-    BLS,
-    CORE,
-    llmapi_model,
-    profile,
-)
-from trtserve.repository.programs import (
-    LLMAPI,
-    LLMAPI_BLS,
-    program_digest,
-    write_program,
-)
+from trtserve.repository.profiles import BLS, CORE, llmapi_model, profile
+from trtserve.repository.programs import LLMAPI, LLMAPI_BLS, program_digest, write_program
 from trtserve.repository.publishing import RepositoryPlan, exists
 from trtserve.repository.tokenizer import check_tokenizer, tokenizer_files
 from trtserve.specs import RepositorySpec

@@ -9,12 +9,7 @@ from typing import Any
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.executor.loaders import embedded_runtime, is_embedded
-from trtserve.nvidia.releases import (
-    NEWEST,
-    RELEASES,
-    normalize_release,
-    order,
-)
+from trtserve.nvidia.releases import NEWEST, RELEASES, normalize_release, order
 from trtserve.nvidia.releases import release_of as release_of_version
 from trtserve.nvidia.releases.installed import require_engine_path
 from trtserve.repository.config import ConfigOptions

@@ -12,12 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.files import read_json_object
-from trtserve.nvidia.releases import (
-    NEWEST,
-    Row,
-    normalize_release,
-    order,
-)
+from trtserve.nvidia.releases import NEWEST, Row, normalize_release, order
 from trtserve.repository.tables import load_model, read_releases, rows_of
 
 Kind = Literal["bool", "int", "float", "words", "path", "list", "text"]

@@ -9,13 +9,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from trtserve.artifacts import (
-    MANIFEST,
-    Manifest,
-    ModelRepository,
-    fingerprint,
-    load_artifact,
-)
+from trtserve.artifacts import MANIFEST, Manifest, ModelRepository, fingerprint, load_artifact
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import RepositorySpec

@@ -13,18 +13,8 @@ from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
 from trtserve.files import read_json_object
 from trtserve.repository.config import parameter_texts, read_config
-from trtserve.repository.core_models import (
-    Backend,
-    CoreModel,
-    core_models,
-)
-from trtserve.repository.profiles import (
-    BLS,
-    CORE,
-    DRAFT,
-    ENSEMBLE,
-    read_classes,
-)
+from trtserve.repository.core_models import Backend, CoreModel, core_models
+from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classes
 from trtserve.repository.programs import require_program
 
 _KV_TOKENS = "max_tokens_in_paged_kv_cache"

@@ -33,19 +33,8 @@ from trtserve.artifacts import (
     load_artifact,
     looks_like,
 )
-from trtserve.errors import (
-    ArtifactError,
-    ModelNotFoundError,
-    UsageError,
-    listing,
-)
-from trtserve.files import (
-    child,
-    locked,
-    read_as,
-    write_json,
-    writing,
-)
+from trtserve.errors import ArtifactError, ModelNotFoundError, UsageError, listing
+from trtserve.files import child, locked, read_as, write_json, writing
 from trtserve.progress import SILENT, Progress
 from trtserve.store.integrity import Checksums, damages, with_checksums
 

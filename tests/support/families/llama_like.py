@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.families import expected
-from tests.support.families.expected import (
-    DENSE,
-    EXPERTS,
-    LAYER_WINDOWS,
-    ROPE_BASE,
-    ROPE_SCALING,
-    SCORES,
-    WINDOW,
-)
+from tests.support.families.expected import DENSE, EXPERTS, LAYER_WINDOWS, ROPE_BASE, ROPE_SCALING, SCORES, WINDOW
 from tests.support.families.family import Family, Shapes
 from tests.support.families.shards import llama_ranks
 

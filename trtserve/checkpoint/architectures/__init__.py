@@ -10,12 +10,7 @@ import math
 import re
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import (
-    Architecture,
-    Decoder,
-    HfConfig,
-    Target,
-)
+from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target
 from trtserve.errors import UnsupportedModelError
 
 __all__ = [

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-    required,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, required
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.checkpoint.architectures.parts.positions import alibi_slopes
 from trtserve.errors import UnsupportedModelError

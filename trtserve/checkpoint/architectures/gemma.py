@@ -6,12 +6,7 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-    required,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, required
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, require_whole_heads, rotary

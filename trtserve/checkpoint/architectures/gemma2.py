@@ -8,11 +8,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target
 from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config, unused
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.positions import rotary

@@ -13,12 +13,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-    require_sizes,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, require_sizes
 from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets, llama_unused
 from trtserve.checkpoint.architectures.parts.positions import (

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-    require_activation,
-    required,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, require_activation, required
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies
 from trtserve.errors import UnsupportedModelError

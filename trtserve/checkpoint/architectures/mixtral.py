@@ -7,20 +7,9 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-    moe_object,
-    require_activation,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, moe_object, require_activation
 from trtserve.checkpoint.architectures.llama import unused
-from trtserve.checkpoint.architectures.parts.expert_tensors import (
-    RENORMALIZED,
-    ExpertNames,
-    expert_counts,
-    experts_of,
-)
+from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, ExpertNames, expert_counts, experts_of
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.windows import window_keys
 

@@ -8,14 +8,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-    moe_object,
-    require_activation,
-    required,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, moe_object, require_activation, required
 from trtserve.checkpoint.architectures.llama import unused
 from trtserve.checkpoint.architectures.parts.expert_tensors import (
     NOT_NORMALIZED,

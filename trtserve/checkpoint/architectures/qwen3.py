@@ -7,11 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target
 from trtserve.checkpoint.architectures.llama import unused
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.qwen2 import qwen_config

@@ -8,14 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    Target,
-    dense_moe,
-    require_activation,
-    required,
-)
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, unscaled_base
 from trtserve.checkpoint.architectures.parts.windows import attention_windows, window_keys

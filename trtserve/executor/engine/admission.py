@@ -13,13 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.drafts import DraftLogits, NgramDrafter
-from trtserve.executor.engine.guided import (
-    UNGUIDED,
-    CompiledGuide,
-    Done,
-    GuideFactory,
-    Wanted,
-)
+from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide, Done, GuideFactory, Wanted
 from trtserve.executor.engine.kv_cache import CacheKey
 from trtserve.executor.engine.limits import EngineLimits, EngineOptions
 from trtserve.executor.engine.logits_processing import LogitsProcessor, StopWords
@@ -27,13 +21,7 @@ from trtserve.executor.engine.lora import AdapterCache
 from trtserve.executor.engine.model import ModelRunner
 from trtserve.executor.engine.requests import BlockUse, GenerationRequest, PromptTable, RequestMetrics
 from trtserve.executor.engine.sampling import SamplingParameters
-from trtserve.executor.engine.sequence import (
-    NO_END,
-    Logits,
-    RequestGroup,
-    Sequence,
-    as_tokens,
-)
+from trtserve.executor.engine.sequence import NO_END, Logits, RequestGroup, Sequence, as_tokens
 
 
 class Admission:

@@ -21,14 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.requests import FinishReason
-from trtserve.executor.engine.sampling import (
-    UNDEFINED,
-    Choice,
-    SamplingRow,
-    choose_tokens,
-    log_softmax,
-    uniform,
-)
+from trtserve.executor.engine.sampling import UNDEFINED, Choice, SamplingRow, choose_tokens, log_softmax, uniform
 
 Doubles = npt.NDArray[np.float64]
 

@@ -14,13 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.executor.engine.guide_grammar import (
-    compiled,
-    grammar_of,
-    sentence,
-    tokenizer_of,
-    try_first_token,
-)
+from trtserve.executor.engine.guide_grammar import compiled, grammar_of, sentence, tokenizer_of, try_first_token
 from trtserve.executor.engine.requests import GuideType
 
 if TYPE_CHECKING:

@@ -13,21 +13,9 @@ import numpy.typing as npt
 from trtserve.executor.engine.batch import Batch, BatchedStep
 from trtserve.executor.engine.drafts import verify_draft
 from trtserve.executor.engine.kv_cache import KvCache
-from trtserve.executor.engine.model import (
-    ChoosingModel,
-    Chosen,
-    Draws,
-    FatalModelError,
-    ModelRunner,
-    PendingStep,
-)
+from trtserve.executor.engine.model import ChoosingModel, Chosen, Draws, FatalModelError, ModelRunner, PendingStep
 from trtserve.executor.engine.requests import FinishReason, PostProcessor
-from trtserve.executor.engine.sampling import (
-    EXHAUSTED,
-    UNDEFINED,
-    Choice,
-    choose_tokens,
-)
+from trtserve.executor.engine.sampling import EXHAUSTED, UNDEFINED, Choice, choose_tokens
 from trtserve.executor.engine.scheduler import StepPlan
 from trtserve.executor.engine.sequence import Sequence
 

@@ -11,12 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trtserve.executor.engine.limits import (
-    EngineLimits,
-    fit_to_cache,
-    kv_cache_blocks,
-    resolve_limits,
-)
+from trtserve.executor.engine.limits import EngineLimits, fit_to_cache, kv_cache_blocks, resolve_limits
 from trtserve.executor.engine.loop import EngineLoop
 from trtserve.executor.engine.model import Follower, ModelRunner
 from trtserve.executor.interface.configs import ExecutorConfig, ModelType

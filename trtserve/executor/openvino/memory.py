@@ -14,20 +14,8 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.memory import ITEM_SIZE, kv_bytes_per_token, openvino_step_bytes
-from trtserve.checkpoint.quantized import (
-    AWQ,
-    FP8,
-    GPTQ,
-    group_size,
-    is_excluded,
-    is_quantised,
-)
-from trtserve.specs.runtime import (
-    WEIGHT_ONLY_INT4,
-    WEIGHT_ONLY_INT8,
-    EngineNeeds,
-    Limits,
-)
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, group_size, is_excluded, is_quantised
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits
 
 LIBRARIES = ("numpy", "openvino")
 """What a build and a serving process load."""

@@ -14,28 +14,10 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE
-from trtserve.checkpoint.quantized import (
-    AWQ,
-    FP8,
-    GPTQ,
-    INT4_GROUPS,
-    Int4Weight,
-)
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, INT4_GROUPS, Int4Weight
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.errors import (
-    BuildError,
-    MemoryLimitError,
-    MissingDependencyError,
-    TrtserveError,
-    UnsupportedModelError,
-)
-from trtserve.executor.embedded import (
-    EmbeddedPlan,
-    EmbeddedRuntime,
-    compute_token,
-    limits_of,
-    write_config,
-)
+from trtserve.errors import BuildError, MemoryLimitError, MissingDependencyError, TrtserveError, UnsupportedModelError
+from trtserve.executor.embedded import EmbeddedPlan, EmbeddedRuntime, compute_token, limits_of, write_config
 from trtserve.executor.engine.sizes import require_paged_attention
 from trtserve.executor.features import resolve_features
 from trtserve.executor.openvino.memory import LIBRARIES, engine_needs
@@ -44,13 +26,7 @@ from trtserve.host.install_command import install_command
 from trtserve.progress import Progress, Task
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import (
-    WEIGHT_ONLY_INT4,
-    WEIGHT_ONLY_INT8,
-    EngineNeeds,
-    Limits,
-    resolve_limits,
-)
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits, resolve_limits
 
 if TYPE_CHECKING:
     import numpy.typing as npt

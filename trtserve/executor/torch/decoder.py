@@ -16,12 +16,7 @@ from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.sizes import Sizes
 from trtserve.executor.torch.mlp import Mlp, make_mlp
 from trtserve.executor.torch.modules import Adapters, Embedding, FloatMatrix, Linear, Norm
-from trtserve.executor.torch.operations import (
-    HeadNorms,
-    Operations,
-    RotationTables,
-    Scores,
-)
+from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import ShardWeights
 

@@ -14,14 +14,7 @@ from torch import Tensor
 from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.decoder import Inputs
 from trtserve.executor.torch.draw_words import WORDS
-from trtserve.executor.torch.step_kernels import (
-    FIRST_BLOCK,
-    LENGTH,
-    POSITION,
-    STEP_WORDS,
-    TOKEN,
-    unpack_step,
-)
+from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS, TOKEN, unpack_step
 
 logger = logging.getLogger(__name__)
 

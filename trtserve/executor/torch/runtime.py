@@ -20,19 +20,8 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, torch_step_bytes
 from trtserve.checkpoint.quantized import FP8
-from trtserve.errors import (
-    DiskSpaceError,
-    MissingDependencyError,
-    UnsupportedModelError,
-    UsageError,
-)
-from trtserve.executor.embedded import (
-    EmbeddedPlan,
-    EmbeddedRuntime,
-    compute_token,
-    limits_of,
-    write_config,
-)
+from trtserve.errors import DiskSpaceError, MissingDependencyError, UnsupportedModelError, UsageError
+from trtserve.executor.embedded import EmbeddedPlan, EmbeddedRuntime, compute_token, limits_of, write_config
 from trtserve.executor.features import resolve_features
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
@@ -41,11 +30,7 @@ from trtserve.nvidia.gpu_findings import missing_fp8
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import (
-    EngineNeeds,
-    Limits,
-    resolve_limits,
-)
+from trtserve.specs.runtime import EngineNeeds, Limits, resolve_limits
 from trtserve.store import link_or_copy
 
 _LIBRARIES = ("numpy", "torch")

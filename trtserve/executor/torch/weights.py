@@ -14,14 +14,7 @@ from torch import Tensor
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Split, Target
-from trtserve.checkpoint.sharding import (
-    Shard,
-    name_in_stage,
-    older_name,
-    shard,
-    stage_layers,
-    stage_of,
-)
+from trtserve.checkpoint.sharding import Shard, name_in_stage, older_name, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
 from trtserve.errors import CorruptFileError
 from trtserve.executor.torch.ranks import RankGroup

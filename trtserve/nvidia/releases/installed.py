@@ -9,13 +9,7 @@ from pathlib import Path
 from shutil import which
 
 from trtserve.errors import UsageError
-from trtserve.nvidia.releases import (
-    LAST_WITH_ENGINES,
-    NEWEST,
-    RELEASES,
-    order,
-    release_of,
-)
+from trtserve.nvidia.releases import LAST_WITH_ENGINES, NEWEST, RELEASES, order, release_of
 from trtserve.nvidia.releases.containers import all_containers, containers_of
 
 OPTION = "--trtllm-version"

@@ -13,13 +13,7 @@ from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError
-from trtserve.nvidia.releases import (
-    NEWEST,
-    RELEASES,
-    Row,
-    load_table,
-    order,
-)
+from trtserve.nvidia.releases import NEWEST, RELEASES, Row, load_table, order
 from trtserve.nvidia.releases.converters import converters
 
 Section = Literal["model", "mapping", "quantization", "moe"]

@@ -12,24 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.artifacts import (
-    KINDS,
-    Artifact,
-    Checkpoint,
-    Model,
-    ModelRepository,
-    load_artifact,
-    looks_like,
-)
+from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, load_artifact, looks_like
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader, require_files
-from trtserve.errors import (
-    ArtifactError,
-    CheckError,
-    ModelNotFoundError,
-    UsageError,
-)
+from trtserve.errors import ArtifactError, CheckError, ModelNotFoundError, UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.host.resources import require_memory, to_be_mapped
 from trtserve.pipeline.memory import check_memory

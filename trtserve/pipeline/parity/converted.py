@@ -15,19 +15,9 @@ from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
 from trtserve.checkpoint.quantized_source import source_quantization
 from trtserve.checkpoint.repacking import float_types, quantised_names
-from trtserve.checkpoint.source import (
-    SourceTensor,
-    read_hf_config,
-    read_source,
-    vision_tensors,
-)
+from trtserve.checkpoint.source import SourceTensor, read_hf_config, read_source, vision_tensors
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.errors import (
-    CheckError,
-    MissingDependencyError,
-    TrtserveError,
-    UnsupportedModelError,
-)
+from trtserve.errors import CheckError, MissingDependencyError, TrtserveError, UnsupportedModelError
 from trtserve.host.install_command import install_command
 from trtserve.host.machine import give_memory_back
 from trtserve.pipeline.parity.comparison import Precision, PromptLogits

@@ -10,21 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.bench.requirements import RATES, TIMES, Requirements
-from trtserve.specs import (
-    BenchRuns,
-    BenchSpec,
-    BuildSpec,
-    ConvertSpec,
-    RepositorySpec,
-    ServerSpec,
-)
+from trtserve.specs import BenchRuns, BenchSpec, BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.specs.bench import RANDOM
-from trtserve.specs.cluster import (
-    OPTIONS,
-    ClusterSpec,
-    KubernetesOptions,
-    SlurmOptions,
-)
+from trtserve.specs.cluster import OPTIONS, ClusterSpec, KubernetesOptions, SlurmOptions
 from trtserve.specs.options import Option, Spec, options_of
 
 SCALARS = {

@@ -12,27 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.artifacts import (
-    Adapter,
-    Engine,
-    Model,
-    ModelRepository,
-    load_artifact,
-)
+from trtserve.artifacts import Adapter, Engine, Model, ModelRepository, load_artifact
 from trtserve.errors import PortInUseError, UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.host.ports import ipv4_address, is_free
 from trtserve.pipeline.import_spec import ImportSpec, as_json, engine_destination, pinned_source
 from trtserve.pipeline.importing import ImportPlan, plan_import, require_resources, run_import
-from trtserve.pipeline.setup_file.content import (
-    BenchmarkSetup,
-    ClusterSetup,
-    ModelSetup,
-    ServerSetup,
-    Setup,
-    in_keys,
-)
+from trtserve.pipeline.setup_file.content import BenchmarkSetup, ClusterSetup, ModelSetup, ServerSetup, Setup, in_keys
 from trtserve.pipeline.stages import StageSummary
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress

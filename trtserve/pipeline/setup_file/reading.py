@@ -36,12 +36,7 @@ from trtserve.pipeline.setup_file.content import (
 )
 from trtserve.specs import BenchSpec, ServerSpec
 from trtserve.specs.bench import FILE_DEFAULTS, RANDOM
-from trtserve.specs.cluster import (
-    INSTEAD,
-    ON_THIS_MACHINE,
-    OPTIONS,
-    ClusterSpec,
-)
+from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, OPTIONS, ClusterSpec
 from trtserve.specs.command_line import given_values
 from trtserve.specs.options import Option, options_of, read_value
 from trtserve.store import Store

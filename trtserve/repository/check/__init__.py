@@ -10,12 +10,7 @@ from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.check import engines, files, gpus, llmapi, machine, models, tensors, tokenizers
 from trtserve.repository.check.repository import MachineFacts, Repository, read_repository
-from trtserve.repository.check.rules import (
-    Finding,
-    Needs,
-    RepositoryReport,
-    Rule,
-)
+from trtserve.repository.check.rules import Finding, Needs, RepositoryReport, Rule
 
 __all__ = [
     "RULES",

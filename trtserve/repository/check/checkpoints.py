@@ -12,24 +12,12 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.sharding import (
-    check_parallel_sizes,
-    name_in_stage,
-    shard,
-    stage_layers,
-    stage_of,
-)
+from trtserve.checkpoint.sharding import check_parallel_sizes, name_in_stage, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import DTYPES, Entry, TensorFile
 from trtserve.checkpoint.unified import HEAD, read_config
 from trtserve.errors import CheckError, TrtserveError, listing
 from trtserve.nvidia.releases.installed import require_engine_path
-from trtserve.nvidia.releases.loaders import (
-    Evidence,
-    Problem,
-    evidence,
-    name_in_release,
-    problems,
-)
+from trtserve.nvidia.releases.loaders import Evidence, Problem, evidence, name_in_release, problems
 
 _LAYER = re.compile(r"transformer\.layers\.\d+\.")
 _CONVERT_AGAIN = "Convert the model again"

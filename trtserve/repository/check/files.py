@@ -11,12 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trtserve.artifacts import (
-    Artifact,
-    Engine,
-    ModelRepository,
-    load_artifact,
-)
+from trtserve.artifacts import Artifact, Engine, ModelRepository, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, listing
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
@@ -25,15 +20,7 @@ from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, refusal, rule
 from trtserve.repository.config import unfilled_parameters, wrong_placeholders
 from trtserve.repository.layout import PACKAGE, model_names
-from trtserve.repository.profiles import (
-    CLASSES_FILE,
-    CORE,
-    DRAFT,
-    ENSEMBLE,
-    MODELS,
-    POSTPROCESSING,
-    classes_json,
-)
+from trtserve.repository.profiles import CLASSES_FILE, CORE, DRAFT, ENSEMBLE, MODELS, POSTPROCESSING, classes_json
 from trtserve.repository.programs import SOURCES, imported_modules, require_program
 from trtserve.specs.command_line import import_command
 from trtserve.store import Store, remembered_checksums

@@ -12,12 +12,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, TrtserveError
 from trtserve.executor.loaders import embedded_runtime, is_embedded_runtime
-from trtserve.nvidia.releases import (
-    NEWEST,
-    RELEASES,
-    order,
-    release_of,
-)
+from trtserve.nvidia.releases import NEWEST, RELEASES, order, release_of
 from trtserve.repository.check.rules import Finding
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.core_models import LLMAPI_FILE, CoreModel, core_models

@@ -17,14 +17,7 @@ from trtserve.repository.check.repository import (
     releases_of,
     tensor_names,
 )
-from trtserve.repository.check.rules import (
-    Finding,
-    every_model,
-    model_rule,
-    of_role,
-    with_engine,
-    with_gpu_engine,
-)
+from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, with_engine, with_gpu_engine
 from trtserve.repository.config import ConfigOptions, tensors_config, type_name
 from trtserve.repository.profiles import CORE, ENSEMBLE
 

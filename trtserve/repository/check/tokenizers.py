@@ -13,12 +13,7 @@ from trtserve.progress import SilentProgress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, model_rule, of_role, refusal, rule
 from trtserve.repository.profiles import CORE, POSTPROCESSING, PREPROCESSING
-from trtserve.repository.tokenizer import (
-    check_tokenizer,
-    require_same_tokens,
-    token_ids,
-    tokenizer_files,
-)
+from trtserve.repository.tokenizer import check_tokenizer, require_same_tokens, token_ids, tokenizer_files
 
 _LISTED = 3  # tokens that one message names
 

@@ -17,14 +17,7 @@ from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.nvidia.releases.triton import launcher_facts
 from trtserve.progress import SILENT, Progress
 from trtserve.server.doctor import gpus, programs, stub, system, tensorrt_llm, token
-from trtserve.server.doctor.findings import (
-    GROUPS,
-    TENSORRT_LLM,
-    CheckResult,
-    failed,
-    look,
-    raise_failed,
-)
+from trtserve.server.doctor.findings import GROUPS, TENSORRT_LLM, CheckResult, failed, look, raise_failed
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import RuntimeName
 from trtserve.store import Store

@@ -13,12 +13,7 @@ from trtserve.errors import MachineError, counted
 from trtserve.host.gpus import VISIBLE_DEVICES, shown_devices
 from trtserve.host.install_command import install_command
 from trtserve.host.machine import format_bytes
-from trtserve.host.nvidia import (
-    NVML,
-    Device,
-    Gpus,
-    on_the_bus,
-)
+from trtserve.host.nvidia import NVML, Device, Gpus, on_the_bus
 from trtserve.nvidia.gpu_findings import architecture_words, kernels_fix
 from trtserve.nvidia.releases.containers import (
     all_containers,
@@ -33,14 +28,7 @@ from trtserve.nvidia.releases.containers import (
 )
 from trtserve.nvidia.releases.installed import Installed
 from trtserve.process import Command, run
-from trtserve.server.doctor.findings import (
-    GPU,
-    PYTORCH,
-    TENSORRT_LLM,
-    CheckResult,
-    State,
-    report_for,
-)
+from trtserve.server.doctor.findings import GPU, PYTORCH, TENSORRT_LLM, CheckResult, State, report_for
 from trtserve.server.doctor.programs import run_two_ranks
 
 # More memory than the driver and a display use.

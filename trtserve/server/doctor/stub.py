@@ -19,11 +19,7 @@ from trtserve.files import write_json
 from trtserve.host.install_command import install_command
 from trtserve.nvidia.releases.triton import EMBEDDED_TAG, known_faults
 from trtserve.process import Command, run
-from trtserve.server.doctor.findings import (
-    EMBEDDED,
-    CheckResult,
-    report_for,
-)
+from trtserve.server.doctor.findings import EMBEDDED, CheckResult, report_for
 from trtserve.server.triton import installation
 from trtserve.server.triton import tritonserver as triton_server
 from trtserve.server.triton.installation import ALLOWED_CHARACTERS, is_stub_path, stub_path_fault

@@ -16,13 +16,7 @@ from trtserve.host import machine
 from trtserve.host.install_command import install_command
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_bytes, free_shared_memory
 from trtserve.host.ports import is_free, owner
-from trtserve.server.doctor.findings import (
-    EMBEDDED,
-    EVERY,
-    CheckResult,
-    State,
-    report_for,
-)
+from trtserve.server.doctor.findings import EMBEDDED, EVERY, CheckResult, State, report_for
 from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store
 

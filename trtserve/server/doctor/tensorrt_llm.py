@@ -7,29 +7,11 @@ from collections.abc import Iterator
 from trtserve import process
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.nvidia.releases import NEWEST, RELEASES
-from trtserve.nvidia.releases.containers import (
-    Container,
-    all_containers,
-    container,
-    containers_of,
-    latest_container,
-)
-from trtserve.nvidia.releases.installed import (
-    BUILDER,
-    Installed,
-    has_engine_path,
-    interpreter,
-    require_engine_path,
-)
+from trtserve.nvidia.releases.containers import Container, all_containers, container, containers_of, latest_container
+from trtserve.nvidia.releases.installed import BUILDER, Installed, has_engine_path, interpreter, require_engine_path
 from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH, launcher_facts
 from trtserve.repository.profiles import llmapi_model
-from trtserve.server.doctor.findings import (
-    ENGINES,
-    LLMAPI,
-    TENSORRT_LLM,
-    CheckResult,
-    report_for,
-)
+from trtserve.server.doctor.findings import ENGINES, LLMAPI, TENSORRT_LLM, CheckResult, report_for
 from trtserve.server.triton.installation import find_triton
 
 _ANY = report_for("tensorrt_llm", TENSORRT_LLM)

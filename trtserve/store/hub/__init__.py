@@ -11,12 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.errors import (
-    ArtifactError,
-    CorruptFileError,
-    NetworkError,
-    UnsupportedModelError,
-)
+from trtserve.errors import ArtifactError, CorruptFileError, NetworkError, UnsupportedModelError
 from trtserve.files import is_below
 from trtserve.host.machine import format_bytes
 from trtserve.store import link_or_copy

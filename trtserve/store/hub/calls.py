@@ -11,12 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from trtserve.errors import (
-    AccessDeniedError,
-    ModelNotFoundError,
-    NetworkError,
-    TrtserveError,
-)
+from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError
 from trtserve.files import writing_error
 
 P = ParamSpec("P")

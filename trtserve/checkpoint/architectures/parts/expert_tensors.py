@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig, MixtureOfExperts
-from trtserve.checkpoint.architectures.base import (
-    Experts,
-    HfConfig,
-    Target,
-    expert_size,
-    required,
-)
+from trtserve.checkpoint.architectures.base import Experts, HfConfig, Target, expert_size, required
 from trtserve.errors import UnsupportedModelError
 
 # Keys for the number of experts in Hugging Face configs.

@@ -6,11 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import (
-    Target,
-    embedding_split,
-    fused_qkv,
-)
+from trtserve.checkpoint.architectures.base import Target, embedding_split, fused_qkv
 from trtserve.checkpoint.architectures.parts.expert_tensors import ExpertNames, expert_targets
 
 _EMBEDDING = "model.embed_tokens.weight"

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import (
-    Split,
-    Target,
-    embedding_split,
-    fused_qkv,
-)
+from trtserve.checkpoint.architectures.base import Split, Target, embedding_split, fused_qkv
 
 Part = Literal["qkv", "dense", "fc", "proj", "head"]
 
