@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 # Of a text file that is read as a whole: the largest known tokenizer has 34 MB.
 _LARGEST_TEXT = 64 << 20
+_BLOCK = 64 << 10
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT})
@@ -154,10 +155,12 @@ def read_text(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: s
     FileNotFoundError passes through: only the caller knows what a missing file means.
     """
     try:
+        content = bytearray()
         with path.open("rb") as handle:
-            content = handle.read(_LARGEST_TEXT + 1)
-        if len(content) > _LARGEST_TEXT:
-            raise error(f"{path} is larger than {_LARGEST_TEXT >> 20} MiB: it is not read.", hint=hint)
+            while block := handle.read(_BLOCK):  # a read takes the memory of its size, even for a small file
+                content += block
+                if len(content) > _LARGEST_TEXT:
+                    raise error(f"{path} is larger than {_LARGEST_TEXT >> 20} MiB: it is not read.", hint=hint)
         return content.decode()
     except FileNotFoundError:
         raise

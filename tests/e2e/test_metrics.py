@@ -186,7 +186,7 @@ def test_the_command_on_a_real_page(features: ModelServer, capsys: pytest.Captur
 def test_dashboard_and_alerts_ask_for_metrics_that_exist(features: ModelServer, features_root: Path) -> None:
     with openai_endpoint(features, repository=features_root / "repository") as url:
         page = urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60).read().decode()
-    samples = parse(page)
+    samples = parse(page, ("nv_", "trtserve_"))
     labelled = {(sample.name, *pair) for sample in samples for pair in sample.labels.items()}
     names = {sample.name for sample in samples} | {"up"}  # Prometheus' own
     queries = [

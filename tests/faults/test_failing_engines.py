@@ -140,14 +140,15 @@ def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, r
     measured("failing engine", how=fault, unhealthy_s=unhealthy, settled_s=settled)
 
 
-@pytest.mark.skipif(not ALL, reason="make faults")
-def test_a_server_whose_engine_fails_ends(order: Path, repository: Path, home: Path) -> None:
-    with supervised(repository, home, "--no-verify", gateway=True) as one:
-        one.ready()
-        order.write_text("lost")
-        assert completion(one)[0] == 503
-        settled = seconds_until(lambda: one.record().state == "failed", NOTICED)
-        failure = one.record().failure
-        assert failure is not None
-        assert "stopped working: AcceleratorError: CUDA error: an illegal memory access" in failure.message
-    measured("failing engine", how="lost", policy="never", settled_s=settled)
+if ALL:  # make faults
+
+    def test_a_server_whose_engine_fails_ends(order: Path, repository: Path, home: Path) -> None:
+        with supervised(repository, home, "--no-verify", gateway=True) as one:
+            one.ready()
+            order.write_text("lost")
+            assert completion(one)[0] == 503
+            settled = seconds_until(lambda: one.record().state == "failed", NOTICED)
+            failure = one.record().failure
+            assert failure is not None
+            assert "stopped working: AcceleratorError: CUDA error: an illegal memory access" in failure.message
+        measured("failing engine", how="lost", policy="never", settled_s=settled)

@@ -53,7 +53,7 @@ def test_the_arguments_give_every_option(repository: ModelRepository) -> None:
 
 
 def test_a_unit_needs_its_suffix(repository: ModelRepository, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no unit file"):
+    with pytest.raises(UsageError, match=r"is not a unit file"):
         plan_unit(repository, ServerSpec(), out=tmp_path / "demo.unit", store=Store())
 
 

@@ -90,7 +90,7 @@ class TransportClient:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="client")
         self._thread.start()
         self._request: Future[None] | None = None
-        self._cancelled = False
+        self._cancelled = threading.Event()
         self._transport: Transport | None = None
 
         async def made() -> Transport:
@@ -125,7 +125,7 @@ class TransportClient:
         stream: bool,
         outputs: Sequence[str] = (),
     ) -> Iterator[Reply]:
-        if self._cancelled:
+        if self._cancelled.is_set():
             raise RequestCancelledError("The request was cancelled.")
         arrived: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         replies = self._open.infer(model, tensors, request_id=request_id, stream=stream, outputs=outputs)
@@ -139,12 +139,13 @@ class TransportClient:
         request.add_done_callback(lambda _: arrived.put(None))
         while (reply := arrived.get()) is not None:
             yield reply
-        if request.cancelled():
+        # A connection may end just before the cancellation: what the caller asked for is what counts.
+        if request.cancelled() or (self._cancelled.is_set() and request.exception() is not None):
             raise RequestCancelledError("The request was cancelled.")
         request.result()
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self._cancelled.set()
         if self._request is not None:
             self._request.cancel()
 
