@@ -107,7 +107,7 @@ def test_faults_of_constants_are_faults_of_whole_checkpoints_too(name: str, tmp_
     model = write_real(tmp_path / "model", name)
     made = convert_model(Model(path=model), ConvertSpec(), out=tmp_path / "made").path
     faults_of(made)["windows dropped"](made)
-    config = json.loads((made / "config.json").read_text())
+    config = CheckpointConfig.of(json.loads((made / "config.json").read_text()))
     of, decoder = constants.constants_of(original._load(model)), family(config.architecture).decoder(config)
     assert failed(judged(config, of)) == ["layers with another window"]
     # NVIDIA's converters leave windows to the start of the server; other windows than the model's are wrong there too.
