@@ -286,3 +286,9 @@ def test_files_without_a_json_object_are_refused(tmp_path: Path, content: bytes,
     (folder / "config.json").write_bytes(content)
     with pytest.raises(RepositoryError, match=words):
         limits_of_repository(tmp_path, "tensorrt_llm")
+
+
+def test_a_manifest_of_another_schema_is_refused(tmp_path: Path) -> None:
+    Manifest(kind="model", name="m", fingerprint="f", schema=2).write(tmp_path)
+    with pytest.raises(ArtifactError, match="has schema 2; this trtserve reads schema 1"):
+        Manifest.read(tmp_path)
