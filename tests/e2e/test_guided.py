@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
+from openai import BadRequestError, OpenAI
 
 from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
@@ -89,35 +90,35 @@ OTHERS = 5.0
 def test_nobody_waits_for_a_guide_that_takes_too_much(features: ModelServer, url: str) -> None:
     """Through Triton and through the OpenAI API, which names the bound in an error of its own form."""
     schema = {"name": "costly", "schema": {**json.loads(EXPENSIVE), "description": "another guide than the first"}}
-    chat = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "response_format": {"type": "json_schema", "json_schema": schema},
-    }
     direct = {
         "text_input": "Say:",
         "max_tokens": 4,
         "guided_decoding_guide_type": "json_schema",
         "guided_decoding_guide": EXPENSIVE,
     }
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
     with ThreadPoolExecutor(2) as pool:
         refused = pool.submit(features.generate, "tensorrt_llm_bls", direct)
-        over_http = pool.submit(httpx.post, f"{url}/chat/completions", json=chat, timeout=60)
+        over_http = pool.submit(
+            lambda: client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "Hi"}],
+                extra_body={"response_format": {"type": "json_schema", "json_schema": schema}},
+            )
+        )
         for _ in range(3):
             began = time.monotonic()
             assert features.generate("ensemble", {"text_input": "Say:", "max_tokens": 4})[0] == 200
-            assert httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200
+            assert urllib.request.urlopen(f"{url.removesuffix('/v1')}/health", timeout=OTHERS).status == 200
             assert time.monotonic() - began < OTHERS
         status, answer = refused.result()
         assert status >= 400
         assert TOO_MUCH.search(str(answer)), answer
-        response = over_http.result()
-    assert response.status_code == 400
-    assert TOO_MUCH.search(response.json()["error"]["message"])
+        with pytest.raises(BadRequestError, match=TOO_MUCH):
+            over_http.result()
 
 
 def test_a_guide_that_is_too_long(url: str) -> None:
-    body = {"model": "tiny", "prompt": "Hi", "guided_regex": "a" * 200_000}
-    response = httpx.post(f"{url}/completions", json=body, timeout=60)
-    assert response.status_code == 400
-    assert "has 200000 bytes; expected 131072 at most" in response.json()["error"]["message"]
+    client = OpenAI(base_url=url, api_key="none")
+    with pytest.raises(BadRequestError, match="has 200000 bytes; expected 131072 at most"):
+        client.completions.create(model="tiny", prompt="Hi", extra_body={"guided_regex": "a" * 200_000})
