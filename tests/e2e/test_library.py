@@ -21,9 +21,9 @@ from tests.support.trace_receiver import TraceReceiver, trace_receiver
 from tests.support.waiting import wait_until
 from trtserve.client.metrics import REQUESTS
 from trtserve.errors import RequestError, ServerNotFoundError, ServerUnreachableError, UsageError
-from trtserve.server.metrics import read_metrics, remote_source
+from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.state import Server, list_servers
-from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.status import read_metrics, remote_source
 from trtserve.store import Store
 
 pytestmark = pytest.mark.triton

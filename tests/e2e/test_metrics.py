@@ -21,7 +21,7 @@ from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN
 from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.client.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKENS, CoreMetrics, parse
-from trtserve.server.metrics import Reading, read_metrics, remote_source
+from trtserve.server.status import Reading, read_metrics, remote_source
 
 pytestmark = pytest.mark.triton
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
-from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.doctor.stub import write_probe_repository
 
 pytestmark = pytest.mark.triton
 

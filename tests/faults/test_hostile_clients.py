@@ -19,7 +19,7 @@ import pytest
 from tests.support.servers import HOST
 from tests.support.supervised import Supervised, measured, supervised
 from tests.support.waiting import wait_until
-from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.doctor.stub import write_probe_repository
 
 pytestmark = pytest.mark.triton
 

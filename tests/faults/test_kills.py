@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.supervised import ALL, Supervised, measured, seconds_until, slow_model, supervised
 from tests.support.waiting import wait_until
-from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.doctor.stub import write_probe_repository
 
 pytestmark = pytest.mark.triton
 

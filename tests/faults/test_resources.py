@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.supervised import ALL, supervised
 from tests.support.waiting import wait_until
+from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.state import state_file
-from trtserve.server.triton.stub_probe import write_probe_repository
 
 pytestmark = pytest.mark.triton
 

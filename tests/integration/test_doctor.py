@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from trtserve.cli import run
-from trtserve.server.doctor import examination, findings, programs, system
+from trtserve.server.doctor import examination, failed, programs, system
 from trtserve.server.triton import tritonserver
 
 
@@ -118,5 +118,5 @@ def test_the_first_python3_on_path_is_asked(tmp_path: Path, monkeypatch: pytest.
     fake.chmod(0o755)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     monkeypatch.setattr(tritonserver, "stub_environment", lambda: environment)
-    wrong = {finding.name for finding in findings.failed(examination.quick_checks())}
+    wrong = {finding.name for finding in failed(examination.quick_checks())}
     assert wrong == {"python3", "numpy"}

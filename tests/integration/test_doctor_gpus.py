@@ -12,8 +12,8 @@ from tests.support.doubles import Doubles
 from trtserve.cli import run
 from trtserve.errors import MachineError
 from trtserve.executor import runtimes
-from trtserve.host.nvidia import Driver, find_gpus
-from trtserve.server.doctor import examination, gpus
+from trtserve.host.gpus import Driver, find_gpus
+from trtserve.server.doctor import examination, nvidia
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def test_nvidia_smi_reports_the_same_gpus_as_nvml(doubles: Doubles) -> None:
     assert found.driver == Driver(version="580.95.05", cuda=(13, 0))
     assert (found.source, found.apart) == ("nvidia-smi", ())
     assert [device.index for device in found.devices] == [0, 1]
-    second = gpus.check_device(found.devices[1])
+    second = nvidia.check_device(found.devices[1])
     assert second.evidence.startswith("NVIDIA H200, compute capability 9.0, 140.4 GiB free of 140.4 GiB, MIG off")
-    assert "nvidia-ml-py is not installed" in gpus.check_driver(found).evidence
+    assert "nvidia-ml-py is not installed" in nvidia.check_driver(found).evidence
 
 
 @pytest.mark.usefixtures("without_nvml")

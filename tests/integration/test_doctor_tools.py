@@ -16,8 +16,7 @@ from tests.support.doubles import Doubles
 from tests.support.hub import Hub, running_hub
 from trtserve import process
 from trtserve.errors import ServerStartError
-from trtserve.server.doctor import examination, programs, token
-from trtserve.server.doctor.findings import GPU, NONE, CheckResult
+from trtserve.server.doctor import GPU, NONE, CheckResult, examination, programs, system
 from trtserve.server.front import plan_proxy, write_proxy
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
@@ -212,7 +211,7 @@ def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def one_token(**options: bool) -> CheckResult:
-    (finding,) = token.check_token(**options)
+    (finding,) = system.check_token(**options)
     return finding
 
 
@@ -254,7 +253,7 @@ def test_malformed_tokens_are_reported(text: str, monkeypatch: pytest.MonkeyPatc
 def test_offline_mode_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    found = list(token.check_token(online=True))
+    found = list(system.check_token(online=True))
     assert [finding.name for finding in found] == ["network", "token"]
 
 
@@ -269,14 +268,14 @@ def test_the_hub_is_asked_only_with_online(hub: Hub, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", SECRET)
     assert one_token().state == "ok"
     assert hub.requests == []
-    _, accepted = token.check_token(online=True)
+    _, accepted = system.check_token(online=True)
     assert (accepted.state, accepted.evidence) == ("ok", f"{hub.endpoint} accepts the token")
     assert [(request.path, request.token) for request in hub.requests] == [("/api/whoami-v2", SECRET)]
 
 
 def test_a_rejected_token_is_reported(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "revoked")
-    _, refused = token.check_token(online=True)
+    _, refused = system.check_token(online=True)
     assert refused.state == "warning"
     assert "(HTTP 401)" in refused.evidence
     assert f"{hub.endpoint}/settings/tokens" in refused.fix
@@ -285,7 +284,7 @@ def test_a_rejected_token_is_reported(hub: Hub, monkeypatch: pytest.MonkeyPatch)
 def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    _, silent = token.check_token(online=True)
+    _, silent = system.check_token(online=True)
     assert silent.state == "warning"
     assert "cannot be reached" in silent.evidence
     assert SECRET not in silent.evidence + silent.fix
@@ -308,7 +307,7 @@ def test_a_token_is_never_printed(
         captured = capsys.readouterr()
         assert str(file) in captured.out
         assert SECRET not in captured.out + captured.err
-    assert SECRET not in repr(token._Token(place="here", text=SECRET))
+    assert SECRET not in repr(system._Token(place="here", text=SECRET))
 
 
 def test_doubles_of_docker_are_understood(doubles: Doubles) -> None:

@@ -275,7 +275,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_disk_is_reported_before_the_download(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny)
-    monkeypatch.setattr("trtserve.host.resources.free_disk", lambda path: 1000)
+    monkeypatch.setattr("trtserve.host.machine.free_disk", lambda path: 1000)
     with pytest.raises(DiskSpaceError, match="MiB"):
         import_model(ID)
     assert not hub.asked_for("model.safetensors")

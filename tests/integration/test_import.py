@@ -249,7 +249,7 @@ def test_impossible_options_are_reported_before_the_download(hub: Hub, arguments
 def test_too_large_for_this_machine(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: 2**30)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 2**30)
     arguments = ("--max-tokens-in-paged-kv-cache", "10000000")
     assert run(["import", ID, *arguments]) == MemoryLimitError.code
     refused = capsys.readouterr().err

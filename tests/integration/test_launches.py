@@ -34,7 +34,7 @@ from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError, UsageError
-from trtserve.server import gpu_checks, readiness
+from trtserve.server import checks, readiness
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
@@ -211,9 +211,7 @@ def test_models_that_claim_the_same_gpu(tmp_path: Path, store: Store, doubles: D
 def test_missing_workers_are_refused(
     parameter: str, words: str, tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        gpu_checks, "WORKER", str(tmp_path / "opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker")
-    )
+    monkeypatch.setattr(checks, "WORKER", str(tmp_path / "opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"))
     repository = repository_of(tmp_path, a=f"gpu_device_ids=0,1{parameter}")
     with pytest.raises(RepositoryError, match=f"The worker of a is {words}") as caught:
         start_server(plan_server(repository, replace(free_spec(), multi_model=True), store=store))

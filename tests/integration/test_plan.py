@@ -227,7 +227,7 @@ def test_the_table_names_what_was_not_measured(tiny: Path, capsys: pytest.Captur
 def test_a_model_that_does_not_fit_gets_limits_that_would(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 2**20)
     machine = _plan(capsys, str(tiny), code=TOO_LARGE)["machine"]
     assert not machine["fits"]
     assert machine["tokens"] == 0

@@ -15,8 +15,8 @@ from tests.support.hub import Hub, running_hub
 from tests.support.slurm_jobs import repository_of
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.app import run
-from trtserve.server.doctor.token import check_token
-from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.doctor.stub import write_probe_repository
+from trtserve.server.doctor.system import check_token
 
 TOKEN = f"hf_{secrets.token_hex(17)}"
 KEY = secrets.token_urlsafe(32)

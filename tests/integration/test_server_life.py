@@ -25,12 +25,12 @@ from trtserve.errors import PortInUseError, ServerNotFoundError, ServerStartErro
 from trtserve.host.ports import is_free
 from trtserve.process import tree
 from trtserve.server.discovery import find_server
+from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Server, last_record, list_servers, log_file, recorded_server, run_folder
 from trtserve.server.status import server_state
-from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.server.triton.tritonserver import shared_memory_regions
 from trtserve.specs import ServerSpec
 from trtserve.store import Store

@@ -14,8 +14,8 @@ from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.slurm_jobs import TAG, planned, srun_lines
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError, MissingDependencyError
-from trtserve.server.launch.base import LaunchSetup
 from trtserve.server.launch.cluster import write_job
+from trtserve.server.launch.commands import LaunchSetup
 from trtserve.server.launch.modes import leader
 from trtserve.server.launch.slurm import SlurmSpec, plan_job, submit
 from trtserve.server.triton.tritonserver import Address, protection_arguments

@@ -10,9 +10,9 @@ import pytest
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import PortInUseError
+from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.plan import plan_server
 from trtserve.server.start import start_server
-from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

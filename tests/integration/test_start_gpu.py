@@ -19,7 +19,7 @@ from trtserve.cli import run
 from trtserve.errors import MachineError, MemoryLimitError, MissingDependencyError, RepositoryError, UsageError
 from trtserve.files import decode_as
 from trtserve.process import ProcessId
-from trtserve.server.gpu_checks import require_gpu_memory
+from trtserve.server.checks import require_gpu_memory
 from trtserve.server.plan import ServerPlan, plan_server
 from trtserve.server.start import start_server
 from trtserve.server.state import Instance, ProxyState, Server

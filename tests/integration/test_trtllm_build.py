@@ -207,7 +207,7 @@ def test_ranks_that_are_built_at_once_are_in_memory_at_once(
     config = read_config(late.checkpoint)
     one, two = (TensorrtLlmRuntime().plan(config, BuildSpec(build_workers=workers)).memory_bytes for workers in (1, 2))
     assert two == 2 * one > 0
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: one)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: one)
     assert late("--workers", "2") == 14
     assert "--workers 1 (of import: --build-workers 1)" in capsys.readouterr().err
     assert not late.doubles.calls("trtllm-build")

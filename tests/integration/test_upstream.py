@@ -206,13 +206,13 @@ def test_memory_is_guarded_before_the_tool_starts(
     plan = plan_conversion(model, spec)
     total, rank = plan.total_bytes, plan.work.sizes[0]
     assert total == 4 * rank > 0
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: total + 3 * rank)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: total + 3 * rank)
     with pytest.raises(MemoryLimitError, match=r"the whole model, .* and 4 of the ranks") as caught:
         convert_model(model, spec, out=out)
     assert "--workers 3 fits" in str(caught.value.hint)
     assert doubles.calls() == []
     assert convert_model(model, replace(spec, workers=3), out=out).path.is_dir()
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: total)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: total)
     with pytest.raises(MemoryLimitError) as caught:
         convert_model(model, replace(spec, workers=1), out=tmp_path / "other")
     assert "--workers" not in str(caught.value.hint)

@@ -30,7 +30,7 @@ from trtserve.errors import (
 )
 from trtserve.executor import runtimes
 from trtserve.executor.torch import runtime as torch
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 from trtserve.nvidia.releases.containers import latest_container
 from trtserve.nvidia.releases.installed import installed
 from trtserve.pipeline.build import build_engine, find_checkpoint, plan_build
@@ -54,7 +54,7 @@ def _manifest(artifact: Engine) -> Manifest:
 def test_insufficient_memory_is_reported_before_writing(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 10 * 2**20)
     with pytest.raises(MemoryLimitError, match=r"needs \d\d MiB of memory; 10 MiB are free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
@@ -85,7 +85,7 @@ def test_openvino_errors_are_explained(
 
 
 def test_insufficient_disk_is_reported(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.host.resources.free_disk", lambda _: 1024)
+    monkeypatch.setattr("trtserve.host.machine.free_disk", lambda _: 1024)
     with pytest.raises(DiskSpaceError, match="has 1 KiB free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
 

@@ -225,7 +225,7 @@ def test_only_an_equal_conversion_is_reused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.host.resources.free_disk", lambda path: 100_000)
+    monkeypatch.setattr("trtserve.host.machine.free_disk", lambda path: 100_000)
     with pytest.raises(DiskSpaceError, match=r"would take .* free"):
         convert(write_tiny_model(tmp_path / "hf"), tmp_path / "store" / "out")
     assert list((tmp_path / "store").iterdir()) == []

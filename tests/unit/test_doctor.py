@@ -16,9 +16,8 @@ import pytest
 from trtserve.cli import run
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import machine
-from trtserve.host.install_command import install_command
-from trtserve.server.doctor import examination, stub, system
-from trtserve.server.doctor.findings import EMBEDDED, EVERY, GPU, NONE, CheckResult, look
+from trtserve.host.machine import install_command
+from trtserve.server.doctor import EMBEDDED, EVERY, GPU, NONE, CheckResult, examination, look, stub, system
 from trtserve.server.triton import installation, tritonserver
 from trtserve.store import Store
 

@@ -15,8 +15,8 @@ from tests.support.doubles import Doubles
 from tests.support.nvml import GIB, FakeGpu, FakeNvml
 from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
 from trtserve.errors import MachineError, UsageError
-from trtserve.host import nvidia
-from trtserve.host.nvidia import Driver, Gpus, find_gpus
+from trtserve.host import gpus as host_gpus
+from trtserve.host.gpus import Driver, Gpus, find_gpus
 from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.containers import (
     all_containers,
@@ -33,8 +33,7 @@ from trtserve.nvidia.releases.containers import (
     runs_on,
 )
 from trtserve.nvidia.releases.installed import Installed, installed
-from trtserve.server.doctor import gpus, tensorrt_llm
-from trtserve.server.doctor.findings import GPU
+from trtserve.server.doctor import GPU, nvidia
 
 Described = Callable[..., Gpus]
 
@@ -132,8 +131,8 @@ def test_kernel_rows_name_releases() -> None:
 def test_nvml_describes_an_h200(described: Described) -> None:
     found = described()
     assert found.driver == Driver(version="580.159.04", cuda=(13, 0))
-    assert gpus.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (NVML)"
-    device = gpus.check_device(found.devices[0])
+    assert nvidia.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (NVML)"
+    device = nvidia.check_device(found.devices[0])
     assert (device.state, device.needed_by) == ("ok", GPU)
     assert device.evidence == (
         "NVIDIA H200, compute capability 9.0, 139.0 GiB free of 140.0 GiB, MIG off, persistence mode on, "
@@ -150,10 +149,10 @@ def test_old_nvml_answers_with_bytes(described: Described) -> None:
 
 def test_unreported_facts_of_a_gpu_are_left_out(described: Described) -> None:
     found = described(gpus=[FakeGpu(name="GeForce", mig=None, persistence=None, errors=None)], cuda=None)
-    evidence = gpus.check_device(found.devices[0]).evidence
+    evidence = nvidia.check_device(found.devices[0]).evidence
     assert evidence == "GeForce, compute capability 9.0, 139.0 GiB free of 140.0 GiB"
     # The driver's own version says what CUDA it speaks.
-    assert gpus.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (derived from its version) (NVML)"
+    assert nvidia.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (derived from its version) (NVML)"
 
 
 @pytest.mark.parametrize(
@@ -165,21 +164,21 @@ def test_unreported_facts_of_a_gpu_are_left_out(described: Described) -> None:
     ],
 )
 def test_problems_of_a_gpu(gpu: FakeGpu, fix: str, described: Described) -> None:
-    finding = gpus.check_device(described(gpus=[gpu]).devices[0])
+    finding = nvidia.check_device(described(gpus=[gpu]).devices[0])
     assert finding.state == "warning"
     assert fix in finding.fix
 
 
 def test_peer_access(described: Described) -> None:
-    assert list(gpus.check_peers(described())) == []
-    (both,) = gpus.check_peers(described(gpus=[FakeGpu()] * 2))
+    assert list(nvidia.check_peers(described())) == []
+    (both,) = nvidia.check_peers(described(gpus=[FakeGpu()] * 2))
     assert (both.state, both.evidence) == ("ok", "between both GPUs")
     four = [FakeGpu()] * 4
-    (fine,) = gpus.check_peers(described(gpus=four))
+    (fine,) = nvidia.check_peers(described(gpus=four))
     assert (fine.state, fine.evidence) == ("ok", "between all 4 GPUs")
-    (apart,) = gpus.check_peers(described(gpus=four, apart=frozenset({(0, 2), (1, 3)})))
+    (apart,) = nvidia.check_peers(described(gpus=four, apart=frozenset({(0, 2), (1, 3)})))
     assert (apart.state, apart.evidence) == ("warning", "none between GPUs 0–2, 1–3")
-    assert list(gpus.check_peers(described(gpus=four, apart=None))) == []
+    assert list(nvidia.check_peers(described(gpus=four, apart=None))) == []
 
 
 @pytest.mark.parametrize(
@@ -193,11 +192,11 @@ def test_peer_access(described: Described) -> None:
 def test_why_there_is_no_driver(
     fault: str, bus: int, hint: str, described: Described, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (nvidia, gpus):
+    for module in (host_gpus, nvidia):
         monkeypatch.setattr(module, "on_the_bus", lambda: bus)
     with pytest.raises(MachineError, match=fault) as caught:
         described(fault=fault)
-    finding = gpus.check_no_driver(caught.value)
+    finding = nvidia.check_no_driver(caught.value)
     assert finding.state == "failed"
     assert hint in finding.fix
     assert f"{bus or 'no'} NVIDIA GPU" in finding.evidence
@@ -213,14 +212,14 @@ def test_gpus_on_the_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (tmp_path / slot / "vendor").write_text(f"{vendor}\n")
         (tmp_path / slot / "class").write_text(f"{kind}\n")
     (tmp_path / "03").mkdir()
-    monkeypatch.setattr(nvidia, "_PCI", tmp_path)
-    assert nvidia.on_the_bus() == 1
-    monkeypatch.setattr(nvidia, "_PCI", tmp_path / "absent")
-    assert nvidia.on_the_bus() == 0
+    monkeypatch.setattr(host_gpus, "_PCI", tmp_path)
+    assert host_gpus.on_the_bus() == 1
+    monkeypatch.setattr(host_gpus, "_PCI", tmp_path / "absent")
+    assert host_gpus.on_the_bus() == 0
 
 
 def test_a_driver_without_gpus(described: Described) -> None:
-    finding = gpus.check_driver(described(gpus=[]))
+    finding = nvidia.check_driver(described(gpus=[]))
     assert (finding.state, finding.evidence) == ("failed", "580.159.04 shows no GPU")
 
 
@@ -250,37 +249,37 @@ def test_visible_devices(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if text is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
-    found = [(finding.state, finding.evidence) for finding in gpus.check_visible(described(gpus=[FakeGpu()] * 2))]
+    found = [(finding.state, finding.evidence) for finding in nvidia.check_visible(described(gpus=[FakeGpu()] * 2))]
     assert found == ([] if state is None else [(state, evidence)])
 
 
 def test_driver_against_the_cuda_of_tensorrt_llm(described: Described) -> None:
     found = described()
-    fine = gpus.check_cuda(found, version("1.1.0"))
+    fine = nvidia.check_cuda(found, version("1.1.0"))
     assert (fine.state, fine.evidence) == (
         "ok",
         "driver 580.159.04 supports CUDA 13.0; TensorRT-LLM 1.1.0 is built with CUDA 13.0",
     )
-    assert gpus.check_cuda(found, version("1.2.1")).evidence.endswith("runs thanks to minor version compatibility")
+    assert nvidia.check_cuda(found, version("1.2.1")).evidence.endswith("runs thanks to minor version compatibility")
     old = described(driver="550.54.15", cuda=12040)
-    refused = gpus.check_cuda(old, version("1.2.1"))
+    refused = nvidia.check_cuda(old, version("1.2.1"))
     assert refused.state == "failed"
     assert refused.fix == (
         "Install driver 590.44.01 or newer, or use an older container: this driver runs 25.10 (1.0.0) "
         "by minor version compatibility."
     )
-    assert gpus.check_cuda(found, version("1.9.0")).state == "warning"
+    assert nvidia.check_cuda(found, version("1.9.0")).state == "warning"
 
 
 def test_without_tensorrt_llm_the_containers_of_a_driver_are_named(described: Described) -> None:
-    assert gpus.check_cuda(described(), None).evidence == (
+    assert nvidia.check_cuda(described(), None).evidence == (
         "this driver runs container 26.02 (TensorRT-LLM 1.1.0), 26.07 (1.2.1) by minor version compatibility"
     )
     # A V100 has a new driver, but no new release has its kernels.
     old = [FakeGpu(name="Tesla V100-SXM2-16GB", capability=(7, 0))]
-    assert "container 24.10 (TensorRT-LLM 0.14.0)" in gpus.check_cuda(described(gpus=old), None).evidence
+    assert "container 24.10 (TensorRT-LLM 0.14.0)" in nvidia.check_cuda(described(gpus=old), None).evidence
     none = described(driver="390.1", cuda=9010)
-    assert gpus.check_cuda(none, None).evidence == "this driver runs none of the containers 24.08 … 26.07"
+    assert nvidia.check_cuda(none, None).evidence == "this driver runs none of the containers 24.08 … 26.07"
 
 
 @pytest.mark.parametrize(
@@ -302,13 +301,13 @@ def test_without_tensorrt_llm_the_containers_of_a_driver_are_named(described: De
 def test_kernels_for_the_gpu(
     capability: tuple[int, int], trtllm: str, state: str, fix: str, described: Described
 ) -> None:
-    finding = gpus.check_kernels(described(gpus=[FakeGpu(capability=capability)]), version(trtllm))
+    finding = nvidia.check_kernels(described(gpus=[FakeGpu(capability=capability)]), version(trtllm))
     assert (finding.state, finding.fix) == (state, fix)
 
 
 def test_gpus_of_different_kinds(described: Described) -> None:
     mixed = [FakeGpu(), FakeGpu(name="NVIDIA L40S", capability=(8, 9))]
-    finding = gpus.check_kernels(described(gpus=mixed), None)
+    finding = nvidia.check_kernels(described(gpus=mixed), None)
     assert (finding.state, finding.evidence) == (
         "warning",
         "TensorRT-LLM 1.2 has kernels for Ada Lovelace (8.9), Hopper (9.0)",
@@ -317,20 +316,20 @@ def test_gpus_of_different_kinds(described: Described) -> None:
 
 def test_installed_version() -> None:
     here = Installed(version="1.1.0", release="1.1", tensorrt="10.13.3.9", source="package metadata")
-    fine = tensorrt_llm.check_installed(here, None)
+    fine = nvidia.check_installed(here, None)
     assert (fine.state, fine.evidence) == ("ok", "1.1.0, TensorRT 10.13.3.9 (package metadata)")
-    other = tensorrt_llm.check_installed(here, version("1.2.0"))
+    other = nvidia.check_installed(here, version("1.2.0"))
     assert (other.state, other.fix) == (
         "warning",
         "--trtllm-version is 1.2.0: engines of one version do not run on the other.",
     )
-    missing = tensorrt_llm.check_installed(None, version("0.17.0"))
+    missing = nvidia.check_installed(None, version("0.17.0"))
     assert missing.state == "failed"
     assert "tritonserver:25.02-trtllm-python-py3" in missing.fix
-    newer = tensorrt_llm.check_installed(None, version(ENGINELESS), suited="26.02")
+    newer = nvidia.check_installed(None, version(ENGINELESS), suited="26.02")
     assert "Install the wheel of that release" in newer.fix
     assert "26.07, has 1.2" in newer.fix
-    suited = tensorrt_llm.check_installed(None, None, suited="26.02")
+    suited = nvidia.check_installed(None, None, suited="26.02")
     assert suited.fix.startswith("Use NVIDIA's container: add `--container 26.02`")
 
 
@@ -345,23 +344,23 @@ def test_installed_version() -> None:
 )
 def test_engines_and_llm_api_of_a_version(text: str, states: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    llmapi = next(iter(tensorrt_llm.check_llmapi(version(text), 1)))
-    assert (tensorrt_llm.check_engine_path(version(text)).state, llmapi.state) == states
+    llmapi = next(iter(nvidia.check_llmapi(version(text), 1)))
+    assert (nvidia.check_engine_path(version(text)).state, llmapi.state) == states
 
 
 def test_launcher_of_the_llm_api(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [finding.state for finding in tensorrt_llm.check_llmapi(version("1.2.0"), 2)] == ["ok", "ok"]
+    assert [finding.state for finding in nvidia.check_llmapi(version("1.2.0"), 2)] == ["ok", "ok"]
     monkeypatch.setenv("PATH", "")
-    missing = list(tensorrt_llm.check_llmapi(version("1.2.0"), 2))
+    missing = list(nvidia.check_llmapi(version("1.2.0"), 2))
     assert [finding.state for finding in missing] == ["ok", "warning"]
-    assert len(list(tensorrt_llm.check_llmapi(version("1.2.0"), 1))) == 1
+    assert len(list(nvidia.check_llmapi(version("1.2.0"), 1))) == 1
     assert doubles.calls() == []
 
 
 def test_the_container_that_suits_a_driver(described: Described) -> None:
-    assert gpus.suited_container(described()) == "26.02"
-    assert gpus.suited_container(described(driver="550.54.15", cuda=12040)) == "25.10"
-    assert gpus.suited_container(described(driver="390.1", cuda=9010)) == ""
+    assert nvidia.suited_container(described()) == "26.02"
+    assert nvidia.suited_container(described(driver="550.54.15", cuda=12040)) == "25.10"
+    assert nvidia.suited_container(described(driver="390.1", cuda=9010)) == ""
 
 
 def test_no_version_of_tensorrt_llm() -> None:
@@ -375,7 +374,7 @@ HELLO = [{"rank": rank, "device": f"cuda:{rank}", "sum": 12.0} for rank in (0, 1
 
 @pytest.fixture
 def with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "find_spec", lambda _name: object())
+    monkeypatch.setattr(nvidia, "find_spec", lambda _name: object())
 
 
 @pytest.mark.usefixtures("with_pytorch")
@@ -391,8 +390,8 @@ def with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_pytorch(monkeypatch: pytest.MonkeyPatch, seen: dict[str, Any], state: str, evidence: str) -> None:
     printed = f"a warning\nfound {json.dumps(SEEN | seen)}\n"
-    monkeypatch.setattr(gpus, "run", lambda *_arguments, **_options: SimpleNamespace(stdout=printed))
-    found = gpus.check_pytorch()
+    monkeypatch.setattr(nvidia, "run", lambda *_arguments, **_options: SimpleNamespace(stdout=printed))
+    found = nvidia.check_pytorch()
     assert (found.state, bool(found.fix)) == (state, state == "failed")
     assert evidence in found.evidence
     assert found.needed_by == {"torch"}
@@ -412,15 +411,15 @@ def test_two_ranks(
     monkeypatch: pytest.MonkeyPatch, code: int | None, said: list[dict[str, Any]], state: str, evidence: str
 ) -> None:
     output = "".join(f"[1,{each['rank']}]<stdout>: found {json.dumps(each)}\n" for each in said)
-    monkeypatch.setattr(gpus, "run_two_ranks", lambda _program, *, bound: (code, output))
-    found = gpus.check_ranks()
+    monkeypatch.setattr(nvidia, "run_two_ranks", lambda _program, *, bound: (code, output))
+    found = nvidia.check_ranks()
     assert (found.state, found.group) == (state, "mpi")
     assert found.evidence.startswith(evidence)
 
 
 def test_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "find_spec", lambda _name: None)
-    for found in (gpus.check_pytorch(), gpus.check_ranks()):
+    monkeypatch.setattr(nvidia, "find_spec", lambda _name: None)
+    for found in (nvidia.check_pytorch(), nvidia.check_ranks()):
         assert (found.state, found.judged("openvino").state, found.judged("torch").state) == (
             "failed",
             "unneeded",

@@ -19,8 +19,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.host.machine import free_disk
-from trtserve.host.resources import require_disk
+from trtserve.host.machine import free_disk, require_disk
 from trtserve.pipeline.model import import_model, plan_model
 from trtserve.store import Store
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.host import install_command as module
-from trtserve.host.install_command import install_command
+from trtserve.host import machine
+from trtserve.host.machine import install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_a_clone_is_installed_from_its_folder(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_an_installation_from_an_index_has_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "site-packages" / "trtserve" / "host" / "x.py"))
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "site-packages" / "trtserve" / "host" / "x.py"))
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Distribution())
     assert install_command("cpu") == "pip install 'trtserve[cpu]'"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import MissingDependencyError, RepositoryError
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 from trtserve.server.doctor.stub import check_store
 from trtserve.server.triton import installation
 from trtserve.server.triton.installation import is_stub_path, require_stub_path

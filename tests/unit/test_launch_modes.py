@@ -16,7 +16,7 @@ from trtserve.nvidia.releases import RELEASES
 from trtserve.repository.core_models import CoreModel, device_groups
 from trtserve.server import launch
 from trtserve.server.launch import CLUSTERS, cluster
-from trtserve.server.launch.base import LaunchSetup
+from trtserve.server.launch.commands import LaunchSetup
 from trtserve.server.launch.modes import MODES, LaunchMode, leader, llmapi, orchestrator, slurm_task
 from trtserve.server.plan import instance_addresses
 from trtserve.server.triton.tritonserver import Address

@@ -62,7 +62,7 @@ CONFINED = {
         "pipeline/parity/constants.py",
         "checkpoint/pickled_files.py",
     ),
-    "pynvml": ("host/nvidia.py",),
+    "pynvml": ("host/gpus.py",),
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -11,7 +11,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.errors import MemoryLimitError
 from trtserve.host import machine
-from trtserve.host.resources import available_memory, require_memory, to_be_mapped
+from trtserve.host.machine import available_memory, require_memory, to_be_mapped
 from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
@@ -71,14 +71,14 @@ def test_cgroups_of_version_1_count(cgroups: Path) -> None:
 
 def test_a_limit_of_addresses_counts_with_what_is_still_to_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "address_space", lambda: machine.AddressSpace(limit=3 * GIB, used=GIB))
-    monkeypatch.setattr("trtserve.host.resources.address_space", machine.address_space)
+    monkeypatch.setattr("trtserve.host.machine.address_space", machine.address_space)
     assert machine.free_memory() == 2 * GIB
     assert machine.total_memory() == 3 * GIB
     require_memory(GIB, "X needs", str, mapped=GIB)
     with pytest.raises(MemoryLimitError, match=r"X needs 1\.0 GiB of memory; 1023 MiB are free \(ulimit -v") as caught:
         require_memory(GIB, "X needs", str, mapped=GIB + 2**20)
     assert str(caught.value.hint) == f"Raise the limit: ulimit -v unlimited. Else: {GIB - 2**20}"
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 2**20)
     assert available_memory(0).advice == ""
 
 

@@ -19,8 +19,8 @@ from trtserve.cli import run
 from trtserve.client.metrics import CoreMetrics, core_metrics, gpu_metrics, kv_blocks, model_metrics, parse
 from trtserve.errors import ServerDiedError, ServerUnreachableError
 from trtserve.host.ports import free_ports
-from trtserve.server.metrics import MetricsSource, Reading, rates, read_metrics, remote_source, watch_metrics
 from trtserve.server.state import Server, write_state
+from trtserve.server.status import MetricsSource, Reading, rates, read_metrics, remote_source, watch_metrics
 from trtserve.store import Store
 
 PAGE = """

@@ -25,7 +25,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 from trtserve.pipeline import parity
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import convert_model
@@ -243,7 +243,7 @@ def test_unsupported_quantisation_is_refused(tmp_path: Path) -> None:
 def test_insufficient_memory_is_reported_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "model")
     config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec(dtype="float16"))
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 2**20)
     monkeypatch.setattr(original, "require_oracle", lambda: None)
     with pytest.raises(MemoryLimitError, match=r"The check takes .* for the original in float32.* 1 MiB are free"):
         parity.plan_check(config, folder)

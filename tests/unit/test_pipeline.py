@@ -52,7 +52,7 @@ def test_a_dry_run_warns_of_what_the_import_raises(
     plan, progress = plan_import(spec(write_tiny_model(tmp_path / "hf"))), Lines()
     warn_about_resources(plan, progress)
     assert not progress.warnings
-    monkeypatch.setattr(f"trtserve.host.resources.{resource}", lambda *_: 1000)
+    monkeypatch.setattr(f"trtserve.host.machine.{resource}", lambda *_: 1000)
     with pytest.raises((MemoryLimitError, DiskSpaceError)) as caught:
         require_resources(plan)
     warn_about_resources(plan, progress)
@@ -65,7 +65,7 @@ def test_plan_warns_of_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pyt
     question = Question(convert=ConvertSpec(), build=spec(folder).build)
     plan_needs(str(folder), question, progress=progress)
     assert not progress.warnings
-    monkeypatch.setattr("trtserve.host.resources.free_disk", lambda _: 1000)
+    monkeypatch.setattr("trtserve.host.machine.free_disk", lambda _: 1000)
     plan_needs(str(folder), question, progress=progress)
     assert "1000 bytes free" in progress.warnings[-1]
 

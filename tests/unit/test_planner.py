@@ -29,7 +29,7 @@ from trtserve.server.memory import fitting_tokens, require_servable, server_need
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.runtime import Limits
 
-FREE = "trtserve.host.resources.free_memory"
+FREE = "trtserve.host.machine.free_memory"
 
 GIB = 2**30
 
@@ -296,7 +296,7 @@ def test_convert_and_build_refuse_before_writing(folder: Path, tmp_path: Path, m
     with pytest.raises(MemoryLimitError, match=r"needs \d+ MiB of memory; \d+ MiB are free"):
         convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
     monkeypatch.setattr(FREE, lambda: GIB)
-    monkeypatch.setattr("trtserve.host.resources.free_disk", lambda _: 2**20)
+    monkeypatch.setattr("trtserve.host.machine.free_disk", lambda _: 2**20)
     for spec, half in ((ConvertSpec(quantize="int8"), False), (ConvertSpec(dtype="float32"), True)):
         with pytest.raises(DiskSpaceError, match="The checkpoint would take") as full:
             convert_model(Model(path=folder), spec, out=tmp_path / "checkpoint")

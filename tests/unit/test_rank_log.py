@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.host.mpi import sweep_session
 from trtserve.process import ProcessId
 from trtserve.server import rank_processes as ranks
+from trtserve.server.rank_processes import sweep_session
 from trtserve.server.triton import server_log
 from trtserve.server.triton.tritonserver import start_error
 

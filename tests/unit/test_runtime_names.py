@@ -24,7 +24,7 @@ ALLOWED = {
     ("pipeline/convert_own.py", "torch"): "the library",
     ("checkpoint/pickled_files.py", "torch"): "the library",
     ("pipeline/parity/original.py", "torch"): "the library",
-    ("server/doctor/gpus.py", "torch"): "the library",
+    ("server/doctor/nvidia.py", "torch"): "the library",
 }
 
 

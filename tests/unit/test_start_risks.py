@@ -10,7 +10,7 @@ import pytest
 from trtserve.artifacts import ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import UsageError
-from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.doctor.stub import write_probe_repository
 
 HOST = "127.0.0.1"
 

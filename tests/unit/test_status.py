@@ -21,9 +21,9 @@ from trtserve.host.machine import describe
 from trtserve.process import ProcessId
 from trtserve.repository.profiles import CLASSES_FILE, classes_json
 from trtserve.repository.served import inspect_repository
+from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.state import ProxyState, Server, log_file, write_state
 from trtserve.server.status import server_status
-from trtserve.server.triton.stub_probe import write_probe_repository
 from trtserve.store import Store
 
 GAUGE = "nv_trt_llm_kv_cache_block_metrics"

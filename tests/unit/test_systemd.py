@@ -11,8 +11,9 @@ import pytest
 from trtserve.artifacts import ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import UsageError
-from trtserve.server.background import notify, plan_unit, start_arguments
-from trtserve.server.triton.stub_probe import write_probe_repository
+from trtserve.server.detach import start_arguments
+from trtserve.server.doctor.stub import write_probe_repository
+from trtserve.server.systemd import notify, plan_unit
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

@@ -16,8 +16,8 @@ from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host import gpus
 from trtserve.repository.served import inspect_repository
+from trtserve.server.checks import require_devices
 from trtserve.server.engine_fit import wants_rebuild
-from trtserve.server.gpu_checks import require_devices
 from trtserve.server.launch import kubernetes, slurm
 from trtserve.server.launch.cluster import inspect_for_cluster
 from trtserve.server.plan import ServerPlan, plan_server

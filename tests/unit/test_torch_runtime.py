@@ -151,7 +151,7 @@ def test_the_cuda_version_is_read_without_importing(
 def test_advice_names_nothing_that_it_refuses(
     checkpoint: Checkpoint, installed: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trtserve.host.resources.free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 10 * 2**20)
     with pytest.raises(MemoryLimitError) as caught:
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
     assert "--quantize" not in str(caught.value.hint)

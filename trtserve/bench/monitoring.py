@@ -15,7 +15,7 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 from trtserve.client.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
-from trtserve.host.nvidia import gpu_load_reader
+from trtserve.host.gpus import gpu_load_reader
 
 _COUNTERS = ("sent", "ended", "failed")
 _PER_DECADE = 20  # buckets of the histogram are 12 % wide

@@ -17,7 +17,7 @@ from trtserve.bench.report import BenchReport
 from trtserve.bench.statistics import highest_known
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.files import writing
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 
 _ENDINGS = (".html", ".svg", ".png")
 _WIDTH, _HEIGHT = 430, 240

@@ -20,7 +20,7 @@ from typing import Any
 
 from trtserve.checkpoint.tensor_files import Entry, TensorFile
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"

@@ -151,7 +151,7 @@ def metrics_url(connection: Connection) -> str | None:
     """Return the metrics page of a server that was started here."""
     if connection.explicit:
         return None
-    from trtserve.server.metrics import find_source
+    from trtserve.server.status import find_source
     from trtserve.server.triton.tritonserver import client_host
 
     address = find_source(connection.server).address

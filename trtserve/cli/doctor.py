@@ -17,8 +17,8 @@ from trtserve.specs.tools import ForRelease
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from trtserve.server.doctor import CheckResult
     from trtserve.server.doctor.examination import Examination
-    from trtserve.server.doctor.findings import CheckResult
 
 _TITLES = {
     "machine": "Machine",
@@ -59,8 +59,8 @@ def doctor(
         trtserve doctor
         trtserve doctor --runtime tensorrt_llm --json
     """
+    from trtserve.server.doctor import raise_failed
     from trtserve.server.doctor.examination import examine
-    from trtserve.server.doctor.findings import raise_failed
     from trtserve.server.triton.tritonserver import Address
 
     spec = ServerSpec()

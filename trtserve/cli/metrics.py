@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from trtserve.client.metrics import CoreMetrics, GpuMetrics, ModelMetrics
-    from trtserve.server.metrics import MetricsSource, Reading
+    from trtserve.server.status import MetricsSource, Reading
 
 _CORE_COLUMNS = ("model", "family", "value of", "value")
 _MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pending", "request ms", "queue ms")
@@ -49,7 +49,7 @@ def metrics(
         trtserve metrics demo --watch
         trtserve metrics --url localhost:8002 --json
     """
-    from trtserve.server.metrics import read_metrics
+    from trtserve.server.status import read_metrics
 
     if watch and (json or raw):
         raise UsageError("--watch prints one reading after another; it cannot be combined with --json or --raw.")
@@ -75,7 +75,7 @@ def metrics(
 
 
 def _source(name: str | None, url: str | None) -> MetricsSource:
-    from trtserve.server.metrics import find_source, remote_source
+    from trtserve.server.status import find_source, remote_source
 
     if url is None:
         return find_source(name)
@@ -143,7 +143,7 @@ def _number(value: float) -> str:
 
 def _watch(source: MetricsSource, interval: float, count: int | None) -> None:
     from trtserve.client.metrics import TOKENS
-    from trtserve.server.metrics import watch_metrics
+    from trtserve.server.status import watch_metrics
 
     readings = watch_metrics(source, interval=interval, count=count, pause=time.sleep)
     first = next(readings)

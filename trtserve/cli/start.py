@@ -122,7 +122,7 @@ def start(
     elif systemd:
         _write_unit(repository, spec, call, progress)
     elif detach:
-        from trtserve.server.background import start_in_background
+        from trtserve.server.detach import start_in_background
 
         server = start_in_background(repository, spec, progress=progress)
         _print_server(server, json=json, quiet=quiet, detached=True)
@@ -141,7 +141,7 @@ def _serve(
 ) -> None:
     """Be the supervisor of a server, for the user or for the `start --detach` that listens at `report_to`."""
     from trtserve.cli.json_log import JsonLog
-    from trtserve.server.background import StartReport
+    from trtserve.server.detach import StartReport
     from trtserve.server.plan import plan_server
     from trtserve.server.supervision import serve_foreground
 
@@ -169,9 +169,9 @@ def _serve(
 
 def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall, progress: TerminalProgress) -> None:
     from trtserve.files import writing
-    from trtserve.server.background import plan_unit
     from trtserve.server.checks import announce_risks
     from trtserve.server.plan import plan_server
+    from trtserve.server.systemd import plan_unit
     from trtserve.store import Store
 
     announce_risks(plan_server(repository, spec), progress)  # raises what the service would end with

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from trtserve.errors import MachineError, UsageError, counted
-from trtserve.host.nvidia import Device, query_nvidia_smi
+from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
+from trtserve.process import Command, run
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -21,6 +24,28 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NUMBER = re.compile(r"[+-]?\d+")
 _UUID = "gpu-"
 _PARTITION = "mig-"
+NVML = "NVML"
+NVIDIA_SMI = "nvidia-smi"
+# NVML_P2P_CAPS_INDEX_READ of nvml.h. In nvidia-ml-py 13 the constant is a tuple, which its own call does not take.
+_READ = 0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TIMEOUT = 60.0  # without persistence mode the driver is loaded first
+_PCI = Path("/sys/bus/pci/devices")
+_VENDOR = "0x10de"
+_DISPLAY = "0x03"  # PCI class of display controllers, including 3D ones
+_FIELDS = (
+    "index",
+    "compute_cap",
+    "memory.total",
+    "memory.used",
+    "memory.free",
+    "mig.mode.current",
+    "persistence_mode",
+    "ecc.errors.uncorrected.volatile.total",
+    "driver_version",
+    "uuid",
+    "name",
+)
 
 
 def list_gpus() -> tuple[Device, ...]:
@@ -162,3 +187,249 @@ def _reason(rest: Sequence[str]) -> str:
 
 def _is_uuid(entry: str) -> bool:
     return entry.lower().startswith(_UUID)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """An NVIDIA driver."""
+
+    version: str
+    cuda: tuple[int, int] | None = None
+    """The newest CUDA that it reports to run; None: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU. Memory is in bytes, and 0 when the driver does not report it."""
+
+    index: int
+    """nvidia-smi's number."""
+    name: str
+    capability: str
+    """Compute capability, such as 9.0."""
+    memory: int
+    """Total memory."""
+    used: int
+    """Memory that programs hold."""
+    free: int
+    """Memory that programs can still take; the driver keeps a part for itself."""
+    driver: str
+    """Version of the driver."""
+    uuid: str = ""
+    mig: bool | None = None
+    """Whether it is split into partitions; None: not reported."""
+    persistence: bool | None = None
+    """Whether the driver stays loaded; None: not reported."""
+    errors: int | None = None
+    """Memory errors since the driver was loaded that ECC could not correct; None: not reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """A driver and its GPUs."""
+
+    driver: Driver
+    devices: tuple[Device, ...]
+    source: str
+    """NVML or nvidia-smi."""
+    apart: tuple[tuple[int, int], ...] | None = None
+    """Pairs of GPUs that cannot read each other's memory; None: not reported."""
+
+
+def find_gpus() -> Gpus:
+    """Return the driver and its GPUs. Raises MachineError with the reason when there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return _from_nvidia_smi()
+    with _open(pynvml) as opened:
+        return _from_nvml(opened)
+
+
+@contextmanager
+def _open(nvml: Any) -> Iterator[Any]:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise _no_driver(str(error), NVML) from error
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _from_nvml(nvml: Any) -> Gpus:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    cuda = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
+    version = _text(nvml.nvmlSystemGetDriverVersion())
+    return Gpus(
+        driver=Driver(version=version, cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10)),
+        devices=tuple(_nvml_device(nvml, index, handle, version) for index, handle in enumerate(handles)),
+        source=NVML,
+        apart=_apart(nvml, handles),
+    )
+
+
+def _nvml_device(nvml: Any, index: int, handle: Any, driver: str) -> Device:
+    # Version 2 separates what the driver keeps for itself from what programs use, as nvidia-smi does.
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2) or _ask(
+        nvml, nvml.nvmlDeviceGetMemoryInfo, handle
+    )
+    mig = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    persistence = _ask(nvml, nvml.nvmlDeviceGetPersistenceMode, handle)
+    kind = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    errors = _ask(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kind)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Device(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        capability=f"{major}.{minor}",
+        memory=0 if memory is None else int(memory.total),
+        used=0 if memory is None else int(memory.used),
+        free=0 if memory is None else int(memory.free),
+        driver=driver,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        mig=None if mig is None else bool(mig[0]),  # the second one holds after a restart
+        persistence=None if persistence is None else bool(persistence),
+        errors=errors,
+    )
+
+
+def _apart(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...] | None:
+    """Return pairs of GPUs that cannot read each other's memory, or None when the driver does not report it."""
+    pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
+    states = {
+        (one, other): _ask(nvml, nvml.nvmlDeviceGetP2PStatus, handles[one], handles[other], _READ)
+        for one, other in pairs
+    }
+    if None in states.values():
+        return None
+    return tuple(pair for pair, state in states.items() if state != nvml.NVML_P2P_STATUS_OK)
+
+
+def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of an NVML call, or None when this driver or GPU does not support it."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    """Decode the bytes that older versions of nvidia-ml-py return."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _from_nvidia_smi() -> Gpus:
+    devices = query_nvidia_smi()
+    return Gpus(
+        driver=Driver(version=devices[0].driver if devices else "", cuda=_cuda_of_header()),
+        devices=devices,
+        source=NVIDIA_SMI,
+        apart=_apart_by_smi(len(devices)) if len(devices) > 1 else (),
+    )
+
+
+def _apart_by_smi(count: int) -> tuple[tuple[int, int], ...] | None:
+    """Return the pairs that are not "OK" in nvidia-smi's table of peer access, or None if the table does not say."""
+    try:
+        ended = run(Command(argv=(NVIDIA_SMI, "topo", "-p2p", "r")), timeout=_TIMEOUT)
+    except TimeoutError:
+        return None
+    lines = (_COLOUR.sub("", line).split() for line in ended.stdout.splitlines())
+    # The legend below the table can have lines with as many cells.
+    rows = [cells[1:] for cells in lines if len(cells) == count + 1 and cells[0].startswith("GPU")]
+    if ended.code != 0 or len(rows) != count or any("U" in row for row in rows):
+        return None
+    pairs = ((one, other) for one in range(count) for other in range(one + 1, count))
+    return tuple((one, other) for one, other in pairs if rows[one][other] != "OK")
+
+
+def gpu_load_reader() -> Callable[[], dict[str, float]]:
+    """Return a function that reads use (percent) and memory (bytes) of the first GPU; without NVML it reads nothing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:  # noqa: BLE001 - no package, no driver or no GPU
+        return dict
+
+    def read() -> dict[str, float]:
+        use, memory = pynvml.nvmlDeviceGetUtilizationRates(device), pynvml.nvmlDeviceGetMemoryInfo(device)
+        return {"gpu": float(use.gpu), "gpu_memory_bytes": float(memory.used)}
+
+    return read
+
+
+def query_nvidia_smi() -> tuple[Device, ...]:
+    """Return the GPUs that nvidia-smi lists. Raises MachineError with its message when there is no driver."""
+    command = Command(argv=(NVIDIA_SMI, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
+    try:
+        ended = run(command, timeout=_TIMEOUT)
+    except MissingDependencyError as error:
+        raise _no_driver("not installed", NVIDIA_SMI) from error
+    except TimeoutError as error:
+        raise _no_driver(str(error), NVIDIA_SMI) from error
+    if ended.code != 0:
+        raise _no_driver(" ".join((ended.stdout + ended.stderr).split()), NVIDIA_SMI)
+    rows = (line.split(", ", len(_FIELDS) - 1) for line in ended.stdout.splitlines() if line.strip())
+    return tuple(_smi_device(dict(zip(_FIELDS, row, strict=True))) for row in rows)
+
+
+def _cuda_of_header() -> tuple[int, int] | None:
+    """Return the CUDA version in nvidia-smi's header; no query field has it."""
+    try:
+        text = run(Command(argv=(NVIDIA_SMI,)), timeout=_TIMEOUT).stdout
+    except TimeoutError:
+        return None
+    found = re.search(r"CUDA[^|:]*Version:\s*(\d+)\.(\d+)", text)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _smi_device(row: dict[str, str]) -> Device:
+    errors = row["ecc.errors.uncorrected.volatile.total"]
+    return Device(
+        index=int(row["index"]),
+        name=row["name"],
+        capability=row["compute_cap"],
+        memory=_bytes(row["memory.total"]),
+        used=_bytes(row["memory.used"]),
+        free=_bytes(row["memory.free"]),
+        driver=row["driver_version"],
+        uuid=row["uuid"],
+        mig={"Enabled": True, "Disabled": False}.get(row["mig.mode.current"]),
+        persistence={"Enabled": True, "Disabled": False}.get(row["persistence_mode"]),
+        errors=int(errors) if errors.isdigit() else None,
+    )
+
+
+def _bytes(mebibytes: str) -> int:
+    """Return the bytes of a field, or 0 for [N/A]."""
+    return int(mebibytes) * 2**20 if mebibytes.isdigit() else 0
+
+
+def _no_driver(message: str, source: str) -> MachineError:
+    """Return the error for a machine without a driver; the advice depends on the message and the PCI bus."""
+    if "mismatch" in message.lower():
+        hint = "The driver was updated while its kernel module was loaded: reboot, or reload the module."
+    elif on_the_bus():
+        hint = "Install NVIDIA's driver; in a container, start it with --gpus all (NVIDIA Container Toolkit)."
+    else:
+        hint = "Use a machine with an NVIDIA GPU, or --runtime openvino."
+    return MachineError(f"{source}: {message.rstrip('.') or 'no answer'}", hint=hint)
+
+
+def on_the_bus() -> int:
+    """Return the number of NVIDIA GPUs on the PCI bus, with or without a driver."""
+    devices = _PCI.iterdir() if _PCI.is_dir() else ()
+    return sum(
+        _read(device / "vendor") == _VENDOR and _read(device / "class").startswith(_DISPLAY) for device in devices
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

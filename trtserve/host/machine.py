@@ -1,17 +1,24 @@
-"""Memory within this process's cgroup, free disk, and CPU features."""
+"""Memory within this process's cgroup, free disk, and CPU features; what every stage requires of them."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import gc
+import importlib.util
+import json
 import os
 import platform
 import resource
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from trtserve.errors import DiskSpaceError, MemoryLimitError
 
 SHARED_MEMORY = Path("/dev/shm")
 MINIMUM_SHARED_MEMORY = 32 * 2**20
@@ -35,6 +42,16 @@ _NO_MEMORY = (
     "can't start new thread",
     "failed to map segment from shared object",
 )
+# Left free for other programs that write to the disk.
+RESERVE = 256 * 2**20
+# OpenVINO with its graph compilation threads; NumPy with OpenBLAS's buffers per thread.
+_ADDRESSES = {
+    "numpy": 26 * 2**20,
+    "openvino": 430 * 2**20,
+    "transformers": 110 * 2**20,
+    "torch": 490 * 2**20,
+}
+_NUMPY_THREAD = 40 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,3 +245,95 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
+
+
+def require_disk(
+    folder: Path, needed: int, what: str, *, option: str = "--out or TRTSERVE_HOME", smaller: str = ""
+) -> None:
+    """Raise DiskSpaceError when the file system of `folder` lacks `needed` bytes for `what` plus a reserve.
+
+    `option` names the setting for another folder, `smaller` is a sentence on settings that need less.
+    """
+    free = free_disk(folder)
+    if needed > 0 and free < needed + RESERVE:
+        raise DiskSpaceError(
+            f"{what} would take {format_bytes(needed)} plus a reserve of {format_bytes(RESERVE)}; {folder} has"
+            f" {format_bytes(free)} free.",
+            hint=f"Free some space (`trtserve remove`), or choose a folder on a larger disk with {option}."
+            + f" {smaller}".rstrip(),
+        )
+
+
+def require_memory(needed: int, what: str, advice: Callable[[int], str], *, mapped: int = 0) -> None:
+    """Raise MemoryLimitError when fewer than `needed` bytes of memory are free for `what`, such as "X needs".
+
+    `advice` takes the free bytes and says what would fit; `mapped` as in `available_memory`.
+    """
+    available = available_memory(mapped)
+    if needed > available.free:
+        raise MemoryLimitError(
+            f"{what} {format_bytes(needed)} of memory; {format_bytes(available.free)} are free{available.limit}.",
+            hint=f"{available.advice}{advice(available.free)}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AvailableMemory:
+    """Free bytes of memory; `limit` describes what limits them, `advice` starts the advice in that case."""
+
+    free: int
+    limit: str = ""
+    advice: str = ""
+
+
+def available_memory(mapped: int = 0) -> AvailableMemory:
+    """Return the memory free for a stage; `mapped` is the size of libraries and files still to be mapped.
+
+    Mapped files use no memory, but count against a limit on the process's address space.
+    """
+    free, space = free_memory(), address_space()
+    if space is None or space.left - mapped > free:
+        return AvailableMemory(free=free)
+    libraries = f", and libraries and files will take {format_bytes(mapped)}" if mapped else ""
+    return AvailableMemory(
+        free=max(0, space.left - mapped),
+        limit=f" (ulimit -v allows this process {format_bytes(space.limit)} of addresses: it has "
+        f"{format_bytes(space.used)}{libraries})",
+        advice="Raise the limit: ulimit -v unlimited. Else: ",
+    )
+
+
+def to_be_mapped(*names: str, files: int = 0) -> int:
+    """Return the address space for those of the libraries `names` not yet loaded, plus `files` bytes of files."""
+    return files + sum(_addresses(name) for name in names if name not in sys.modules)
+
+
+def _addresses(name: str) -> int:
+    """Measured for the installed libraries (NumPy 1.26, OpenVINO 2026.4, transformers 5.23, PyTorch 2.13)."""
+    if importlib.util.find_spec(name) is None:
+        return 0
+    threads = _NUMPY_THREAD * len(os.sched_getaffinity(0)) if name == "numpy" else 0
+    return _ADDRESSES[name] + threads
+
+
+def install_command(extra: str | None = None) -> str:
+    """Return `pip install` with the clone that trtserve came from, or with its name; `extra` is cpu, oracle …"""
+    clone = _clone()
+    place = "trtserve" if clone is None else "." if clone == Path.cwd() else str(clone)
+    return f"pip install {shlex.quote(f'{place}[{extra}]' if extra else place)}"
+
+
+def _clone() -> Path | None:
+    """The folder that trtserve was installed from, or runs from, or None for an installation from a package index."""
+    source = Path(__file__).parents[2]
+    if (source / "pyproject.toml").is_file():
+        return source
+    from importlib import metadata
+
+    try:
+        origin = json.loads(metadata.distribution("trtserve").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
+    url = urlparse(str(origin.get("url", "")))
+    folder = Path(unquote(url.path))
+    return folder if url.scheme == "file" and (folder / "pyproject.toml").is_file() else None

@@ -15,7 +15,7 @@ from trtserve.files import locked
 from trtserve.library.importing import require_known, spec_of
 from trtserve.pipeline.world_size import repository_for
 from trtserve.progress import SILENT, Progress
-from trtserve.server.background import start_in_background
+from trtserve.server.detach import start_in_background
 from trtserve.server.plan import with_free_ports
 from trtserve.server.repositories import find_repository
 from trtserve.server.shutdown import stop_server

@@ -15,9 +15,8 @@ from trtserve.checkpoint.architectures import gemma3
 from trtserve.checkpoint.memory import RankWeights, rank_weights
 from trtserve.errors import BuildError, MachineError, MissingDependencyError, UnsupportedModelError, UsageError, counted
 from trtserve.host import machine
-from trtserve.host.gpus import count_gpus, visible_gpu
+from trtserve.host.gpus import Device, count_gpus, visible_gpu
 from trtserve.host.machine import format_bytes
-from trtserve.host.nvidia import Device
 from trtserve.nvidia.build_arguments import build_arguments
 from trtserve.nvidia.build_log import BuildLog, duration
 from trtserve.nvidia.containers import (

@@ -11,8 +11,7 @@ from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config, require_files
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.runtimes import EnginePlan, Runtime, choose_runtime
-from trtserve.host.machine import format_bytes
-from trtserve.host.resources import require_disk, require_memory
+from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.loaders import naming_problem
 from trtserve.pipeline.gpu_fit import require_gpu_memory

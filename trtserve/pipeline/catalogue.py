@@ -8,7 +8,7 @@ from typing import Literal
 
 from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
 from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime
-from trtserve.host.resources import available_memory
+from trtserve.host.machine import available_memory
 from trtserve.pipeline.estimate import Question, plan_needs, require_fit
 from trtserve.pipeline.known_models import KnownModel, known_models
 from trtserve.specs import BuildSpec, ConvertSpec

@@ -13,8 +13,7 @@ from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures import FAMILIES
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import ConversionError, UnsupportedModelError, UsageError
-from trtserve.host.machine import format_bytes
-from trtserve.host.resources import require_disk, require_memory
+from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.containers import ContainerRun, container_name, image_of, in_container, with_targets
 from trtserve.nvidia.converters import Toolkit, find_toolkit, needs_calibration, run_converter, tool_command
 from trtserve.nvidia.tool_run import ToolMemory

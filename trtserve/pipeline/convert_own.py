@@ -32,8 +32,7 @@ from trtserve.checkpoint.streaming import (
 from trtserve.checkpoint.tensor_files import DTYPES, TensorFile
 from trtserve.checkpoint.unified import HEAD
 from trtserve.errors import ConversionError, UsageError, counted, listing
-from trtserve.host.machine import format_bytes
-from trtserve.host.resources import require_disk, require_memory, to_be_mapped
+from trtserve.host.machine import format_bytes, require_disk, require_memory, to_be_mapped
 from trtserve.nvidia.releases import NEWEST, RELEASES
 from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.nvidia.releases.loaders import loading_releases, name_in_release, problems

@@ -16,8 +16,7 @@ from trtserve.checkpoint.source import read_hf_config
 from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
 from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
 from trtserve.files import is_weights
-from trtserve.host.machine import free_disk
-from trtserve.host.resources import available_memory, require_disk
+from trtserve.host.machine import available_memory, free_disk, require_disk
 from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion

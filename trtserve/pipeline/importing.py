@@ -14,8 +14,7 @@ from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.executor.steps import draft_memory
-from trtserve.host.machine import format_bytes
-from trtserve.host.resources import require_disk
+from trtserve.host.machine import format_bytes, require_disk
 from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline import inventory
 from trtserve.pipeline.build import BuildPlan, plan_build

@@ -16,8 +16,7 @@ from trtserve.errors import TrtserveError
 from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
 from trtserve.executor.runtimes import EnginePlan, choose_runtime
 from trtserve.executor.steps import USUAL_TOKENS, smallest_step, step_flags, usual_steps
-from trtserve.host.machine import format_bytes
-from trtserve.host.resources import require_memory, to_be_mapped
+from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.server.memory import ServerNeeds, server_processes
 from trtserve.specs import BuildSpec, ConvertSpec

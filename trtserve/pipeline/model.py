@@ -10,8 +10,7 @@ from pathlib import Path
 from trtserve.artifacts import Model
 from trtserve.errors import CorruptFileError, LockedError
 from trtserve.files import is_weights, locked
-from trtserve.host.machine import format_bytes
-from trtserve.host.resources import require_disk
+from trtserve.host.machine import format_bytes, require_disk
 from trtserve.pipeline.model_files import ModelFiles, folder_files, planned_files, stored_files
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task

@@ -25,8 +25,7 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.tensors import ModelDescription, Reply, Tensor, numpy_type, text_array
 from trtserve.errors import ArtifactError, MissingDependencyError, RequestError
 from trtserve.executor.loaders import is_embedded, merges_ranks
-from trtserve.host.install_command import install_command
-from trtserve.host.mpi import mpirun_program
+from trtserve.host.machine import install_command
 from trtserve.nvidia.releases.installed import PACKAGE
 from trtserve.process import Command
 from trtserve.programs.core.executor_module import load_executor_module
@@ -37,6 +36,7 @@ from trtserve.programs.shared.parameters import ModelParameters
 from trtserve.repository.engines import read_engine, require_engine_files
 from trtserve.repository.options import resolve_options
 from trtserve.repository.profiles import CORE
+from trtserve.server.rank_processes import mpirun_program
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store
 

@@ -8,8 +8,14 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import MemoryLimitError
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.executor.steps import draft_memory, engine_needs_of, fitting_step
-from trtserve.host.machine import address_space, format_bytes, free_memory
-from trtserve.host.resources import available_memory, require_memory, to_be_mapped
+from trtserve.host.machine import (
+    address_space,
+    available_memory,
+    format_bytes,
+    free_memory,
+    require_memory,
+    to_be_mapped,
+)
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.profiles import BLS, POSTPROCESSING, PREPROCESSING
 from trtserve.repository.served import ServedRepository

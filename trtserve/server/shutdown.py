@@ -9,14 +9,13 @@ from collections.abc import Callable
 from trtserve.client import metrics
 from trtserve.client.heartbeats import read_heartbeats
 from trtserve.errors import ArtifactError, DiskSpaceError, counted
-from trtserve.host.mpi import sweep_session
 from trtserve.nvidia.containers import DOCKER, ask_container, remove_container
 from trtserve.process import ProcessId, exit_code, program, stop, terminate
 from trtserve.programs.shared.run_folder import DRAINING
 from trtserve.progress import SILENT, Progress
 from trtserve.server.discovery import find_server
 from trtserve.server.launch.modes import Single
-from trtserve.server.rank_processes import serving_process
+from trtserve.server.rank_processes import serving_process, sweep_session
 from trtserve.server.state import Failure, Server, change_state, forget, recorded_server, run_folder
 from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, STOP_GRACE, metrics_page, stop_triton
 from trtserve.store import Store

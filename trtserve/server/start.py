@@ -14,9 +14,15 @@ from trtserve.process import ProcessId, exit_code, spawn
 from trtserve.process.signals import stop_signals
 from trtserve.programs.shared.run_folder import VARIABLE
 from trtserve.progress import SILENT, Progress
-from trtserve.server.checks import announce_commands, check_before_launch, refuse_running, require_ports
+from trtserve.server.checks import (
+    announce_commands,
+    check_before_launch,
+    refuse_running,
+    require_devices,
+    require_mpirun,
+    require_ports,
+)
 from trtserve.server.front import spawn_gateway, start_proxy, wait_until_it_listens, write_proxy
-from trtserve.server.gpu_checks import require_devices, require_mpirun
 from trtserve.server.plan import ServerPlan, on_free_ports
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all

@@ -14,12 +14,12 @@ from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
 from trtserve.process import ProcessId, exit_code, stop_all
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress
-from trtserve.server import background
 from trtserve.server.plan import ServerPlan
 from trtserve.server.shutdown import end_server
 from trtserve.server.start import start_once
 from trtserve.server.state import Server, change_state, failure_of, forget, is_stopping, last_record, recorded_server
 from trtserve.server.status import died_error, ended, unready_models
+from trtserve.server.systemd import notify
 from trtserve.server.triton.server_log import limit_size
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
@@ -42,7 +42,7 @@ def serve_foreground(plan: ServerPlan, *, on_ready: Callable[[Server], None], pr
     with stop_signals() as signals:
 
         def interrupted() -> int:
-            background.notify("WATCHDOG=1")
+            notify("WATCHDOG=1")
             return signals()
 
         while True:
@@ -77,13 +77,13 @@ def _serve_once(
     failure = None
     try:
         restarts.became_ready()
-        background.notify(f"READY=1\nSTATUS={server.model} on port {server.endpoint.http_port}")
+        notify(f"READY=1\nSTATUS={server.model} on port {server.endpoint.http_port}")
         if first:
             on_ready(server)
         else:
             progress.step(f"{server.name} is ready again.")
         watch(server, plan.store, interrupted, progress)
-        background.notify("STOPPING=1")
+        notify("STOPPING=1")
         progress.step(f"Stopping {server.name} …")
     except ServerDiedError as error:
         failure = failure_of(error, exit_code(server.instances[0].process))

@@ -22,7 +22,7 @@ from trtserve.executor.engine.sizes import require_paged_attention
 from trtserve.executor.features import resolve_features
 from trtserve.executor.openvino.memory import LIBRARIES, engine_needs
 from trtserve.host import machine
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 from trtserve.progress import Progress, Task
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device

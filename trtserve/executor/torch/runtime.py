@@ -25,7 +25,7 @@ from trtserve.executor.embedded import EmbeddedPlan, EmbeddedRuntime, compute_to
 from trtserve.executor.features import resolve_features
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 from trtserve.nvidia.gpu_findings import missing_fp8
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec

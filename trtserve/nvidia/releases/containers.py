@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.host.nvidia import Driver
+from trtserve.host.gpus import Driver
 from trtserve.nvidia.releases import Row, load_table, normalize_release, release_of
 
 REPOSITORY = "nvcr.io/nvidia/tritonserver"

@@ -17,8 +17,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader, require_files
 from trtserve.errors import ArtifactError, CheckError, ModelNotFoundError, UsageError
-from trtserve.host.machine import format_bytes
-from trtserve.host.resources import require_memory, to_be_mapped
+from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.memory import check_memory
 from trtserve.pipeline.parity import constants, converted, original
 from trtserve.pipeline.parity.comparison import (

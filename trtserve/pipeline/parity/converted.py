@@ -18,8 +18,7 @@ from trtserve.checkpoint.repacking import float_types, quantised_names
 from trtserve.checkpoint.source import SourceTensor, read_hf_config, read_source, vision_tensors
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import CheckError, MissingDependencyError, TrtserveError, UnsupportedModelError
-from trtserve.host.install_command import install_command
-from trtserve.host.machine import give_memory_back
+from trtserve.host.machine import give_memory_back, install_command
 from trtserve.pipeline.parity.comparison import Precision, PromptLogits
 from trtserve.pipeline.parity.original import Rounding
 from trtserve.progress import SILENT, Progress

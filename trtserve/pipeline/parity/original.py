@@ -18,8 +18,7 @@ from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_hf_config, read_source
 from trtserve.errors import CorruptFileError, MissingDependencyError, TrtserveError, UsageError, listing
 from trtserve.files import parse_json
-from trtserve.host.install_command import install_command
-from trtserve.host.machine import give_memory_back
+from trtserve.host.machine import give_memory_back, install_command
 from trtserve.pipeline.parity.comparison import PromptLogits
 from trtserve.pipeline.parity.constants import Constants, constants_of, products_of
 from trtserve.progress import SILENT, Progress

@@ -23,8 +23,8 @@ from trtserve.pipeline.setup_file.content import BenchmarkSetup, ClusterSetup, M
 from trtserve.pipeline.stages import StageSummary
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
-from trtserve.server.background import start_arguments, start_in_background
 from trtserve.server.checks import access_warnings
+from trtserve.server.detach import start_arguments, start_in_background
 from trtserve.server.front import require_protected
 from trtserve.server.launch import CLUSTERS
 from trtserve.server.launch.cluster import ClusterJob, is_written, write_job

@@ -11,13 +11,23 @@ from functools import partial
 from trtserve.errors import MachineError
 from trtserve.executor.runtimes import RUNTIMES, automatic_runtime
 from trtserve.host import machine
-from trtserve.host.nvidia import Gpus, find_gpus
+from trtserve.host.gpus import Gpus, find_gpus
 from trtserve.nvidia.releases import NEWEST, RELEASES
 from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.nvidia.releases.triton import launcher_facts
 from trtserve.progress import SILENT, Progress
-from trtserve.server.doctor import gpus, programs, stub, system, tensorrt_llm, token
-from trtserve.server.doctor.findings import GROUPS, TENSORRT_LLM, CheckResult, failed, look, raise_failed
+from trtserve.server.doctor import (
+    GROUPS,
+    TENSORRT_LLM,
+    CheckResult,
+    failed,
+    look,
+    nvidia,
+    programs,
+    raise_failed,
+    stub,
+    system,
+)
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import RuntimeName
 from trtserve.store import Store
@@ -90,7 +100,7 @@ def examine(
         *_tensorrt_llm(facts, asked),
         *_tools(facts, progress),
         *_pytorch(facts, progress),
-        *look("hub", "token", lambda: token.check_token(online=online)),
+        *look("hub", "token", lambda: system.check_token(online=online)),
     ]
     judged = sorted((finding.judged(chosen) for finding in found), key=lambda finding: GROUPS.index(finding.group))
     return Examination(runtime=chosen, reason=reason, findings=tuple(judged))
@@ -135,8 +145,8 @@ def _driver() -> tuple[Gpus | None, list[CheckResult]]:
         try:
             held.append(find_gpus())
         except MachineError as error:
-            return gpus.check_no_driver(error)
-        return gpus.check_driver(held[0])
+            return nvidia.check_no_driver(error)
+        return nvidia.check_driver(held[0])
 
     findings = look("gpu", "driver", probe)
     return next((each for each in held if each.devices), None), findings
@@ -146,33 +156,33 @@ def _gpus(facts: _Machine) -> Iterator[CheckResult]:
     found, wanted = facts.gpus, facts.wanted
     if found is None:
         return
-    yield from look("gpu", "visible", lambda: gpus.check_visible(found))
+    yield from look("gpu", "visible", lambda: nvidia.check_visible(found))
     for device in found.devices:
-        yield from look("gpu", f"GPU {device.index}", partial(gpus.check_device, device))
-    yield from look("gpu", "peer access", lambda: gpus.check_peers(found))
-    yield from look("gpu", "CUDA", lambda: gpus.check_cuda(found, wanted))
-    yield from look("gpu", "kernels", lambda: gpus.check_kernels(found, wanted))
+        yield from look("gpu", f"GPU {device.index}", partial(nvidia.check_device, device))
+    yield from look("gpu", "peer access", lambda: nvidia.check_peers(found))
+    yield from look("gpu", "CUDA", lambda: nvidia.check_cuda(found, wanted))
+    yield from look("gpu", "kernels", lambda: nvidia.check_kernels(found, wanted))
 
 
 def _tensorrt_llm(facts: _Machine, asked: Installed | None) -> Iterator[CheckResult]:
     here = facts.here
-    suited = gpus.suited_container(facts.gpus) if facts.gpus else ""
-    yield from look("tensorrt_llm", "TensorRT-LLM", lambda: tensorrt_llm.check_installed(here, asked, suited=suited))
+    suited = nvidia.suited_container(facts.gpus) if facts.gpus else ""
+    yield from look("tensorrt_llm", "TensorRT-LLM", lambda: nvidia.check_installed(here, asked, suited=suited))
     if here is None:
         return
-    yield from look("tensorrt_llm", "engines", lambda: tensorrt_llm.check_engine_path(here))
-    yield from look("tensorrt_llm", "trtllm-build", lambda: tensorrt_llm.check_builder(here))
-    yield from look("tensorrt_llm", "tensorrtllm backend", tensorrt_llm.check_backend)
-    yield from look("tensorrt_llm", "LLM API", lambda: tensorrt_llm.check_llmapi(here, facts.count))
+    yield from look("tensorrt_llm", "engines", lambda: nvidia.check_engine_path(here))
+    yield from look("tensorrt_llm", "trtllm-build", lambda: nvidia.check_builder(here))
+    yield from look("tensorrt_llm", "tensorrtllm backend", nvidia.check_backend)
+    yield from look("tensorrt_llm", "LLM API", lambda: nvidia.check_llmapi(here, facts.count))
 
 
 def _pytorch(facts: _Machine, progress: Progress) -> Iterator[CheckResult]:
     if facts.gpus is None:
         return
     progress.step("Loading PyTorch …")
-    yield from look("gpu", "PyTorch", gpus.check_pytorch)
+    yield from look("gpu", "PyTorch", nvidia.check_pytorch)
     if facts.count > 1:
-        yield from look("mpi", "NCCL", gpus.check_ranks)
+        yield from look("mpi", "NCCL", nvidia.check_ranks)
 
 
 def _tools(facts: _Machine, progress: Progress) -> Iterator[CheckResult]:

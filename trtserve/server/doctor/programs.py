@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, counted
-from trtserve.host.mpi import mpirun_program, needs_oversubscription, sweep_session
 from trtserve.process import POLL_INTERVAL, Command, Completed, exit_code, find_sbin_program, run, spawn, stop
-from trtserve.server.doctor.findings import NONE, PYTORCH, TENSORRT_LLM, CheckResult, report_for
+from trtserve.server.doctor import NONE, PYTORCH, TENSORRT_LLM, CheckResult, report_for
+from trtserve.server.rank_processes import mpirun_program, needs_oversubscription, sweep_session
 from trtserve.server.triton.tritonserver import stub_environment
 
 _TIMEOUT = 20.0

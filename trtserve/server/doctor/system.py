@@ -1,4 +1,4 @@
-"""The machine itself: system, CPU, memory within its cgroup, shared memory, disk, ports; Python and its packages."""
+"""The machine itself: system, CPU, memory, shared memory, disk, ports; Python and its packages; the hub's token."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from typing import TYPE_CHECKING
 
 from trtserve.errors import counted
 from trtserve.host import machine
-from trtserve.host.install_command import install_command
-from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_bytes, free_shared_memory
+from trtserve.host.machine import (
+    MINIMUM_SHARED_MEMORY,
+    SHARED_MEMORY,
+    format_bytes,
+    free_shared_memory,
+    install_command,
+)
 from trtserve.host.ports import is_free, owner
-from trtserve.server.doctor.findings import EMBEDDED, EVERY, CheckResult, State, report_for
+from trtserve.server.doctor import EMBEDDED, EVERY, CheckResult, State, report_for
 from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
+import stat
+from dataclasses import dataclass
+
+from trtserve.errors import TrtserveError
+from trtserve.store import hub
 
 MINIMUM_GLIBC = (2, 35)
 MINIMUM_MEMORY = 2**30
@@ -49,6 +59,11 @@ _INSTRUCTIONS = {
     "sve": "SVE",
     "bf16": "bfloat16",
 }
+# In the order in which the hub's client reads them.
+_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_READERS = stat.S_IRGRP | stat.S_IROTH
+_hub = report_for("hub")
+_SHAPE = re.compile(r"hf_[A-Za-z0-9]{10,}")
 
 
 def check_system(system: str, architecture: str) -> CheckResult:
@@ -215,3 +230,69 @@ def _key(name: str) -> str:
 def _joined(parts: list[str]) -> str:
     more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
     return ", ".join(parts[:_SHOWN]) + more
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Token:
+    """A token and where it was found; `repr` does not show the token."""
+
+    place: str
+    text: str
+    file: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"_Token({self.place})"
+
+
+def check_token(*, online: bool = False) -> Iterator[CheckResult]:
+    """Check the token's place, shape and permissions; with `online` also whether the hub accepts it."""
+    token = _find()
+    if hub.is_offline():
+        yield _hub("network", "ok", "HF_HUB_OFFLINE is set: only files on this machine are used")
+    if token is None:
+        yield _hub(
+            "token",
+            "failed",
+            f"none in {' or '.join(_VARIABLES)}, nor in {_file()}",
+            "Gated and private models need one: `hf auth login`.",
+        )
+        return
+    yield _described(token)
+    if online and not hub.is_offline():
+        try:
+            hub.require_token(token.text)
+        except TrtserveError as error:
+            yield _hub("hub", "warning", error.message.rstrip("."), error.hint or "")
+        else:
+            yield _hub("hub", "ok", f"{hub.endpoint()} accepts the token")
+
+
+def _find() -> _Token | None:
+    for name in _VARIABLES:
+        text = os.environ.get(name, "").strip()
+        if text:
+            return _Token(place=f"variable {name}", text=text)
+    path = _file()
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    return _Token(place=f"file {path}", text=text, file=path) if text else None
+
+
+def _file() -> Path:
+    """Return where `hf auth login` stores it: $HF_TOKEN_PATH, else `token` in $HF_HOME."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    home = Path(os.environ.get("HF_HOME") or cache)
+    return Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+
+
+def _described(token: _Token) -> CheckResult:
+    mode = stat.S_IMODE(token.file.stat().st_mode) if token.file else 0
+    evidence = f"{token.place}{f', mode {mode:04o}' if token.file else ''}"
+    if mode & _READERS:
+        return _hub("token", "warning", f"{evidence}: other users can read it", f"chmod 600 {token.file}")
+    if _SHAPE.fullmatch(token.text) is None:
+        fix = "A token is one word that begins with hf_: set it again (`hf auth login`)."
+        return _hub("token", "warning", f"{evidence}: does not look like a token", fix)
+    return _hub("token", "ok", evidence)

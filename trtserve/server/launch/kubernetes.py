@@ -17,8 +17,8 @@ from trtserve.errors import UsageError
 from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
-from trtserve.server.launch.base import Launch, LaunchSetup, first_address, server_setup
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
+from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, server_setup
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import Orchestrator, launch_mode
 from trtserve.server.render import Verbatim, render

@@ -17,8 +17,8 @@ from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import gpu_triton
-from trtserve.server.launch.base import LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
+from trtserve.server.launch.commands import LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.modes import launch_mode, mpi_ranks, slurm_task
 from trtserve.server.render import Verbatim, render
 from trtserve.server.repositories import engine_paths, require_sound_files

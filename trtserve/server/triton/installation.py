@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, RepositoryError
-from trtserve.host.install_command import install_command
+from trtserve.host.machine import install_command
 from trtserve.process import program
 from trtserve.store import Store
 

@@ -1,29 +1,24 @@
-"""Servers without a terminal: `start --detach`, and services of systemd.
-
-With --detach the supervisor is the same command in a session of its own, which reports over a pipe, one JSON object per
-line: `{"step": …}`, `{"warn": …}`, at the end `{"ready": true}` or `{"error": …}`.
-"""
+"""`start --detach`: the supervisor is the same command in a session of its own, which reports over a pipe."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trtserve import errors
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import ServerStartError, TrtserveError, UsageError
-from trtserve.process import Command, ProcessId, exit_code, how_it_ended, spawn, stop
+from trtserve.errors import ServerStartError, TrtserveError
+from trtserve.files import decode_as, parse_json
+from trtserve.process import Command, exit_code, how_it_ended, spawn, stop
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress, Task, Unit
-from trtserve.server.render import render
 from trtserve.server.shutdown import end_server
 from trtserve.server.state import Server, log_file, recorded_server, server_name
 from trtserve.server.triton import server_log
@@ -34,7 +29,22 @@ from trtserve.specs.command_line import spec_arguments
 from trtserve.store import Store
 
 _POLL = 0.1
-_DRAIN = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One line of the pipe, as JSON."""
+
+    kind: str
+    """`step`, `warn`, `ready`, or the class of the error that ended the start."""
+    text: str = ""
+    hint: str | None = None
+    log: Path | None = None
+
+    @property
+    def error(self) -> TrtserveError:
+        kind: type[TrtserveError] = getattr(errors, self.kind, TrtserveError)
+        return kind(self.text, hint=self.hint, log=self.log)
 
 
 class StartReport:
@@ -48,31 +58,30 @@ class StartReport:
 
     def step(self, text: str) -> None:
         self._own.step(text)
-        self._send({"step": text})
+        self._send(Report(kind="step", text=text))
 
     def warn(self, text: str) -> None:
         self._own.warn(text)
-        self._send({"warn": text})
+        self._send(Report(kind="warn", text=text))
 
     def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> AbstractContextManager[Task]:
-        self._send({"step": text})
+        self._send(Report(kind="step", text=text))
         return self._own.task(text, total=total, unit=unit, done=done)
 
     def ready(self) -> None:
         """Report that the server is ready. Nothing is reported afterwards."""
-        self._send({"ready": True})
+        self._send(Report(kind="ready"))
         self._close()
 
     def failed(self, error: TrtserveError) -> None:
         """Report why the server does not become ready."""
-        facts = {"class": type(error).__name__, "message": error.message, "hint": error.hint, "log": error.log}
-        self._send({"error": facts})
+        self._send(Report(kind=type(error).__name__, text=error.message, hint=error.hint, log=error.log))
         self._close()
 
-    def _send(self, event: dict[str, Any]) -> None:
+    def _send(self, report: Report) -> None:
         if self._pipe is not None:
             try:
-                os.write(self._pipe, f"{json.dumps(event, default=str)}\n".encode())
+                os.write(self._pipe, f"{json.dumps(asdict(report), default=str)}\n".encode())
             except OSError:  # the command that started us was killed: the server starts nevertheless
                 self._close()
 
@@ -110,30 +119,34 @@ def start_in_background(
             supervisor = spawn(command, log=log, bound=bound, keep=(writing,))
         finally:
             os.close(writing)
-        for event in _events(reading, signals):
-            if "error" in event:
-                raise _error(event["error"])
-            if "ready" in event:
-                return _ready(name, store)
-            if "warn" in event:
-                progress.warn(event["warn"])
+        for report in reports(reading, signals):
+            if report.kind == "step":
+                progress.step(report.text)
+            elif report.kind == "warn":
+                progress.warn(report.text)
+            elif report.kind != "ready":
+                raise report.error
+            elif (server := recorded_server(name, store)) is None:
+                raise ServerStartError(f"The server {name} was stopped as soon as it was ready.")
             else:
-                progress.step(event["step"])
+                return server
         grace = STOP_GRACE + spec.exit_timeout
         if signals():
             stop(supervisor, grace=grace, urgent=lambda: signals() > 1)
         deadline = time.monotonic() + grace
         while supervisor.alive() and time.monotonic() < deadline:  # it has closed the pipe, so it is about to end
             time.sleep(_POLL)
-        _end_remains(name, supervisor, store)
+        remains = recorded_server(name, store)
+        if remains is not None and remains.supervisor is not None and remains.supervisor.matches(supervisor):
+            end_server(remains, store)  # it was killed
         if signals():
             raise KeyboardInterrupt
     lines = "\n".join(f"  {line}" for line in server_log.tail(log, 5)) or "  (it wrote nothing)"
     raise ServerStartError(f"The supervisor {how_it_ended(exit_code(supervisor))}. Last lines:\n{lines}", log=log)
 
 
-def _events(pipe: int, signals: Callable[[], int]) -> Iterator[dict[str, Any]]:
-    """Yield the supervisor's events until it closes the pipe or a signal comes."""
+def reports(pipe: int, signals: Callable[[], int]) -> Iterator[Report]:
+    """Yield what the supervisor reports until it closes the pipe or a signal comes."""
     received = b""
     while not signals():
         if not select.select([pipe], [], [], _POLL)[0]:
@@ -142,41 +155,7 @@ def _events(pipe: int, signals: Callable[[], int]) -> Iterator[dict[str, Any]]:
         if not chunk:
             return
         *lines, received = (received + chunk).split(b"\n")
-        yield from map(json.loads, lines)
-
-
-def _ready(name: str, store: Store) -> Server:
-    server = recorded_server(name, store)
-    if server is None:
-        raise ServerStartError(f"The server {name} was stopped as soon as it was ready.")
-    return server
-
-
-def _end_remains(name: str, supervisor: ProcessId, store: Store) -> None:
-    """End what a killed supervisor left of its server."""
-    server = recorded_server(name, store)
-    if server is not None and server.supervisor is not None and server.supervisor.matches(supervisor):
-        end_server(server, store)
-
-
-def _error(facts: dict[str, Any]) -> TrtserveError:
-    kind: type[TrtserveError] = getattr(errors, facts["class"], TrtserveError)
-    return kind(facts["message"], hint=facts["hint"], log=Path(facts["log"]) if facts["log"] else None)
-
-
-def notify(message: str) -> None:
-    """Send systemd a message, such as READY=1; do nothing when it did not start this process (sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
-        connection.setblocking(False)
-        try:
-            # A leading @ names an abstract socket.
-            connection.connect("\0" + address[1:] if address.startswith("@") else address)
-            connection.sendall(message.encode())
-        except OSError:  # systemd has gone, or its socket is full: the next message will do
-            return
+        yield from (decode_as(parse_json(line), Report, "a supervisor's report", "the pipe") for line in lines)
 
 
 def start_arguments(repository: ModelRepository, spec: ServerSpec, *, report_to: int | None = None) -> list[str]:
@@ -185,23 +164,3 @@ def start_arguments(repository: ModelRepository, spec: ServerSpec, *, report_to:
     words += ["--name", server_name(repository, spec)]
     words += [] if report_to is None else ["--report-to", str(report_to)]
     return [*words, "--", *spec.extra_arguments] if spec.extra_arguments else words
-
-
-def plan_unit(repository: ModelRepository, spec: ServerSpec, *, out: Path | None, store: Store) -> tuple[Path, str]:
-    """Return the file of a server's unit and its text. Raises UsageError for what a unit cannot have."""
-    if spec.api_key is not None:
-        raise UsageError("A unit would show the API key to everyone.", hint="Give it in a file: --api-key-file FILE")
-    name = server_name(repository, spec)
-    path = (out or Path(f"trtserve-{name}.service")).absolute()
-    if path.suffix != ".service":
-        raise UsageError(f"--out {path} is not a unit file.", hint="Its name must end with .service.")
-    program = [sys.executable, "-m", "trtserve"]
-    return path, render(
-        "server.service.j2",
-        name=name,
-        start=[*program, *start_arguments(repository, spec)],
-        stop=[*program, "stop", name, "--drain", str(_DRAIN)],
-        home=f"TRTSERVE_HOME={store.root}",
-        start_seconds=int(spec.ready_timeout) + 60,
-        stop_seconds=_DRAIN + 60,
-    )

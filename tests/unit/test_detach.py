@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from trtserve.errors import PortInUseError
 from trtserve.progress import SILENT
-from trtserve.server.background import StartReport, _error, _events
+from trtserve.server.detach import Report, StartReport, reports
 
 
-def reported(*calls: Any) -> list[dict[str, Any]]:
+def reported(*calls: Callable[[StartReport], object]) -> list[Report]:
     reading, writing = os.pipe()
     report = StartReport(writing, SILENT)
     for call in calls:
         call(report)
-    events = list(_events(reading, lambda: 0))
+    found = list(reports(reading, lambda: 0))
     os.close(reading)
-    return events
+    return found
 
 
 def test_steps_and_the_end_arrive_in_order() -> None:
-    events = reported(
+    found = reported(
         lambda report: report.step("Loading"),
         lambda report: report.warn("slow"),
         lambda report: report.task("Comparing", total=2).__enter__(),
         lambda report: report.ready(),
     )
-    assert events == [{"step": "Loading"}, {"warn": "slow"}, {"step": "Comparing"}, {"ready": True}]
+    said = [(each.kind, each.text) for each in found]
+    assert said == [("step", "Loading"), ("warn", "slow"), ("step", "Comparing"), ("ready", "")]
 
 
 def test_an_error_keeps_its_class_and_its_advice() -> None:
     error = PortInUseError("taken", hint="choose another", log=Path("/log"))
-    (event,) = reported(lambda report: report.failed(error))
-    again = _error(json.loads(json.dumps(event["error"])))
+    (report,) = reported(lambda report: report.failed(error))
+    again = report.error
     assert isinstance(again, PortInUseError)
     assert (again.message, again.hint, again.log) == ("taken", "choose another", Path("/log"))
 
@@ -54,6 +54,6 @@ def test_nobody_has_to_listen() -> None:
 
 def test_a_signal_ends_the_listening() -> None:
     reading, writing = os.pipe()
-    assert list(_events(reading, lambda: 1)) == []
+    assert list(reports(reading, lambda: 1)) == []
     os.close(reading)
     os.close(writing)
