@@ -130,10 +130,20 @@ class PortInUseError(TrtserveError):
 
 class ServerStartError(TrtserveError):
     code = 32
-    killed = False
-    """Whether a process of the server was killed, so that another start may succeed."""
-    by_chance = False
-    """Whether Triton crashed or hung in a race condition of its own while it loaded models."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        log: Path | None = None,
+        killed: bool = False,
+        by_chance: bool = False,
+    ) -> None:
+        """Store whether a process was `killed`, and whether Triton failed `by_chance`: another start may succeed."""
+        super().__init__(message, hint=hint, log=log)
+        self.killed = killed
+        self.by_chance = by_chance
 
 
 class ServerNotFoundError(TrtserveError):

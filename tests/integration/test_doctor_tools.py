@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,11 +94,11 @@ def test_versions_of_other_programs(program: Program) -> None:
     program("podman", "echo 'podman version 4.9.3'")
     program("kubectl", "echo 'Client Version: v1.32.4'; echo 'Kustomize Version: v5.5.0'")
     program("nginx", "echo 'nginx version: nginx/1.22.1' >&2")
-    found = [programs.check_podman(), programs.check_kubernetes(), programs.check_nginx()]
+    found = [programs.check_version(name) for name in programs.VERSIONS]
     assert [finding.evidence for finding in found] == ["4.9.3", "1.32.4", "1.22.1"]
     assert {finding.state for finding in found} == {"ok"}
     program("nginx", "echo 'cannot open shared object file' >&2; exit 127")
-    assert programs.check_nginx().state == "warning"
+    assert programs.check_version("nginx").state == "warning"
 
 
 def test_doctor_and_start_find_the_same_nginx(
@@ -108,7 +109,7 @@ def test_doctor_and_start_find_the_same_nginx(
     folder.mkdir()
     path.rename(folder / "nginx")
     monkeypatch.setattr(process, "_SBIN_DIRS", (str(folder),))
-    assert (programs.check_nginx().state, programs.check_nginx().evidence) == ("ok", "1.22.1")
+    assert (programs.check_version("nginx").state, programs.check_version("nginx").evidence) == ("ok", "1.22.1")
     addresses = [Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)]
     assert plan_proxy("x", addresses, ServerSpec(), Store(tmp_path / "home")).executable == folder / "nginx"
 
@@ -118,10 +119,8 @@ def test_doctor_and_start_find_the_same_nginx(
     "check",
     [
         lambda: programs.check_docker(1),
-        programs.check_podman,
         programs.check_slurm,
-        programs.check_kubernetes,
-        programs.check_nginx,
+        *(partial(programs.check_version, name) for name in programs.VERSIONS),
     ],
 )
 def test_tools_that_are_absent(check: Callable[[], CheckResult], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +148,7 @@ def mpirun(program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 def hello(rank: int, received: int, mpi4py: str | None, problem: str | None = None) -> str:
     message = {"rank": rank, "received": received, "mpi4py": mpi4py, "problem": problem}
-    return f"echo 'hello {json.dumps(message)}'"
+    return f"echo 'found {json.dumps(message)}'"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def hello(rank: int, received: int, mpi4py: str | None, problem: str | None = No
             "two ranks started, but exchanged no messages: mpi4py is not installed, Open MPI 5.0.11",
         ),
         # mpi4py built for another MPI than mpirun's: each rank is its own world.
-        (f"{hello(0, 1, '4.0')}; {hello(0, 1, '4.0')}", "failed", "Open MPI 5.0.11: exit code 0: hello"),
+        (f"{hello(0, 1, '4.0')}; {hello(0, 1, '4.0')}", "failed", "Open MPI 5.0.11: exit code 0: found"),
         ("echo 'There are not enough slots available'; exit 1", "failed", "exit code 1: There are not enough slots"),
         ("exit 1", "failed", "Open MPI 5.0.11: exit code 1: it printed nothing"),
     ],

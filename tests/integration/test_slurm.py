@@ -91,8 +91,8 @@ def test_without_slurm_and_when_it_refuses(tmp_path: Path, monkeypatch: pytest.M
     job = planned(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependencyError, match="sbatch"):
-        submit(job)
+        submit(job.script, tmp_path)
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     with pytest.raises(MachineError, match="invalid partition"):
-        submit(job)
+        submit(job.script, tmp_path)

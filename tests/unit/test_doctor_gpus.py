@@ -34,6 +34,7 @@ from trtserve.nvidia.releases.containers import (
 )
 from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.server.doctor import GPU, nvidia
+from trtserve.server.doctor.programs import TwoRanks
 
 Described = Callable[..., Gpus]
 
@@ -411,7 +412,7 @@ def test_two_ranks(
     monkeypatch: pytest.MonkeyPatch, code: int | None, said: list[dict[str, Any]], state: str, evidence: str
 ) -> None:
     output = "".join(f"[1,{each['rank']}]<stdout>: found {json.dumps(each)}\n" for each in said)
-    monkeypatch.setattr(nvidia, "run_two_ranks", lambda _program, *, bound: (code, output))
+    monkeypatch.setattr(nvidia, "run_two_ranks", lambda _program, *, bound: TwoRanks(code=code, output=output))
     found = nvidia.check_ranks()
     assert (found.state, found.group) == (state, "mpi")
     assert found.evidence.startswith(evidence)

@@ -59,7 +59,7 @@ def planned(repository: ModelRepository, spec: ServerSpec | None = None, **given
 def documents(manifest: ClusterJob) -> dict[str, dict[str, Any]]:
     """Objects of the file by kind, as a cluster would read them."""
     read = list(yaml.safe_load_all(manifest.files[manifest.script]))
-    assert [document["kind"] for document in read] == list(manifest.objects)
+    assert [document["kind"] for document in read] == manifest.record["objects"]
     return {document["kind"]: document for document in read}
 
 
@@ -222,7 +222,7 @@ def test_files_that_only_the_volume_has_are_not_checked(tmp_path: Path) -> None:
     config.write_text(core_config("tensorrt_llm", "tensorrt_llm/1", lora_prefetch_dir="/models/loras"))
     cluster, file = KubernetesSpec(claim="models"), tmp_path / "server.yaml"
     manifest = plan_job(repository, ServerSpec(), cluster, file, progress=told)
-    assert manifest.objects
+    assert manifest.files
     assert any("names /models/loras, which is not on this machine" in text for text in told.warnings)
 
 

@@ -59,13 +59,13 @@ def write_for_cluster(repository: ModelRepository, spec: ServerSpec, kind: str, 
     write_job(job)
     for note in job.notes:
         progress.step(note)
-    number = cluster.submit(job) if getattr(options, "submit", False) else None
+    submitted = job.submit() if job.submit is not None and getattr(options, "submit", False) else None
     if call.json:
-        print_json("start", cluster.record(job, number))
+        print_json("start", job.record if submitted is None else {**job.record, "number": submitted.number})
     else:
-        print_data(str(job.script) if number is None else number)
+        print_data(str(job.script) if submitted is None else submitted.number)
     if not call.quiet:
-        for line in cluster.next_steps(job, number):
+        for line in (submitted or job).next_steps:
             say(line)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from trtserve.errors import MissingDependencyError, ServerStopError
 from trtserve.process.signals import end_with_parent
@@ -24,7 +24,9 @@ from trtserve.process.signals import end_with_parent
 if TYPE_CHECKING:
     import psutil
 
+T = TypeVar("T")
 POLL_INTERVAL = 0.05
+_MEASURED = 0.2
 _KILLED = 10.0
 # Field 22 of /proc/PID/stat, counted from the one after the program's name.
 _START_TIME = 19
@@ -218,16 +220,10 @@ def was_killed(code: int | None) -> bool:
     return code in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
-def children(identity: ProcessId) -> tuple[ProcessId, ...]:
-    """Return the direct children of a process."""
-    import psutil
-
-    process = _process(identity)
-    try:
-        found = [] if process is None else process.children()
-        return tuple(each for child in found if (each := ProcessId.of(child.pid)) is not None)
-    except psutil.Error:
-        return ()
+def children(identity: ProcessId, *, recursive: bool = False) -> tuple[ProcessId, ...]:
+    """Return the direct children of a process, or all its descendants."""
+    found = _asked(identity, lambda process: process.children(recursive)) or ()
+    return tuple(each for child in found if (each := ProcessId.of(child.pid)) is not None)
 
 
 def tree(identity: ProcessId) -> set[ProcessId]:
@@ -237,8 +233,7 @@ def tree(identity: ProcessId) -> set[ProcessId]:
     of the session are included because a dead leader leaves them behind. The kernel does not reuse a session id that
     has members, so if a process has the leader's pid but another start time, the session is empty.
     """
-    root = _process(identity)
-    found = set() if root is None else _descendants(root)
+    found = set(children(identity, recursive=True))
     now = ProcessId.of(identity.pid)
     if now is None or now.matches(identity):
         import psutil
@@ -311,27 +306,12 @@ def listeners(port: int) -> list[ProcessId]:
 
 def arguments(identity: ProcessId) -> list[str]:
     """Return the command line of a process, or [] when it has ended, or the kernel does not show it."""
-    import psutil
-
-    process = _process(identity)
-    try:
-        return [] if process is None else process.cmdline()
-    except psutil.Error:
-        return []
+    return _asked(identity, lambda process: process.cmdline()) or []
 
 
 def environment_of(identity: ProcessId) -> dict[str, str]:
-    """Return the environment that a process was started with.
-
-    Returns {} when it has ended, or the kernel does not show it.
-    """
-    import psutil
-
-    process = _process(identity)
-    try:
-        return {} if process is None else process.environ()
-    except psutil.Error:
-        return {}
+    """Return the environment that a process was started with, or {} as `arguments`."""
+    return _asked(identity, lambda process: process.environ()) or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +324,8 @@ class Usage:
     """CPU time in percent of one core."""
 
 
-def usage(identities: Collection[ProcessId], *, seconds: float = 0.2) -> dict[ProcessId, Usage]:
-    """Measure the memory and CPU use of processes over `seconds`; those that have ended are left out."""
+def usage(identities: Collection[ProcessId]) -> dict[ProcessId, Usage]:
+    """Measure the memory and CPU use of processes over a moment; those that have ended are left out."""
     import psutil
 
     watched = {identity: process for identity in identities if (process := _process(identity)) is not None}
@@ -353,7 +333,7 @@ def usage(identities: Collection[ProcessId], *, seconds: float = 0.2) -> dict[Pr
     for process in watched.values():
         with suppress(psutil.Error):
             process.cpu_percent()
-    time.sleep(seconds)
+    time.sleep(_MEASURED)
     for identity, process in watched.items():
         with suppress(psutil.Error):
             measured[identity] = Usage(memory=process.memory_info().rss, cpu=process.cpu_percent())
@@ -392,13 +372,15 @@ def _process(identity: ProcessId) -> psutil.Process | None:
         return None
 
 
-def _descendants(root: psutil.Process) -> set[ProcessId]:
+def _asked(identity: ProcessId, question: Callable[[psutil.Process], T]) -> T | None:
+    """Return what psutil says of a process, or None when it has ended, or the kernel does not show it."""
     import psutil
 
+    process = _process(identity)
     try:
-        return {each for child in root.children(recursive=True) if (each := ProcessId.of(child.pid)) is not None}
+        return None if process is None else question(process)
     except psutil.Error:
-        return set()
+        return None
 
 
 def _session_of(pid: int) -> int | None:
@@ -424,18 +406,10 @@ def _signal(identity: ProcessId, number: int) -> None:
             return
         except psutil.AccessDenied as error:
             raise ServerStopError(
-                f"Process {identity.pid} ({describe(identity)}) cannot be stopped: it belongs to {_owner(process)}.",
+                f"Process {identity.pid} ({describe(identity)}) cannot be stopped: it belongs to "
+                f"{_asked(identity, lambda process: process.username()) or 'another user'}.",
                 hint="Ask its owner to stop it, or stop it as root.",
             ) from error
-
-
-def _owner(process: psutil.Process) -> str:
-    import psutil
-
-    try:
-        return process.username()
-    except psutil.Error:
-        return "another user"
 
 
 def _wait_gone(members: set[ProcessId], seconds: float, urgent: Callable[[], bool]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -146,31 +146,44 @@ def spawn_gateway(plan: GatewayPlan, triton: ProcessId, *, bound: bool) -> Gatew
     return GatewayState(process=process, log=plan.log, settings=plan.file, encrypted=encrypted)
 
 
-def wait_until_it_listens(plan: GatewayPlan, gateway: GatewayState) -> None:
+def await_gateway(plan: GatewayPlan, gateway: GatewayState) -> None:
     """Wait for a gateway. Raises PortInUseError or ServerStartError when it ends, or does not listen in time."""
-    deadline = time.monotonic() + _LISTEN_TIMEOUT
     address = client_host(plan.settings.host), plan.settings.port
-    while True:
+
+    def listens() -> bool:
+        if exit_code(gateway.process) == PortInUseError.code:
+            raise PortInUseError(
+                f"The HTTP port {address[1]} cannot be opened:\n{last_lines(plan.log)}",
+                hint=taken_meanwhile("--http-port"),
+            )
         if not gateway.process.alive():
-            raise _gateway_ended(plan, gateway.process)
+            raise gateway_ended(gateway.process, plan.log)
         with socket.socket() as probe:
             probe.settimeout(_POLL)
-            if probe.connect_ex(address) == 0 and gateway.process.alive():
-                return
+            return probe.connect_ex(address) == 0 and gateway.process.alive()
+
+    _wait_until(listens, "The gateway", plan.log)
+
+
+def _wait_until(listens: Callable[[], bool], what: str, log: Path) -> None:
+    deadline = time.monotonic() + _LISTEN_TIMEOUT
+    while not listens():
         if time.monotonic() > deadline:
-            raise ServerStartError(f"The gateway did not listen within {_LISTEN_TIMEOUT:g} s.", log=plan.log)
+            raise ServerStartError(f"{what} did not listen within {_LISTEN_TIMEOUT:g} s.", log=log)
         time.sleep(_POLL)
 
 
-def _gateway_ended(plan: GatewayPlan, identity: ProcessId) -> PortInUseError | ServerStartError:
-    lines = last_lines(plan.log)
-    if exit_code(identity) == PortInUseError.code:
-        return PortInUseError(
-            f"The HTTP port {plan.settings.port} cannot be opened:\n{lines}", hint=taken_meanwhile("--http-port")
-        )
-    error = ServerStartError(f"The gateway, which answers HTTP requests, has ended. Last lines:\n{lines}", log=plan.log)
-    error.killed = was_killed(exit_code(identity))
-    return error
+def gateway_ended(process: ProcessId, log: Path) -> ServerStartError:
+    return ServerStartError(
+        f"The gateway, which answers HTTP requests, has ended. Last lines:\n{last_lines(log)}",
+        log=log,
+        killed=was_killed(exit_code(process)),
+    )
+
+
+def proxy_ended(log: Path) -> ServerStartError:
+    lines = last_lines(log) or "  (nothing was written)"
+    return ServerStartError(f"The reverse proxy (nginx) has ended. Last lines:\n{lines}", log=log)
 
 
 def is_loopback(address: str) -> bool:
@@ -269,7 +282,7 @@ def start_proxy(proxy: ProxyPlan, *, bound: bool) -> ProxyState:
     if proxy.executable is not None:
         identity = spawn(proxy.command, log=proxy.log, bound=bound)
         try:
-            _wait_until_it_listens(proxy, identity)
+            _await_proxy(proxy, identity)
         except BaseException:
             stop(identity, grace=_POLL)
             raise
@@ -278,11 +291,10 @@ def start_proxy(proxy: ProxyPlan, *, bound: bool) -> ProxyState:
     )
 
 
-def _wait_until_it_listens(proxy: ProxyPlan, identity: ProcessId) -> None:
-    """nginx opens its ports and then writes its process id."""
-    deadline = time.monotonic() + _LISTEN_TIMEOUT
+def _await_proxy(proxy: ProxyPlan, identity: ProcessId) -> None:
     pid = proxy.file.parent / "pid"
-    while not (pid.is_file() and pid.read_text(encoding="utf-8").strip() == str(identity.pid)):
+
+    def listens() -> bool:
         text = server_log.read(proxy.log)
         if "Address already in use" in text:  # nginx would try again for some seconds
             raise PortInUseError(
@@ -290,8 +302,8 @@ def _wait_until_it_listens(proxy: ProxyPlan, identity: ProcessId) -> None:
                 hint=taken_meanwhile("another --proxy-port"),
             )
         if not identity.alive():
-            lines = indented(text.splitlines()[-_LAST_LINES:]) or "  (nothing was written)"
-            raise ServerStartError(f"The reverse proxy (nginx) has ended. Last lines:\n{lines}", log=proxy.log)
-        if time.monotonic() > deadline:
-            raise ServerStartError(f"nginx did not listen within {_LISTEN_TIMEOUT:g} s.", log=proxy.log)
-        time.sleep(_POLL)
+            raise proxy_ended(proxy.log)
+        # nginx opens its ports and then writes its process id.
+        return pid.is_file() and pid.read_text(encoding="utf-8").strip() == str(identity.pid)
+
+    _wait_until(listens, "nginx", proxy.log)

@@ -10,9 +10,10 @@ import psutil
 
 from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.nvidia.containers import explained
-from trtserve.process import ProcessId, exit_code, was_killed
+from trtserve.process import ProcessId
 from trtserve.progress import Progress
 from trtserve.repository.layout import PACKAGE
+from trtserve.server.front import gateway_ended, proxy_ended
 from trtserve.server.launch.modes import LlmApi, Single
 from trtserve.server.plan import InstancePlan, ServerPlan
 from trtserve.server.rank_processes import describe_ranks, describe_stubs, kept_waiting, rank_processes, stubs_of
@@ -85,15 +86,9 @@ def require_front(server: Server) -> None:
     """Raise ServerStartError when a gateway or the reverse proxy has ended."""
     for gateway in (instance.gateway for instance in server.instances):
         if gateway is not None and gateway.dead:
-            lines = last_lines(gateway.log)
-            error = ServerStartError(
-                f"The gateway, which answers HTTP requests, has ended. Last lines:\n{lines}", log=gateway.log
-            )
-            error.killed = was_killed(exit_code(gateway.process))
-            raise error
+            raise gateway_ended(gateway.process, gateway.log)
     if server.proxy is not None and server.proxy.dead:
-        lines = last_lines(server.proxy.log)
-        raise ServerStartError(f"The reverse proxy (nginx) has ended. Last lines:\n{lines}", log=server.proxy.log)
+        raise proxy_ended(server.proxy.log)
 
 
 def require_members(server: Server, plan: ServerPlan) -> None:
@@ -102,13 +97,12 @@ def require_members(server: Server, plan: ServerPlan) -> None:
     for instance in server.instances:
         running = {stub.model for stub in instance.stubs if stub.alive()}
         if lost := sorted(expected - running):
-            error = ServerStartError(
+            raise ServerStartError(
                 f"The Python stub of {', '.join(lost)} ended while the server became ready. Last lines:\n"
                 f"{last_lines(instance.log)}",
                 log=instance.log,
+                killed=True,
             )
-            error.killed = True
-            raise error
     require_ranks(server, plan)
 
 
@@ -183,26 +177,24 @@ class _Waiting:
         loading = server_log.initializing(text)
         lost = sorted(loading - {stub.model for stub in stubs})
         if loading <= self._own and self._standstill.lasts([stub for stub in stubs if stub.model in loading]):
-            error = ServerStartError(
+            raise ServerStartError(
                 f"Triton waits for the Python stub of {', '.join(sorted(loading))}, which has nothing left to do. Last "
                 f"lines:\n{last_lines(self.planned.log)}",
                 log=self.planned.log,
+                by_chance=True,
             )
-            error.by_chance = True
-            raise error
         # A model that fails by itself ends its stub too, but Triton says why.
         if not lost or not self.root.alive() or server_log.failures(text):
             self._stub_lost_since = None
             return
         self._stub_lost_since = self._stub_lost_since or self._looked
         if self._looked - self._stub_lost_since >= _JOB_END:
-            error = ServerStartError(
+            raise ServerStartError(
                 f"The Python stub of {', '.join(lost)} ended while the model was loading. Last lines:\n"
                 f"{last_lines(self.planned.log)}",
                 log=self.planned.log,
+                killed=True,
             )
-            error.killed = True
-            raise error
 
     def _look_for_ranks(self) -> None:
         self._seen |= rank_processes(self.root)

@@ -22,7 +22,7 @@ from trtserve.server.checks import (
     require_mpirun,
     require_ports,
 )
-from trtserve.server.front import spawn_gateway, start_proxy, wait_until_it_listens, write_proxy
+from trtserve.server.front import await_gateway, spawn_gateway, start_proxy, write_proxy
 from trtserve.server.plan import ServerPlan, on_free_ports
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all
@@ -123,7 +123,7 @@ def _start_on_ports(
         try:
             for instance, planned in zip(server.instances, plan.instances, strict=True):
                 if instance.gateway is not None and planned.gateway is not None:
-                    wait_until_it_listens(planned.gateway, instance.gateway)
+                    await_gateway(planned.gateway, instance.gateway)
             with timed(plan.store, "start", plan.served.engine_bytes):
                 wait_for_all(server, plan, timeout=plan.spec.ready_timeout, interrupted=interrupted, progress=progress)
             require_front(server)

@@ -303,12 +303,11 @@ class WrittenJob:
     @property
     def next_steps(self) -> Sequence[str]:
         """How to start it."""
-        return CLUSTERS[self.kind].next_steps(self.job, None)
+        return self.job.next_steps
 
     def to_json(self) -> dict[str, Any]:
         """Return name, model, kind of cluster, and the files."""
-        record = CLUSTERS[self.kind].record(self.job, None)
-        return {"name": self.server, "model": self.model, "cluster": self.kind, **record}
+        return {"name": self.server, "model": self.model, "cluster": self.kind, **self.job.record}
 
 
 def require_cluster(server: ServerSetup, cluster: ClusterSetup, runtime: str) -> None:

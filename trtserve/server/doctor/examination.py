@@ -189,10 +189,9 @@ def _tools(facts: _Machine, progress: Progress) -> Iterator[CheckResult]:
     progress.step("Starting two ranks under mpirun …")
     yield from look("mpi", "mpirun", lambda: programs.check_mpirun(needed=facts.needs_mpirun))
     yield from look("tools", "docker", lambda: programs.check_docker(facts.count))
-    yield from look("tools", "podman", programs.check_podman)
     yield from look("tools", "Slurm", programs.check_slurm)
-    yield from look("tools", "kubectl", programs.check_kubernetes)
-    yield from look("tools", "nginx", programs.check_nginx)
+    for name in programs.VERSIONS:
+        yield from look("tools", name, partial(programs.check_version, name))
 
 
 def require_machine(store: Store, *, progress: Progress = SILENT) -> None:

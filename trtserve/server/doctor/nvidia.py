@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 from trtserve import process
 from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
@@ -33,13 +31,12 @@ from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH, launcher_facts
 from trtserve.process import Command, run
 from trtserve.repository.profiles import llmapi_model
 from trtserve.server.doctor import ENGINES, GPU, LLMAPI, PYTORCH, TENSORRT_LLM, CheckResult, State, report_for
-from trtserve.server.doctor.programs import run_two_ranks
+from trtserve.server.doctor.programs import MARK, found, run_two_ranks
 from trtserve.server.triton.installation import find_triton
 
 # More memory than the driver and a display use.
 _OWN_USE = 2**30
 _TIMEOUT = 60.0
-_MARK = "found "
 # A process of its own: PyTorch takes seconds to load, and a broken driver may end it.
 _LOOK = f"""\
 import json, warnings
@@ -55,7 +52,7 @@ with warnings.catch_warnings(record=True) as told:
         problem = str(error).splitlines()[0]
 nccl = '.'.join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
 problem = problem or ('' if count else ' '.join(str(each.message) for each in told).strip())
-print({_MARK!r} + json.dumps(dict(torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl, gpus=count,
+print({MARK!r} + json.dumps(dict(torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl, gpus=count,
     problem=problem)))
 """
 _HELLO = f"""\
@@ -63,7 +60,7 @@ import json, torch
 from trtserve.executor.torch.ranks import join
 ranks = join(2, 1, 'cuda', None)
 total = ranks.all_reduce(torch.full((4,), ranks.rank + 1.0, device=ranks.device))
-print({_MARK!r} + json.dumps(dict(rank=ranks.rank, device=str(ranks.device), sum=float(total.sum()))), flush=True)
+print({MARK!r} + json.dumps(dict(rank=ranks.rank, device=str(ranks.device), sum=float(total.sum()))), flush=True)
 """
 _SUM = 4 * (1.0 + 2.0)
 
@@ -249,7 +246,7 @@ def check_pytorch() -> CheckResult:
     if find_spec("torch") is None:
         return _PYTORCH("PyTorch", "failed", "not installed", install_command("cuda"))
     output = run(Command(argv=(sys.executable, "-c", _LOOK)), timeout=_TIMEOUT).stdout
-    (seen,) = _found(output)
+    (seen,) = found(output)
     if seen["cuda"] is None:
         fix = "Install a build of PyTorch for CUDA: https://pytorch.org/get-started/locally"
         return _PYTORCH("PyTorch", "failed", f"{seen['torch']} is built without CUDA", fix)
@@ -265,21 +262,13 @@ def check_ranks() -> CheckResult:
     """Start two ranks as `start` does; each takes a GPU, and NCCL adds a tensor of both."""
     if find_spec("torch") is None:
         return _NCCL("NCCL", "failed", "PyTorch is not installed", install_command("cuda"))
-    code, output = run_two_ranks(_HELLO, bound=False)
-    ranks = {each["rank"]: each for each in _found(output) if each["sum"] == _SUM}
+    ended = run_two_ranks(_HELLO, bound=False)
+    ranks = {each["rank"]: each for each in found(ended.output) if each["sum"] == _SUM}
     if len(ranks) == 2:
         devices = " and ".join(ranks[rank]["device"] for rank in sorted(ranks))
         return _NCCL("NCCL", "ok", f"two ranks added a tensor on {devices}")
-    printed = [line.strip() for line in output.splitlines() if line.strip(" -*=")] or ["it printed nothing"]
-    problem = "did not end in time" if code is None else f"exit code {code}"
     fix = "Start it with NCCL_DEBUG=INFO to see why: NCCL_DEBUG=INFO trtserve doctor"
-    return _NCCL("NCCL", "failed", f"two ranks: {problem}: {printed[-1]}", fix)
-
-
-def _found(output: str) -> Iterator[dict[str, Any]]:
-    for line in output.splitlines():
-        if _MARK in line:
-            yield json.loads(line.partition(_MARK)[2])
+    return _NCCL("NCCL", "failed", f"two ranks: {ended.problem}", fix)
 
 
 def check_installed(here: Installed | None, asked: Installed | None, *, suited: str = "") -> CheckResult:

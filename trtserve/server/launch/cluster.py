@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import ArtifactError, UsageError, listing
+from trtserve.errors import ArtifactError, UsageError, counted, listing
 from trtserve.files import writing
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
@@ -40,15 +40,31 @@ class ClusterJob:
     """What the user runs to start the server."""
     engines: Sequence[EngineNodes] = ()
     """Engines in the repository whose config.json must state the GPUs of the cluster's nodes."""
-    objects: Sequence[str] = ()
-    """Kinds of the Kubernetes objects, in their order."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """What --json prints of the files."""
     notes: Sequence[str] = ()
     """What the user should know about the files."""
+    submit: Callable[[], Submitted] | None = None
+    """Hands the written files to the cluster, if its options have `submit`."""
 
     @property
     def script(self) -> Path:
         """What sbatch or kubectl is given."""
         return next(iter(self.files))
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        """Lines that say how to start it."""
+        return (f"Start it: {self.command}",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A job that the cluster has accepted."""
+
+    number: str
+    next_steps: Sequence[str]
+    """Lines that say how to follow it."""
 
 
 class Cluster(Protocol):
@@ -65,15 +81,6 @@ class Cluster(Protocol):
         RepositoryError and UsageError name what prevents that: the repository, the versions of engine and container,
         or a number of nodes and tasks that is not the world size.
         """
-
-    def submit(self, job: ClusterJob) -> str:
-        """Hand the written job to the cluster and return its number; called if its options have `submit`."""
-
-    def record(self, job: ClusterJob, number: str | None) -> dict[str, Any]:
-        """Return what --json prints of a written job; `number` is that of a submitted one."""
-
-    def next_steps(self, job: ClusterJob, number: str | None) -> Sequence[str]:
-        """Return lines that say how to start the job, or how to follow the submitted one."""
 
     def stop_command(self, place: Path) -> str:
         """Return what stops the server whose files were written to `place`."""
@@ -109,6 +116,18 @@ def inspect_for_cluster(
     if not served.embedded:
         require_release(served, spec, progress, repository=repository.path)
     return name, served
+
+
+def ranks_per_node(nodes: int, given: int | None, ranks: int, unit: str) -> int:
+    """Return the ranks, or tasks (`unit`), of each node. Raises UsageError unless all together are the server's."""
+    each = given or max(1, ranks // nodes)
+    if each * nodes != ranks:
+        raise UsageError(
+            f"--nodes {nodes} × --ntasks-per-node {each} are {each * nodes} {unit}; the server has "
+            f"{counted(ranks, 'rank')}.",
+            hint="Their product must be the world size of the engine: tensor × pipeline parallel.",
+        )
+    return each
 
 
 def place_engines(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trtserve.errors import UsageError
 from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
-from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
+from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines, ranks_per_node
 from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, server_setup
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import Orchestrator, launch_mode
@@ -75,23 +74,6 @@ def settings(cluster: ClusterSpec, options: KubernetesOptions, spec: ServerSpec)
     )
 
 
-def submit(job: ClusterJob) -> str:
-    """Raise UsageError: there is no option for it."""
-    raise UsageError("Manifests are not applied by trtserve.", hint=job.command)
-
-
-def record(job: ClusterJob, number: str | None) -> dict[str, Any]:
-    """Return what --json prints."""
-    del number
-    return {"manifest": job.script, "objects": list(job.objects)}
-
-
-def next_steps(job: ClusterJob, number: str | None) -> Sequence[str]:
-    """Return how to start it."""
-    del number
-    return (f"Start it: {job.command}",)
-
-
 def stop_command(place: Path) -> str:
     """Return what removes the objects of a manifest."""
     return f"kubectl delete -f {place}"
@@ -139,7 +121,7 @@ def plan_job(
             if spec.multi_model or served.uses_llmapi
             else "Build the engine for more ranks: tensor × pipeline parallel.",
         )
-    each = _gpus_per_pod(cluster, gpus)
+    each = ranks_per_node(cluster.nodes, cluster.gpus_per_node, gpus, "ranks")
     pods = [rank // each for rank in range(gpus)]
     # The first pod also runs the orchestrator.
     nodes = [0, *pods] if spec.multi_model else pods
@@ -153,9 +135,13 @@ def plan_job(
     if engines:
         notes.append("Its engine's config.json was changed for these nodes: copy the repository to the volume again.")
     kinds = ("Deployment", "Service") if cluster.nodes == 1 else ("ConfigMap", "LeaderWorkerSet", "Service")
-    kinds = (*kinds, "NetworkPolicy")
-    command = f"kubectl apply -f {place}"
-    return ClusterJob(files={place: manifest}, command=command, engines=engines, objects=kinds, notes=notes)
+    return ClusterJob(
+        files={place: manifest},
+        command=f"kubectl apply -f {place}",
+        engines=engines,
+        record={"manifest": place, "objects": [*kinds, "NetworkPolicy"]},
+        notes=notes,
+    )
 
 
 def _path_in_volume(repository: Path, mount: Path) -> Path:
@@ -173,17 +159,6 @@ def _path_in_volume(repository: Path, mount: Path) -> Path:
     return here if here.is_relative_to(mount) else mount / here.name
 
 
-def _gpus_per_pod(cluster: KubernetesSpec, gpus: int) -> int:
-    each = cluster.gpus_per_node or max(1, gpus // cluster.nodes)
-    if each * cluster.nodes != gpus:
-        raise UsageError(
-            f"--nodes {cluster.nodes} × --ntasks-per-node {each} are {each * cluster.nodes} ranks; "
-            f"the server has {gpus}.",
-            hint="Their product must be the world size of the engine: tensor × pipeline parallel.",
-        )
-    return each
-
-
 def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name: str, image: str, gpus: int) -> str:
     """Return the manifest of a server with `gpus` in each pod; the paths of `setup` are those in the volume."""
     wait = cluster.ready_timeout + (cluster.worker_timeout if cluster.nodes > 1 else 0)
@@ -196,19 +171,12 @@ def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name:
         "stop_script": END_SCRIPT if launch.ranks > 1 else None,
     }
     values: dict[str, Any] = {
+        **vars(cluster),
         "name": name,
-        "namespace": cluster.namespace,
-        "replicas": cluster.replicas,
-        "nodes": cluster.nodes,
         "image": image,
         "repository": str(setup.repository),
         # The user of the pod need not have a home.
         "environment": {"HOME": "/tmp", **launch.environment},
-        "hf_secret": cluster.hf_secret,
-        "ssh_secret": cluster.ssh_secret,
-        "pull_secret": cluster.pull_secret,
-        "claim": cluster.claim,
-        "mount_path": cluster.mount_path,
         "scripts_folder": _SCRIPTS,
         "ssh_folder": _SSH,
         "ssh_port": SSH_PORT,

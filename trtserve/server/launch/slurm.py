@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
+from trtserve.errors import MachineError, MissingDependencyError, UsageError
 from trtserve.nvidia.containers import SQUASHFS, image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import gpu_triton
-from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
+from trtserve.server.launch.cluster import ClusterJob, Submitted, inspect_for_cluster, place_engines, ranks_per_node
 from trtserve.server.launch.commands import LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.modes import launch_mode, mpi_ranks, slurm_task
 from trtserve.server.render import Verbatim, render
@@ -94,7 +94,7 @@ def plan_job(
     if served.uses_llmapi and mpi_ranks(served) > 1:
         commands = (slurm_task(setup),) * mpi_ranks(served)
 
-    tasks = _tasks_per_node(cluster, len(commands))
+    tasks = ranks_per_node(cluster.nodes, cluster.ntasks_per_node, len(commands), "tasks")
     # An orchestrator whose workers are other ranks needs no GPU; on several nodes those without it decide.
     gpus = tasks - 1 if spec.multi_model and cluster.nodes == 1 else tasks
     nodes = [rank // tasks for rank in range(len(commands))]
@@ -106,10 +106,11 @@ def plan_job(
                 f"Slurm cannot have the path {path} in its options.",
                 hint="Choose one without spaces, commas, colons and other special characters.",
             )
-    values = {
-        "nodes": cluster.nodes,
+    values: dict[str, Any] = {
+        **vars(cluster),
         "tasks": tasks,
         "gpus": gpus,
+        "job_name": cluster.job_name or name,
         "repository": setup.repository.absolute(),
         # Each job adds its number.
         "shm_prefix": unique_prefix(re.sub(r"[^A-Za-z0-9_.-]", "_", name)).rstrip("_"),
@@ -117,15 +118,8 @@ def plan_job(
     job = render(
         "server.sbatch.j2",
         **values,
-        job_name=cluster.job_name or name,
         logs=logs,
         ask_for_gpus=not any(flag.startswith(_GPU_FLAGS) for flag in cluster.flags),
-        account=cluster.account,
-        partition=cluster.partition,
-        time=cluster.time,
-        flags=cluster.flags,
-        mpi=cluster.mpi,
-        gpu_clock=cluster.gpu_clock,
         image=image,
         node_script=folder / NODE,
         task_script=folder / TASK,
@@ -148,7 +142,14 @@ def plan_job(
             "launcher and workers keep waiting for it."
         )
     files = {folder / JOB: job, folder / NODE: render("node.sh.j2", **values), folder / TASK: task}
-    return ClusterJob(files=files, logs=logs, command=f"sbatch {folder / JOB}", engines=engines)
+    return ClusterJob(
+        files=files,
+        logs=logs,
+        command=f"sbatch {folder / JOB}",
+        engines=engines,
+        record={"job": folder / JOB, "logs": logs, "number": None},
+        submit=lambda: submit(folder / JOB, logs),
+    )
 
 
 def _setup(repository: ModelRepository, served: ServedRepository, spec: ServerSpec, progress: Progress) -> LaunchSetup:
@@ -185,17 +186,6 @@ def _image(
     return Image(name=name, mounts=tuple(outer))
 
 
-def _tasks_per_node(cluster: SlurmSpec, ranks: int) -> int:
-    each = cluster.ntasks_per_node or max(1, ranks // cluster.nodes)
-    if each * cluster.nodes != ranks:
-        raise UsageError(
-            f"--nodes {cluster.nodes} × --ntasks-per-node {each} are {each * cluster.nodes} tasks; "
-            f"the server has {counted(ranks, 'rank')}.",
-            hint="Their product must be the world size of the engine: tensor × pipeline parallel.",
-        )
-    return each
-
-
 def _array_words(setup: LaunchSetup, command: Sequence[str]) -> list[Verbatim]:
     """Return the words of a bash array, with a variable in place of the shared-memory prefix of any rank."""
     prefix = re.compile(re.escape(setup.shm_prefix) + r"r\d+_")
@@ -207,39 +197,24 @@ def _quoted(part: str) -> str:
     return f"'{part}'" if "," in part and "'" not in part else shlex.quote(part) if part else ""
 
 
-def record(job: ClusterJob, number: str | None) -> dict[str, Any]:
-    """Return what --json prints."""
-    return {"job": job.script, "logs": job.logs, "number": number}
-
-
-def next_steps(job: ClusterJob, number: str | None) -> Sequence[str]:
-    """Return how to start the job, or to follow the submitted one."""
-    if number is None:
-        return (f"Start it: {job.command}",)
-    return (
-        f"Submitted job {number}: squeue -j {number} -o '%T %B' shows its state and the node that answers.",
-        f"Logs: {job.logs}. Stop: scancel {number}",
-    )
-
-
 def stop_command(place: Path) -> str:
     """Return what ends a job, whose number sbatch printed."""
     del place
     return "scancel NUMBER"
 
 
-def submit(job: ClusterJob) -> str:
-    """Hand the job to sbatch and return its number.
+def submit(script: Path, logs: Path) -> Submitted:
+    """Hand a job to sbatch.
 
     Raises MissingDependencyError if sbatch is missing and MachineError with Slurm's own message when it refuses the
     job.
     """
     try:
-        ended = run(Command(argv=("sbatch", "--parsable", str(job.script))), timeout=_SUBMIT_TIMEOUT)
+        ended = run(Command(argv=("sbatch", "--parsable", str(script))), timeout=_SUBMIT_TIMEOUT)
     except MissingDependencyError:
         raise MissingDependencyError(
             "--submit runs sbatch, which was not found on PATH.",
-            hint=f"Submit the job where Slurm is, usually on a login node: sbatch {job.script}",
+            hint=f"Submit the job where Slurm is, usually on a login node: sbatch {script}",
         ) from None
     except TimeoutError:
         raise MachineError(
@@ -249,7 +224,14 @@ def submit(job: ClusterJob) -> str:
         message = ended.stderr.strip() or f"code {ended.code}"
         raise MachineError(
             f"Slurm refused the job: {message}",
-            hint=f"Options for sbatch: --account, --partition, --time, --sbatch-flag. The script: {job.script}",
+            hint=f"Options for sbatch: --account, --partition, --time, --sbatch-flag. The script: {script}",
         )
     # Where there are several clusters, the name of one follows a semicolon.
-    return ended.stdout.strip().partition(";")[0]
+    number = ended.stdout.strip().partition(";")[0]
+    return Submitted(
+        number=number,
+        next_steps=(
+            f"Submitted job {number}: squeue -j {number} -o '%T %B' shows its state and the node that answers.",
+            f"Logs: {logs}. Stop: scancel {number}",
+        ),
+    )

@@ -272,10 +272,13 @@ def start_error(identity: ProcessId, log: Path) -> ServerStartError | PortInUseE
         last = own.splitlines() if ended is None else server_log.significant(own)
         lines = "\n".join(f"  {line}" for line in last[-_LAST_LINES:]) or "  (none)"
         hint = "Add --oversubscribe: mpirun starts only one rank per core." if server_log.lacks_slots(text) else None
-        error = ServerStartError(f"{ending} before the server was ready. Last lines:\n{lines}", hint=hint, log=log)
-        error.killed = was_killed(exit_code(identity)) or (ended is not None and was_killed(ended.code))
-        error.by_chance = _STUB_RACE in own
-        return error
+        return ServerStartError(
+            f"{ending} before the server was ready. Last lines:\n{lines}",
+            hint=hint,
+            log=log,
+            killed=was_killed(exit_code(identity)) or (ended is not None and was_killed(ended.code)),
+            by_chance=_STUB_RACE in own,
+        )
     words = "\n".join(f"  {str(reason).replace(chr(10), chr(10) + '  ')}" for reason in reasons)
     message = f"{ending} before the server was ready:\n{words}"
     if "already in use" in words:
