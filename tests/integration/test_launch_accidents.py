@@ -175,7 +175,9 @@ def test_the_port_behind_a_gateway_is_drawn_again_when_it_is_taken(
     spec = replace(free_spec("robbed", gateway=True), oversubscribe=True)
     first = free_ports(HOST, 1)
     drawn = iter([first])
-    monkeypatch.setattr(front, "free_ports", lambda host, count: next(drawn, None) or free_ports(host, count))
+    monkeypatch.setattr(
+        "trtserve.server.plan.free_ports", lambda host, count: next(drawn, None) or free_ports(host, count)
+    )
     messages = Messages()
     with thief_of(first):
         server = start_server(plan_server(repository_of(tmp_path, tp=1), spec, store=store), progress=messages)

@@ -193,19 +193,21 @@ def _dry_run(
     repository: ModelRepository, spec: ServerSpec, progress: TerminalProgress, *, rebuild: bool, json: bool
 ) -> None:
     """Print what `start` would do; another --world-size runs the stages of the import first."""
-    from trtserve.pipeline.world_size import plan_rebuild, planned_stages, repository_for
+    from trtserve.pipeline.world_size import plan_rebuild, planned_stages
+    from trtserve.repository.served import inspect_repository
     from trtserve.server.checks import announce_risks, rehearse
     from trtserve.server.plan import plan_server
 
-    again = plan_rebuild(repository, spec)
-    if again is None or not rebuild:
-        fitting = repository_for(repository, spec, rebuild=False)
-        plan = plan_server(fitting, spec, on_this_machine=False)
+    served = inspect_repository(repository)
+    again = plan_rebuild(repository, served, spec)
+    if again is None:
+        plan = plan_server(repository, spec, served=served, on_this_machine=False)
         rehearse(plan, progress)
         _print_plan(plan, [], json=json)
         return
+    again.require_allowed(rebuild=rebuild)
     progress.step(f"World size {spec.world_size}: {again.reason}; first these stages are run with {again.size}.")
-    stages, made = planned_stages(again, progress=progress)
+    stages, made = planned_stages(again, progress)
     exists = made.path.is_dir()
     plan = plan_server(made, spec, served=None if exists else again.served, on_this_machine=False)
     if exists:

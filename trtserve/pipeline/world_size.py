@@ -43,6 +43,15 @@ class Rebuild:
         """What is repeated; for the LLM API only the repository."""
         return "assembled" if self.served.uses_llmapi else "converted and built"
 
+    def require_allowed(self, *, rebuild: bool) -> None:
+        """Raise UsageError unless `rebuild`; the hint has the command that repeats the import."""
+        if not rebuild:
+            command = import_command(self.record.name, self.record.source, as_json(self.spec))
+            raise UsageError(
+                f"{self.reason}; --world-size {self.served.world_size} needs it {self.work} again ({self.size}).",
+                hint=f"Leave --no-rebuild out, or do it by hand: {command}",
+            )
+
     @property
     def size(self) -> str:
         """The new parallelism."""
@@ -50,12 +59,11 @@ class Rebuild:
         return f"tp {convert.tp_size}" + (f" × pp {convert.pp_size}" if convert.pp_size > 1 else "")
 
 
-def plan_rebuild(repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None) -> Rebuild | None:
+def plan_rebuild(repository: ModelRepository, served: ServedRepository, spec: ServerSpec) -> Rebuild | None:
     """Return the import to repeat for --world-size, or None where the repository fits, or was not made by an import."""
-    store = store or Store()
-    if spec.world_size is None or not wants_rebuild(served := inspect_repository(repository), spec):
+    if spec.world_size is None or not wants_rebuild(served, spec):
         return None
-    record = next((each for each in store.recorded() if Path(each.repository) == repository.path.absolute()), None)
+    record = next((each for each in Store().recorded() if Path(each.repository) == repository.path.absolute()), None)
     made = None if record is None else recorded_spec(record)
     # No single import makes a repository of several models.
     if record is None or made is None or (served.facts.get("members") or {}):
@@ -66,12 +74,10 @@ def plan_rebuild(repository: ModelRepository, spec: ServerSpec, *, store: Store 
     return Rebuild(record=record, spec=changed, ranks=served.world_size, served=with_ranks(served, spec.world_size))
 
 
-def planned_stages(
-    rebuild: Rebuild, *, store: Store | None = None, progress: Progress = SILENT
-) -> tuple[list[StageSummary], ModelRepository]:
+def planned_stages(rebuild: Rebuild, progress: Progress) -> tuple[list[StageSummary], ModelRepository]:
     """Return the stages of the import, and its repository: where it is, or as far as known where it will be."""
-    store, spec = store or Store(), rebuild.spec
-    plan = plan_import(spec, store=store, progress=progress)
+    store = Store()
+    plan = plan_import(rebuild.spec, store=store, progress=progress)
     warn_about_resources(plan, progress)
     name = rebuild.record.name
     path = store.folder(ModelRepository) / f"{name}-{_NOT_MADE}" if plan.repository is None else plan.repository.path
@@ -84,7 +90,6 @@ def repository_for(
     *,
     rebuild: bool = True,
     on_this_machine: bool = True,
-    store: Store | None = None,
     progress: Progress = SILENT,
 ) -> ModelRepository:
     """Return the repository if its engine fits `spec`, else one whose engine has --world-size ranks.
@@ -94,23 +99,19 @@ def repository_for(
     Raises UsageError when `rebuild` is False. A repository that no import made is returned as it is: `start` refuses
     it.
     """
-    store = store or Store()
-    wanted = plan_rebuild(repository, spec, store=store)
+    if spec.world_size is None:
+        return repository
+    wanted = plan_rebuild(repository, inspect_repository(repository), spec)
     if wanted is None:
         return repository
-    if not rebuild:
-        command = import_command(wanted.record.name, wanted.record.source, as_json(wanted.spec))
-        raise UsageError(
-            f"{wanted.reason}; --world-size {spec.world_size} needs it {wanted.work} again ({wanted.size}).",
-            hint=f"Leave --no-rebuild out, or do it by hand: {command}",
-        )
+    wanted.require_allowed(rebuild=rebuild)
     if on_this_machine:
-        require_startable(plan_server(repository, spec, served=wanted.served, store=store))
+        require_startable(plan_server(repository, spec, served=wanted.served))
     progress.step(
         f"World size {spec.world_size}: {wanted.reason}, so it is {wanted.work} again with {wanted.size}; what exists "
         "is reused."
     )
-    return import_to_repository(wanted.spec, store=store, record=False, progress=progress)
+    return import_to_repository(wanted.spec, record=False, progress=progress)
 
 
 def with_world_size(spec: ImportSpec, world_size: int) -> ImportSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,7 +21,7 @@ from trtserve.gateway.settings import (
     require_key,
     write_private,
 )
-from trtserve.host.ports import free_ports, taken_meanwhile
+from trtserve.host.ports import taken_meanwhile
 from trtserve.process import Command, ProcessId, exit_code, find_sbin_program, run, spawn, stop, was_killed
 from trtserve.repository.profiles import CORE
 from trtserve.repository.served import ServedRepository
@@ -29,7 +29,7 @@ from trtserve.server.render import render
 from trtserve.server.state import GatewayState, ProxyState, gateway_folder, log_file, run_folder
 from trtserve.server.triton import server_log
 from trtserve.server.triton.server_log import indented, last_lines
-from trtserve.server.triton.tritonserver import LOOPBACK, Address, client_host
+from trtserve.server.triton.tritonserver import Address, client_host
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -76,12 +76,6 @@ def require_protected(spec: ServerSpec, address: str) -> None:
             f"--host {spec.host} can be reached by other machines: the API key and all prompts would be readable.",
             hint="Give --tls-certificate and --tls-key, or --no-tls when a proxy in front encrypts.",
         )
-
-
-def behind_gateways(addresses: Collection[Address]) -> list[Address]:
-    """Return the addresses with a port on loopback for each Triton's own HTTP service."""
-    inner = free_ports(LOOPBACK, len(addresses))
-    return [replace(address, inner_http_port=port) for address, port in zip(addresses, inner, strict=True)]
 
 
 def plan_gateway(

@@ -11,19 +11,19 @@ from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.interface.bindings import PACKAGE, BindingsEnvironment, bindings_environment, imports_bindings
 from trtserve.host.gpus import split_gpus, visible_devices
-from trtserve.host.ports import ipv4_address, is_free, next_free
+from trtserve.host.ports import free_ports, ipv4_address, is_free, next_free
 from trtserve.nvidia.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import gpu_triton, require_world_size
-from trtserve.server.front import GatewayPlan, ProxyPlan, behind_gateways, plan_gateway, plan_proxy, require_protected
+from trtserve.server.front import GatewayPlan, ProxyPlan, plan_gateway, plan_proxy, require_protected
 from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.rank_processes import mpirun_program, needs_oversubscription
 from trtserve.server.repositories import engine_paths, hub_cache
 from trtserve.server.state import log_file, server_name
 from trtserve.server.triton.installation import CONTAINER_TRITON, Triton, find_triton
-from trtserve.server.triton.tritonserver import Address, unique_prefix
+from trtserve.server.triton.tritonserver import LOOPBACK, Address, unique_prefix
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -115,32 +115,32 @@ def plan_server(
         if alone:
             require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
         raise
-    require_world_size(served, spec, repository, mode.ranks(served, spec))
-    bindings = _bindings(repository, spec, store, embedded=alone or served.embedded)
-    python = None if bindings is None else bindings.programs
+    ranks = mode.ranks(served, spec)
+    require_world_size(served, spec, repository, ranks)
+    here = alone or served.embedded
+    bindings = _bindings(repository.path, spec, store, embedded=here)
 
     first, prefix = first_address(spec), unique_prefix(name)
     require_protected(spec, first.host)
     addresses = _addresses(first, spec)
-    here = alone or served.embedded
     if here:
         triton = find_triton(served.backends | {"python"})
     else:
         triton = CONTAINER_TRITON if spec.container else gpu_triton(served, on_this_machine=on_this_machine)
-    common = server_setup(triton, repository, served, addresses[0], spec, prefix)
+    common = server_setup(name, repository.path, served, spec, triton, addresses[0], prefix)
     if here:
-        common = in_this_python(common, triton, store, python)
-    ranks = mode.ranks(served, spec) * spec.instances
-    setups = [common] if alone else _instance_setups(common, served, spec, addresses, ranks)
+        common = in_this_python(common, triton, store, None if bindings is None else bindings.programs)
+    setups = [common] if alone else _instance_setups(common, served.world_size, spec, addresses, ranks * spec.instances)
     instances = []
     for number, setup in enumerate(setups, start=1):
         launch = mode.compose(setup, served, spec)
-        container = _container(repository, served, spec, launch)
+        container = None if spec.container is None else _container(name, spec.container, spec, served, launch, setup)
         if container is not None:
             launch = replace(launch, command=in_container(launch.command, container))
-        log, gateway = log_file(name, store, number), None
+        gateway = None
         if not spec.raw_http:
             gateway = plan_gateway(name, setup.address, number, spec, served, repository.path, store)
+        log = log_file(name, store, number)
         instances.append(
             InstancePlan(address=setup.address, log=log, launch=launch, container=container, gateway=gateway)
         )
@@ -158,9 +158,7 @@ def plan_server(
     )
 
 
-def _bindings(
-    repository: ModelRepository, spec: ServerSpec, store: Store, *, embedded: bool
-) -> BindingsEnvironment | None:
+def _bindings(repository: Path, spec: ServerSpec, store: Store, *, embedded: bool) -> BindingsEnvironment | None:
     """Return the environment of --bindings. Raises UsageError for engines on GPUs, RepositoryError where it lacks."""
     if spec.bindings is not None and not embedded:
         raise UsageError(
@@ -169,7 +167,7 @@ def _bindings(
         )
     if spec.bindings is not None:
         return bindings_environment(spec.bindings, store, option="--bindings")
-    programs = sorted(repository.path.glob("*/[0-9]*/model.py")) if embedded and find_spec(PACKAGE) is None else []
+    programs = sorted(repository.glob("*/[0-9]*/model.py")) if embedded and find_spec(PACKAGE) is None else []
     program = next((each for each in programs if imports_bindings(each) and not (each.parent / PACKAGE).exists()), None)
     if program is not None:
         raise RepositoryError(
@@ -184,7 +182,10 @@ def _addresses(first: Address, spec: ServerSpec) -> list[Address]:
     addresses = instance_addresses(
         first, spec.instances, lambda port: spec.auto_ports and not is_free(first.host, port)
     )
-    return addresses if spec.raw_http else behind_gateways(addresses)
+    if spec.raw_http:
+        return addresses
+    inner = free_ports(LOOPBACK, len(addresses))
+    return [replace(address, inner_http_port=port) for address, port in zip(addresses, inner, strict=True)]
 
 
 def on_free_ports(plan: ServerPlan) -> ServerPlan:
@@ -197,10 +198,10 @@ def on_free_ports(plan: ServerPlan) -> ServerPlan:
 
 
 def _instance_setups(
-    common: LaunchSetup, served: ServedRepository, spec: ServerSpec, addresses: Sequence[Address], ranks: int
+    common: LaunchSetup, world: int, spec: ServerSpec, addresses: Sequence[Address], ranks: int
 ) -> list[LaunchSetup]:
     """Return the setup of each instance, with its own GPUs, ports and shared memory; `ranks` counts all instances'."""
-    world, count = served.world_size, spec.instances
+    count = spec.instances
     if spec.multi_model:
         gpus = [spec.gpus]
     else:
@@ -228,17 +229,15 @@ def _instance_setups(
 
 
 def _container(
-    repository: ModelRepository, served: ServedRepository, spec: ServerSpec, launch: Launch
-) -> ContainerRun | None:
+    name: str, image: str, spec: ServerSpec, served: ServedRepository, launch: Launch, setup: LaunchSetup
+) -> ContainerRun:
     """Return the container of one launch; it sees the repository, and files outside it that its configurations name."""
-    if spec.container is None:
-        return None
     hub = hub_cache() if served.uses_llmapi else None
     protection = (path.expanduser() for path in (spec.tls_certificate, spec.tls_key) if path is not None)
     return ContainerRun(
-        image=image_of(spec.container),
-        name=container_name(repository.name if spec.name is None else spec.name),
-        read_only=with_targets((repository.path, *engine_paths(repository, served), *protection)),
+        image=image_of(image),
+        name=container_name(name),
+        read_only=with_targets((setup.repository, *engine_paths(setup.repository, served), *protection)),
         writable=() if hub is None else (hub,),
         environment={} if hub is None else {"HF_HOME": str(hub)},
         flags=spec.container_flags,

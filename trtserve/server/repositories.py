@@ -106,9 +106,9 @@ def named_paths(repository: Path) -> tuple[Path, ...]:
     return tuple(path for path in _outside(repository) if path.exists())
 
 
-def engine_paths(repository: ModelRepository, served: ServedRepository) -> tuple[Path, ...]:
+def engine_paths(repository: Path, served: ServedRepository) -> tuple[Path, ...]:
     """Return the paths outside the repository that its core models need: named files and engine folders."""
-    return named_paths(repository.path) + tuple(core.engine for core in served.core_models if core.engine)
+    return named_paths(repository) + tuple(core.engine for core in served.core_models if core.engine)
 
 
 def hub_cache() -> Path | None:

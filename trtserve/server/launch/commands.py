@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trtserve.artifacts import ModelRepository
 from trtserve.client.endpoint import grpc_token
 from trtserve.gateway.settings import read_key
 from trtserve.host.gpus import VISIBLE_DEVICES
@@ -16,7 +15,6 @@ from trtserve.nvidia.releases.triton import CORE_MODEL, TRITONSERVER, launcher_f
 from trtserve.process import Command
 from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import launch_release
-from trtserve.server.state import server_name
 from trtserve.server.triton.installation import Triton, backend_folder
 from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, Address, protection_arguments, stub_environment
 from trtserve.specs import ServerSpec
@@ -82,17 +80,18 @@ class Launch:
 
 
 def server_setup(
-    triton: Triton,
-    repository: ModelRepository,
+    name: str,
+    repository: Path,
     served: ServedRepository,
-    address: Address,
     spec: ServerSpec,
+    triton: Triton,
+    address: Address,
     prefix: str,
 ) -> LaunchSetup:
-    """Return what the launches of a server on GPUs have in common, on this machine or another one."""
+    """Return what the launches of the server `name` have in common, on this machine or another one."""
     return LaunchSetup(
         executable=str(triton.executable),
-        repository=repository.path,
+        repository=repository,
         address=address,
         release=launch_release(served, spec),
         shm_prefix=prefix,
@@ -101,7 +100,7 @@ def server_setup(
         exit_timeout=spec.exit_timeout,
         gpus=spec.gpus,
         oversubscribe=spec.oversubscribe,
-        arguments=triton_arguments(spec, server_name(repository, spec)),
+        arguments=(*protection_of(spec), *tracing_of(spec, name), *spec.extra_arguments),
     )
 
 
@@ -111,11 +110,6 @@ def in_this_python(setup: LaunchSetup, triton: Triton, store: Store, python: Pat
     `python` is the folder of another `python3`.
     """
     return replace(setup, backends=backend_folder(triton, store), bound=False, environment=stub_environment(python))
-
-
-def triton_arguments(spec: ServerSpec, name: str) -> tuple[str, ...]:
-    """Return the flags of tritonserver that follow from the options of the server `name`, those of the user last."""
-    return (*protection_of(spec), *tracing_of(spec, name), *spec.extra_arguments)
 
 
 def tracing_of(spec: ServerSpec, name: str) -> tuple[str, ...]:

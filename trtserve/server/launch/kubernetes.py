@@ -102,12 +102,11 @@ def plan_job(
             f"The {served.runtime} runtime needs an image that has trtserve: --container IMAGE.",
             hint="docs/how-to/gpus.md has the Dockerfile.",
         )
-    setup = server_setup(CONTAINER_TRITON, repository, served, address, spec, unique_prefix(name))
+    in_volume = _path_in_volume(repository.path, Path(cluster.mount_path))
+    setup = server_setup(name, in_volume, served, spec, CONTAINER_TRITON, address, unique_prefix(name))
     setup = replace(setup, bound=not served.embedded)
     image = image_of(spec.container) if spec.container else containers_of(setup.release)[-1].image
-    in_volume = _path_in_volume(repository.path, Path(cluster.mount_path))
     require_sound_files(repository, spec, progress, volume=Path(cluster.mount_path))
-    setup = replace(setup, repository=in_volume)
     launch = launch_mode(served, spec).compose(setup, served, spec, nodes=cluster.nodes)
     gpus = launch.ranks
     if launch.ranks == 1 or spec.multi_model:

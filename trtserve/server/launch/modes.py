@@ -47,7 +47,6 @@ class LaunchMode(ABC):
 
     def ranks(self, served: ServedRepository, spec: ServerSpec) -> int:
         """Return the world size that --world-size is compared with."""
-        del spec
         return served.world_size
 
     @abstractmethod
@@ -63,13 +62,9 @@ class Single(LaunchMode):
     name = "single"
 
     def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
-        """Return whether Triton and Python of this machine can serve the repository without a GPU."""
-        del spec
         return served.runtime is None or served.merges_ranks  # None means a plain Triton model
 
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
-        """Raise UsageError for options of GPU engines."""
-        del served, on_this_machine
         given = {
             "--instances": spec.instances > 1,
             "--multi-model": spec.multi_model,
@@ -90,8 +85,6 @@ class Single(LaunchMode):
     def compose(
         self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
     ) -> Launch:
-        """Return the launch of one tritonserver, without MPI and without GPUs."""
-        del served, spec, nodes
         executable = Path(setup.executable)
         backends = setup.backends or executable.parent.parent / "backends"
         command = server_command(
@@ -112,13 +105,9 @@ class LlmApi(LaunchMode):
     name = "llmapi"
 
     def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
-        """Return whether the repository runs the LLM API."""
-        del spec
         return served.uses_llmapi
 
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
-        """Raise UsageError for --multi-model, which is for TensorRT engines."""
-        del served, on_this_machine
         if spec.multi_model:
             raise UsageError(
                 "--multi-model is for TensorRT engines; the LLM API starts its own workers.",
@@ -128,8 +117,6 @@ class LlmApi(LaunchMode):
     def compose(
         self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
     ) -> Launch:
-        """Return the launch of tritonserver and of the workers that MPI starts."""
-        del spec, nodes
         return llmapi(setup, mpi_ranks(served))
 
 
@@ -139,12 +126,9 @@ class Orchestrator(LaunchMode):
     name = "orchestrator"
 
     def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
-        """Return whether engines are to be served with --multi-model."""
         return not served.uses_llmapi and spec.multi_model
 
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
-        """Raise UsageError for an engine of the embedded executor, RepositoryError for one not on this machine."""
-        del spec, on_this_machine
         if served.embedded:
             raise UsageError(
                 f"--multi-model is for engines of TensorRT-LLM; this repository's is for the {served.runtime} runtime.",
@@ -159,7 +143,6 @@ class Orchestrator(LaunchMode):
     def compose(
         self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
     ) -> Launch:
-        """Return the launch of the orchestrator, and of its workers when it does not spawn them."""
         gpus = (len(spec.gpus) or count_gpus()) if nodes is None else 0
         return orchestrator(setup, served.core_models, spawn=spec.spawn_processes, gpus=gpus, nodes=nodes or 1)
 
@@ -170,11 +153,9 @@ class Leader(LaunchMode):
     name = "leader"
 
     def serves(self, served: ServedRepository, spec: ServerSpec) -> bool:
-        """Return whether an engine is to be served without an orchestrator."""
         return not served.uses_llmapi and not spec.multi_model
 
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
-        """Raise UsageError for engines of different world sizes, RepositoryError for GPUs that it cannot assign."""
         require_engines_here(served.core_models)
         if served.embedded:
             _require_own_processes(served, spec, on_this_machine=on_this_machine)
@@ -191,8 +172,6 @@ class Leader(LaunchMode):
     def compose(
         self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
     ) -> Launch:
-        """Return the launch of all ranks of the engine."""
-        del spec, nodes
         return leader(setup, served.world_size)
 
 

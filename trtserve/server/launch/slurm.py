@@ -88,7 +88,7 @@ def plan_job(
 
     folder = place.absolute()
     image = None if spec.container is None else _image(spec.container, repository, served, folder, progress)
-    setup = _setup(repository, served, spec, progress)
+    setup = _setup(name, repository.path, served, spec, progress)
     launch = launch_mode(served, spec).compose(setup, served, spec, nodes=cluster.nodes)
     commands = launch.groups
     if served.uses_llmapi and mpi_ranks(served) > 1:
@@ -152,7 +152,7 @@ def plan_job(
     )
 
 
-def _setup(repository: ModelRepository, served: ServedRepository, spec: ServerSpec, progress: Progress) -> LaunchSetup:
+def _setup(name: str, repository: Path, served: ServedRepository, spec: ServerSpec, progress: Progress) -> LaunchSetup:
     """Return what the tasks have in common; without a container the embedded executor runs in this Python."""
     if served.embedded and spec.container is None:
         store = Store()
@@ -161,12 +161,12 @@ def _setup(repository: ModelRepository, served: ServedRepository, spec: ServerSp
             f"Every node must see this Python, {sys.prefix}, and {prepare_backends(triton, store)} at the same paths. "
             "With --container IMAGE the tasks run in an image that has trtserve (docs/how-to/gpus.md)."
         )
-        own = server_setup(triton, repository, served, first_address(spec), spec, _SHM_PLACEHOLDER)
+        own = server_setup(name, repository, served, spec, triton, first_address(spec), _SHM_PLACEHOLDER)
         return in_this_python(own, triton, store)
     triton = CONTAINER_TRITON if spec.container else gpu_triton(served, on_this_machine=False)
     if triton.package is not None:  # the nodes do not have the wheel of this Python
         triton = CONTAINER_TRITON
-    return server_setup(triton, repository, served, first_address(spec), spec, _SHM_PLACEHOLDER)
+    return server_setup(name, repository, served, spec, triton, first_address(spec), _SHM_PLACEHOLDER)
 
 
 def _image(
@@ -181,7 +181,7 @@ def _image(
     else:
         name = image_of(container)
     # The scripts of the job are run inside as well.
-    paths = with_targets((repository.path, *engine_paths(repository, served), folder))
+    paths = with_targets((repository.path, *engine_paths(repository.path, served), folder))
     outer = (path for path in paths if not any(path.is_relative_to(other) for other in paths if other != path))
     return Image(name=name, mounts=tuple(outer))
 
