@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtserve.client.prompts import messages, render
+from trtserve.client.tokenizer import messages, render
 from trtserve.errors import UsageError
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
@@ -29,7 +29,7 @@ DOUBLED = "{{% set x = namespace(t={}) %}}{{% for i in range(99) %}}{{% set x.t 
 )
 def test_a_template_cannot_take_all_time_or_memory(template: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if words == "longer than":
-        monkeypatch.setattr("trtserve.client.prompts.TEMPLATE_SECONDS", 0.2)
+        monkeypatch.setattr("trtserve.client.tokenizer.TEMPLATE_SECONDS", 0.2)
     with pytest.raises(UsageError, match=words):
         render(template, messages("hi", None), {})
     assert render("{{ messages[0].content }}", messages("hi", None), {}) == "hi"

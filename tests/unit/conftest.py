@@ -11,7 +11,7 @@ import pytest
 from tests.support import python_backend
 from tests.support.executors import Start, executors
 from tests.support.guide_trials import TrialInThisProcess
-from trtserve.client.prompts import render
+from trtserve.client.tokenizer import render
 from trtserve.executor.engine import guided
 
 # The models import it; Triton's own exists in its stub alone.

@@ -10,9 +10,16 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.prompts import chat_prompts, end_words, find_chat_template, messages, render
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer
+from trtserve.client.tokenizer import (
+    TokenizerFiles,
+    chat_prompts,
+    end_words,
+    find_chat_template,
+    find_tokenizer,
+    messages,
+    render,
+)
 from trtserve.errors import UsageError
 
 TEMPLATES = {

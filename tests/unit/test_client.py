@@ -8,10 +8,11 @@ import pytest
 from trtserve.client.call_errors import plain, refused
 from trtserve.client.grpc_transport import infer_request, reply_of
 from trtserve.client.http_transport import generate_body
-from trtserve.client.inputs import PreparedPrompts, RequestContext
+from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor
+from trtserve.client.tokenizer import PreparedPrompts
 from trtserve.errors import UsageError
 
 

@@ -14,10 +14,10 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.query_output import Sink, as_json
 from trtserve.client.answer import Answer, GeneratedSequence, Generation
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.inputs import PreparedPrompts, RequestContext
+from trtserve.client.inputs import RequestContext
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Reply, text_array
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.repository.profiles import BLS, CORE
 

@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
-from trtserve.client.inputs import PreparedPrompts, RequestContext, read_token_ids
+from trtserve.client.inputs import RequestContext, read_token_ids
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
 from trtserve.client.tensors import ModelDescription, Tensor
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.repository.profiles import BLS, CORE, ENSEMBLE
 

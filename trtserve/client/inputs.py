@@ -9,13 +9,13 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, numpy_type
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.files import parse_json, read_json_object
 
@@ -26,27 +26,6 @@ Values = dict[str, Tensor]
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedPrompts:
-    """The rows of one request, as texts, or as token ids for a core model."""
-
-    texts: tuple[str, ...] = ()
-    token_ids: tuple[tuple[int, ...], ...] = ()
-    end_words: tuple[str, ...] = ()
-    """Words that end an answer in addition to `end_id`."""
-    end_id: int | None = None
-
-    @property
-    def rows(self) -> int:
-        """Batch size."""
-        return len(self.texts) or len(self.token_ids)
-
-    def split(self) -> list[PreparedPrompts]:
-        """Return one request per row."""
-        texts = [replace(self, texts=(text,)) for text in self.texts]
-        return texts or [replace(self, token_ids=(ids,)) for ids in self.token_ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +53,6 @@ class RequestContext:
     def list_input(self, values: Sequence[Any], name: str) -> Values:
         """Return the list `values` for every row."""
         return {name: self.model.tensor(name, list(values), rows=self.prompts.rows)}
-
-
-def require_tokenizer(files: TokenizerFiles | None, model: ModelDescription, what: str) -> TokenizerFiles:
-    """Return the tokenizer. Raises UsageError if there is none, because a core model needs it for `what`."""
-    if files is None:
-        raise UsageError(
-            f"{what} needs a tokenizer: the model {model.name!r} takes token ids, and no tokenizer is available here.",
-            hint="Give the tokenizer's folder with --tokenizer, or the prompt as ids with --input-tokens-csv.",
-        )
-    return files
 
 
 def split_input(text: str) -> tuple[str, str]:

@@ -16,10 +16,10 @@ from trtserve.client.call_errors import RequestCancelledError
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.inputs import RequestContext
-from trtserve.client.prompts import messages, prepare_prompts
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
+from trtserve.client.tokenizer import messages, prepare_prompts
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient, stop_request
 from trtserve.errors import RequestError, TrtserveError, UsageError
 

@@ -13,11 +13,11 @@ from trtserve.client.inputs import (
     input_tensor,
     prompt_table_inputs,
     read_text,
-    require_tokenizer,
     vocab_size,
 )
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
 from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, Tensor
+from trtserve.client.tokenizer import require_tokenizer
 from trtserve.errors import UsageError
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from trtserve.client.inputs import PreparedPrompts, RequestContext
-from trtserve.client.prompts import end_words, find_chat_template, render, without_bos
+from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import Tensor
+from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, render, without_bos
 from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import ChatBody, NamedTool, Sampling
 from trtserve.gateway.openai.errors import ApiError

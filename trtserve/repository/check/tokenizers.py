@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from trtserve.client.prompts import find_chat_template, render
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tokenizer import TokenizerFiles, find_chat_template, render
 from trtserve.errors import MissingDependencyError, TrtserveError, counted
 from trtserve.progress import SilentProgress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
