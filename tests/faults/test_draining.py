@@ -12,7 +12,7 @@ from tests.support.supervised import supervised
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
-from trtserve.client.heartbeats import read_heartbeats
+from trtserve.client.metrics import read_heartbeats
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
 from trtserve.programs.shared.run_folder import DRAINING

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trtserve.client.call_errors import refused
-from trtserve.client.heartbeats import read_heartbeats
+from trtserve.client.metrics import read_heartbeats
 from trtserve.gateway.openai.errors import api_error
 from trtserve.programs.core import model as _core
 from trtserve.programs.core.pending import Pending, PendingTable

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.client.heartbeats import read_heartbeats
+from trtserve.client.metrics import read_heartbeats
 from trtserve.programs.shared.run_folder import DRAINING, VARIABLE, Heartbeat, require_not_draining
 
 

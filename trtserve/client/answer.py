@@ -156,7 +156,7 @@ class Answer:
         can_exclude = "exclude_input_in_output" in context.model.inputs or context.model.flag("exclude_input_in_output")
         repeats_prompt = not streams and context.spec.exclude_input and not can_exclude
         return _SequenceCollector(
-            GeneratedSequence(prompt=key[0], sequence=key[1], beam=key[2]),
+            sequence=GeneratedSequence(prompt=key[0], sequence=key[1], beam=key[2]),
             # With accumulate_tokens every response repeats the text so far; with beams it always does.
             cumulative=streams and (self._beams > 1 or context.model.flag("accumulate_tokens")),
             revised=self._beams > 1,
@@ -215,62 +215,50 @@ class Answer:
         )
 
 
+@dataclass(kw_only=True)
 class _SequenceCollector:
-    """Collects the responses of one sequence.
+    """Collects the responses of one sequence."""
 
-    cumulative: every response repeats the text so far.
-    revised: a response replaces the text so far (beam search).
-    prompt, prompt_len: text and number of tokens of the prompt that responses repeat.
-    files: tokenizer that decodes the ids of a core model.
-    """
-
-    def __init__(
-        self,
-        sequence: GeneratedSequence,
-        *,
-        cumulative: bool,
-        revised: bool,
-        prompt: str,
-        prompt_len: int,
-        strip: bool,
-        files: TokenizerFiles | None,
-    ) -> None:
-        self.sequence = sequence
-        self._cumulative = cumulative
-        self._revised = revised
-        self._prompt = prompt
-        self._prompt_len = prompt_len
-        self._strip = strip
-        self._files = files
-        self._seen = ""
+    sequence: GeneratedSequence
+    cumulative: bool
+    """Whether every response repeats the text so far."""
+    revised: bool
+    """Whether a response replaces the text so far (beam search)."""
+    prompt: str
+    """The prompt that responses repeat, as text, and as its number of tokens."""
+    prompt_len: int
+    strip: bool
+    files: TokenizerFiles | None
+    """The tokenizer that decodes the ids of a core model."""
+    seen: str = ""
 
     def add_text(self, text: str) -> str:
         """Add the text of a response and return the new piece."""
-        text = text.removeprefix(self._prompt)
-        if self._revised:
+        text = text.removeprefix(self.prompt)
+        if self.revised:
             self.sequence.text = self._stripped(text)
             return text
-        if self._cumulative:
-            self._seen, text = text, text[len(self._seen) :]
+        if self.cumulative:
+            self.seen, text = text, text[len(self.seen) :]
         piece = text if self.sequence.text else self._stripped(text)
         self.sequence.text = (self.sequence.text or "") + piece
         return piece
 
     def add_ids(self, ids: list[int]) -> str | bool:
         """Add the tokens of a response; return the new text if it can be decoded, else whether there are tokens."""
-        ids = ids[self._prompt_len :]
-        earlier = [] if self._revised else self.sequence.token_ids or []
+        ids = ids[self.prompt_len :]
+        earlier = [] if self.revised else self.sequence.token_ids or []
         self.sequence.token_ids = [*earlier, *ids]
-        if self._files is None or not ids:
+        if self.files is None or not ids:
             return bool(ids)
-        self.sequence.text = self._stripped(self._files.decode(self.sequence.token_ids))
+        self.sequence.text = self._stripped(self.files.decode(self.sequence.token_ids))
         if self.sequence.text.endswith(_INCOMPLETE_CHARACTER):
             return True
-        self._seen, before = self.sequence.text, self._seen
-        return self._seen.removeprefix(before)
+        self.seen, before = self.sequence.text, self.seen
+        return self.seen.removeprefix(before)
 
     def _stripped(self, text: str) -> str:
-        return text.lstrip(" ") if self._strip else text
+        return text.lstrip(" ") if self.strip else text
 
     def add_finish_reason(self, reply: Reply, position: int) -> None:
         """Read the output `finish_reason`, else the response parameter, which lists those of several beams."""

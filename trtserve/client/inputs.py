@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.client.spec import QuerySpec
+from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, numpy_type
 from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles
 from trtserve.errors import RepositoryError, UsageError
@@ -344,25 +344,19 @@ def draft_inputs(context: RequestContext) -> Values:
             raise UsageError(f"--draft-tokens-csv has {len(rows)} lines; draft tokens belong to one sequence.")
         values |= context.list_input(rows[0], "draft_input_ids")
     if "lookahead_config" in options:
-        values |= _lookahead(context, options["lookahead_config"])
-    return values
-
-
-def _lookahead(context: RequestContext, text: str) -> Values:
-    numbers = re.fullmatch(r"\[?\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]?", text)
-    if numbers is None:
-        raise UsageError(f"--lookahead-config is {text!r}; expected [window,ngram,verification-set], such as [7,7,7].")
-    names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-    values: Values = {}
-    for name, number in zip(names, numbers.groups(), strict=True):
-        values |= context.scalar(int(number), name)
+        text = options["lookahead_config"]
+        numbers = re.fullmatch(r"\[?\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]?", text)
+        if numbers is None:
+            raise UsageError(
+                f"--lookahead-config is {text!r}; expected [window,ngram,verification-set], such as [7,7,7]."
+            )
+        for name, number in zip(tensors_of("lookahead_config"), numbers.groups(), strict=True):
+            values |= context.scalar(int(number), name)
     return values
 
 
 def _tensor(context: RequestContext, name: str, array: Any, what: str) -> Tensor:
     declared = context.model.input(name)
-    if len(declared.dims) != array.ndim or any(
-        dim not in (-1, size) for dim, size in zip(declared.dims, array.shape, strict=True)
-    ):
+    if not _fits(declared, array.shape):
         raise UsageError(f"{what} has shape {list(array.shape)}; the model expects {declared}.")
     return context.model.tensor(name, as_declared(declared, array, what), rows=context.prompts.rows)

@@ -1,13 +1,20 @@
-"""Read Triton's metrics page: Prometheus' text format, with the metrics of Triton and of the core models.
+"""What a server shows of itself: Triton's metrics page and the heartbeats of its executors.
 
-Names with `trtserve` are trtserve's own; the others are NVIDIA's.
+The page has Prometheus' text format. Names with `trtserve` are trtserve's own; the others are NVIDIA's.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from trtserve.errors import ArtifactError
+from trtserve.files import read_as
+from trtserve.programs.shared.run_folder import HEARTBEATS, STOPPED
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -81,24 +88,20 @@ def parse(text: str, names: tuple[str, ...] = ("nv_",)) -> list[Sample]:
 
     Without the comments, which name the types: by those the parser would rename Triton's counters.
     """
-    lines = [line for line in text.splitlines() if line.startswith(names)]
-    try:
-        return _samples("\n".join(lines))
-    except ValueError:
-        return [sample for line in lines for sample in _samples_of_line(line)]
-
-
-def _samples(text: str) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    def samples(part: str) -> list[Sample]:
+        return [sample for family in text_string_to_metric_families(part) for sample in family.samples]
 
-
-def _samples_of_line(line: str) -> list[Sample]:
+    lines = [line for line in text.splitlines() if line.startswith(names)]
     try:
-        return _samples(line)
+        return samples("\n".join(lines))
     except ValueError:
-        return []
+        found = []
+        for line in lines:
+            with suppress(ValueError):
+                found += samples(line)
+        return found
 
 
 def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:
@@ -108,16 +111,18 @@ def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:
         family, kind = _place(sample)
         if kind is not None:
             found.setdefault(_identity(sample), {}).setdefault(family, {})[kind] = sample.value
+    # A page has no fixed order; buckets keep theirs.
     return [
-        CoreMetrics(model=model, version=version, families=_ordered(families))
+        CoreMetrics(
+            model=model,
+            version=version,
+            families={
+                **{name: dict(sorted(families[name].items())) for name in CORE_LABELS if name in families},
+                **{name: families[name] for name in LENGTHS if name in families},
+            },
+        )
         for (model, version), families in sorted(found.items())
     ]
-
-
-def _ordered(families: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Sort families by CORE_LABELS, because a page has no fixed order; buckets keep their order."""
-    gauges = {name: dict(sorted(families[name].items())) for name in CORE_LABELS if name in families}
-    return gauges | {name: dict(families[name]) for name in LENGTHS if name in families}
 
 
 def _place(sample: Sample) -> tuple[str, str | None]:
@@ -159,3 +164,47 @@ def kv_blocks(text: str, model: str) -> dict[str, int]:
 
 def _identity(sample: Sample) -> tuple[str, str]:
     return sample.labels.get("model", ""), sample.labels.get("version", "")
+
+
+_SILENT = 15.0
+_STALLED = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """The newest record of one executor, as `programs/shared/run_folder.py` writes it."""
+
+    model: str
+    pid: int
+    time: float
+    """When it was written, in seconds of the monotonic clock; an executor writes every second."""
+    moved: float
+    """When the executor last made a step or had nothing to do."""
+    open_requests: int
+    failure: str | None
+    """Why the executor has stopped working for good."""
+
+    @property
+    def ailment(self) -> str:
+        """What is wrong with an executor whose process lives, or empty."""
+        silent, stalled = (time.monotonic() - moment for moment in (self.time, self.moved))
+        if self.failure is not None:
+            return f"its executor has stopped working: {self.failure}"
+        if silent > _SILENT:
+            return f"its process {self.pid} has shown no sign of life for {silent:.0f} s"
+        if stalled > _STALLED:
+            return f"its executor has made no step for {stalled:.0f} s, with {self.open_requests} open requests"
+        return ""
+
+
+def read_heartbeats(folder: Path) -> list[Heartbeat]:
+    """Return the heartbeats of a server's executors; none before they have loaded, and for NVIDIA's backends."""
+    found = []
+    for path in sorted(folder.glob(HEARTBEATS)):
+        try:
+            beat = read_as(path, Heartbeat, "a heartbeat", tolerant=True)
+        except (FileNotFoundError, ArtifactError):  # it was removed, or is being written for the first time
+            continue
+        failure = None if beat.failure is None else beat.failure.removeprefix(f"{STOPPED}: ")
+        found.append(replace(beat, failure=failure))
+    return found

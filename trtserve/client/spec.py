@@ -1,8 +1,8 @@
 """What `trtserve query` asks: the prompts, the inputs of Triton's models that it fills, and how it is sent.
 
-Releases and models name some inputs differently: `tensors` lists the names, newest first, and the first that the
-model declares is filled. An option that is not `direct` becomes the tensor's value in `request.py` or `inputs.py`:
-words turn into ids, files into arrays.
+An option fills the input of its own name. Where releases and models name it differently, `tensors` lists the names,
+newest first, and the first that the model declares is filled. An option that is not `direct` becomes the tensor's
+value in `request.py` or `inputs.py`: words turn into ids, files into arrays.
 """
 
 from __future__ import annotations
@@ -81,38 +81,19 @@ class RequestOptions(Spec):
         panel=LENGTH,
     )
     embedding_bias_words: tuple[str, ...] = option(
-        (),
-        tensors=("embedding_bias_words",),
-        help="Words to bias, as in NVIDIA's client; repeatable.",
-        direct=False,
-        panel=LENGTH,
+        (), help="Words to bias, as in NVIDIA's client; repeatable.", direct=False, panel=LENGTH
     )
     embedding_bias_weights: tuple[float, ...] = option(
-        (),
-        tensors=("embedding_bias_weights",),
-        help="Weight of each of these words; repeatable.",
-        direct=False,
-        panel=LENGTH,
+        (), help="Weight of each of these words; repeatable.", direct=False, panel=LENGTH
     )
     end_id: int | None = option(
-        None,
-        tensors=("end_id",),
-        help="Token id that ends the answer; -1: none.",
-        minimum=-1,
-        panel=LENGTH,
-        metavar="ID",
+        None, help="Token id that ends the answer; -1: none.", minimum=-1, panel=LENGTH, metavar="ID"
     )
     pad_id: int | None = option(
-        None,
-        tensors=("pad_id",),
-        help="Token id that pads shorter rows of a batch.",
-        minimum=-1,
-        panel=LENGTH,
-        metavar="ID",
+        None, help="Token id that pads shorter rows of a batch.", minimum=-1, panel=LENGTH, metavar="ID"
     )
     temperature: float | None = option(
         None,
-        tensors=("temperature",),
         help="Sampling temperature; needs --top-k or --top-p to have an effect.",
         minimum=0,
         panel=SAMPLING,
@@ -172,29 +153,16 @@ class RequestOptions(Spec):
         common=True,
     )
     repetition_penalty: float | None = option(
-        None,
-        tensors=("repetition_penalty",),
-        help="Divide the logits of tokens seen before by this; 1: off.",
-        minimum=0,
-        panel=SAMPLING,
+        None, help="Divide the logits of tokens seen before by this; 1: off.", minimum=0, panel=SAMPLING
     )
     presence_penalty: float | None = option(
-        None, tensors=("presence_penalty",), help="Subtract this from the logits of generated tokens.", panel=SAMPLING
+        None, help="Subtract this from the logits of generated tokens.", panel=SAMPLING
     )
     frequency_penalty: float | None = option(
-        None,
-        tensors=("frequency_penalty",),
-        help="Subtract this once for each time a token was generated.",
-        panel=SAMPLING,
+        None, help="Subtract this once for each time a token was generated.", panel=SAMPLING
     )
     beam_width: int | None = option(
-        None,
-        "--beam-width",
-        "-b",
-        tensors=("beam_width",),
-        help="Beams of a beam search; the engine sets a limit.",
-        minimum=1,
-        panel=SEQUENCES,
+        None, "--beam-width", "-b", help="Beams of a beam search; the engine sets a limit.", minimum=1, panel=SEQUENCES
     )
     length_penalty: float | None = option(
         None,
@@ -205,36 +173,17 @@ class RequestOptions(Spec):
         panel=SEQUENCES,
     )
     early_stopping: bool = option(
-        False,
-        tensors=("early_stopping",),
-        help="End a beam search as soon as enough beams are complete.",
-        panel=SEQUENCES,
+        False, help="End a beam search as soon as enough beams are complete.", panel=SEQUENCES
     )
     beam_search_diversity_rate: float | None = option(
-        None,
-        tensors=("beam_search_diversity_rate",),
-        help="Penalty that makes beams differ.",
-        minimum=0,
-        panel=SEQUENCES,
+        None, help="Penalty that makes beams differ.", minimum=0, panel=SEQUENCES
     )
     num_return_sequences: int | None = option(
-        None,
-        "--num-return-sequences",
-        "-n",
-        tensors=("num_return_sequences",),
-        help="Samples per prompt.",
-        minimum=1,
-        panel=SEQUENCES,
+        None, "--num-return-sequences", "-n", help="Samples per prompt.", minimum=1, panel=SEQUENCES
     )
-    return_log_probs: bool = option(
-        False, tensors=("return_log_probs",), help="Return log-probabilities of the generated tokens.", panel=RETURNED
-    )
-    return_context_logits: bool = option(
-        False, tensors=("return_context_logits",), help="Return logits of the prompt.", panel=RETURNED
-    )
-    return_generation_logits: bool = option(
-        False, tensors=("return_generation_logits",), help="Return logits of the generated tokens.", panel=RETURNED
-    )
+    return_log_probs: bool = option(False, help="Return log-probabilities of the generated tokens.", panel=RETURNED)
+    return_context_logits: bool = option(False, help="Return logits of the prompt.", panel=RETURNED)
+    return_generation_logits: bool = option(False, help="Return logits of the generated tokens.", panel=RETURNED)
     return_perf_metrics: bool = option(
         False,
         "--return-perf-metrics",
@@ -243,12 +192,9 @@ class RequestOptions(Spec):
         help="Return times, KV cache blocks and draft acceptance of the request.",
         panel=RETURNED,
     )
-    return_num_input_tokens: bool = option(
-        False, tensors=("return_num_input_tokens",), help="Return the number of prompt tokens.", panel=RETURNED
-    )
+    return_num_input_tokens: bool = option(False, help="Return the number of prompt tokens.", panel=RETURNED)
     return_num_output_tokens: bool = option(
         False,
-        tensors=("return_num_output_tokens",),
         help="Return the number of generated tokens; always requested if the model has this input.",
         panel=RETURNED,
     )
@@ -287,7 +233,6 @@ class RequestOptions(Spec):
     )
     lora_task_id: int | None = option(
         None,
-        tensors=("lora_task_id",),
         help="Number of the adapter; without --lora-path the server must have it cached.",
         minimum=0,
         maximum=UINT64,
@@ -323,15 +268,9 @@ class RequestOptions(Spec):
         unset="the engine's vocabulary size",
     )
     num_draft_tokens: int | None = option(
-        None,
-        tensors=("num_draft_tokens",),
-        help="Tokens that the draft model proposes per step.",
-        minimum=0,
-        panel=DRAFTS,
+        None, help="Tokens that the draft model proposes per step.", minimum=0, panel=DRAFTS
     )
-    use_draft_logits: bool = option(
-        False, tensors=("use_draft_logits",), help="Accept draft tokens by their logits.", panel=DRAFTS
-    )
+    use_draft_logits: bool = option(False, help="Accept draft tokens by their logits.", panel=DRAFTS)
     draft_tokens_csv: Path | None = option(
         None,
         tensors=("draft_input_ids",),
@@ -341,12 +280,7 @@ class RequestOptions(Spec):
         panel=DRAFTS,
     )
     draft_acceptance_threshold: float | None = option(
-        None,
-        tensors=("draft_acceptance_threshold",),
-        help="Probability above which a draft token is accepted.",
-        minimum=0,
-        maximum=1,
-        panel=DRAFTS,
+        None, help="Probability above which a draft token is accepted.", minimum=0, maximum=1, panel=DRAFTS
     )
     lookahead_config: str | None = option(
         None,
@@ -368,7 +302,7 @@ REQUEST_OPTIONS: Mapping[str, Option] = options_of(RequestOptions)
 
 def tensors_of(name: str) -> tuple[str, ...]:
     """Return the names of the inputs that the option `name` fills."""
-    return tuple(REQUEST_OPTIONS[name].declared.extra["tensors"])
+    return tuple(REQUEST_OPTIONS[name].declared.extra.get("tensors", (name,)))
 
 
 def is_direct(name: str) -> bool:

@@ -20,22 +20,6 @@ CORE_MODEL = "tensorrt_llm"
 TEXT_INPUT, IDS_INPUT = "text_input", "input_ids"
 TEXT_OUTPUT, IDS_OUTPUT = "text_output", "output_ids"
 
-_NUMPY_NAMES = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "FP32": "float32",
-    "FP64": "float64",
-    "BYTES": "object",
-}
-
 
 @functools.cache
 def numpy_type(datatype: str) -> np.dtype[Any]:
@@ -46,7 +30,7 @@ def numpy_type(datatype: str) -> np.dtype[Any]:
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(_NUMPY_NAMES[datatype])
+    return np.dtype("object" if datatype == "BYTES" else datatype.lower().replace("fp", "float"))
 
 
 @dataclass(frozen=True, kw_only=True)

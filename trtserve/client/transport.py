@@ -55,12 +55,8 @@ class Transport(Protocol):
 class SyncClient(Protocol):
     """A connection for code that waits: the methods of a transport without `await`."""
 
-    def describe(self, model: str) -> ModelDescription:
-        """Read the configuration of a running model; RequestError lists the models when it is unknown."""
-
-    def model_names(self) -> list[str]:
-        """Return the names of all models that are ready."""
-
+    def describe(self, model: str) -> ModelDescription: ...
+    def model_names(self) -> list[str]: ...
     def infer(
         self,
         model: ModelDescription,
@@ -75,8 +71,7 @@ class SyncClient(Protocol):
     def cancel(self) -> None:
         """Cancel the running request from another thread: its iterator raises RequestCancelledError."""
 
-    def close(self) -> None:
-        """Close the connection."""
+    def close(self) -> None: ...
 
 
 class TransportClient:
@@ -91,7 +86,6 @@ class TransportClient:
         self._thread.start()
         self._request: Future[None] | None = None
         self._cancelled = threading.Event()
-        self._transport: Transport | None = None
 
         async def made() -> Transport:
             return make()
@@ -99,22 +93,17 @@ class TransportClient:
         try:
             self._transport = self._run(made())
         except BaseException:
-            self.close()
+            self._stop_loop()
             raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def describe(self, model: str) -> ModelDescription:
-        return self._run(self._open.describe(model))
+        return self._run(self._transport.describe(model))
 
     def model_names(self) -> list[str]:
-        return self._run(self._open.model_names())
-
-    @property
-    def _open(self) -> Transport:
-        assert self._transport is not None
-        return self._transport
+        return self._run(self._transport.model_names())
 
     def infer(
         self,
@@ -128,7 +117,7 @@ class TransportClient:
         if self._cancelled.is_set():
             raise RequestCancelledError("The request was cancelled.")
         arrived: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
-        replies = self._open.infer(model, tensors, request_id=request_id, stream=stream, outputs=outputs)
+        replies = self._transport.infer(model, tensors, request_id=request_id, stream=stream, outputs=outputs)
 
         async def read() -> None:
             async with aclosing(replies):
@@ -159,18 +148,20 @@ class TransportClient:
         if self._request is not None:
             wait([self._request], timeout=_END_TIMEOUT)
         self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._stop_loop()
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        if self._transport is not None:
-            await self._transport.close()
+        await self._transport.close()
         await self._loop.shutdown_asyncgens()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def stop_request(client: SyncClient, core: ModelDescription, request_id: str) -> None:

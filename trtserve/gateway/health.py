@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from trtserve.client.heartbeats import read_heartbeats
+from trtserve.client.metrics import read_heartbeats
 from trtserve.gateway.admission import Gate
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.triton import TritonHttp, TritonPath

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from trtserve.client import metrics
-from trtserve.client.heartbeats import read_heartbeats
+from trtserve.client.metrics import read_heartbeats
 from trtserve.errors import ArtifactError, DiskSpaceError, counted
 from trtserve.nvidia.containers import DOCKER, ask_container, remove_container
 from trtserve.process import ProcessId, exit_code, program, stop, terminate

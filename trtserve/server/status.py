@@ -10,7 +10,6 @@ from pathlib import Path
 from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.client import metrics
 from trtserve.client.call_errors import spoken_at
-from trtserve.client.heartbeats import read_heartbeats
 from trtserve.client.metrics import (
     GENERAL,
     TOKENS,
@@ -21,6 +20,7 @@ from trtserve.client.metrics import (
     gpu_metrics,
     model_metrics,
     parse,
+    read_heartbeats,
 )
 from trtserve.errors import ServerDiedError, ServerUnreachableError, TrtserveError
 from trtserve.host.machine import differences
