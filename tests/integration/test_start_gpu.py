@@ -55,8 +55,12 @@ def test_instances_have_ports_logs_and_memory_of_their_own(tmp_path: Path) -> No
     first, second = plan.instances
     assert list(second.address.ports.values()) == [8003, 8004, 8005]
     assert (first.log.name, second.log.name) == ("two.log", "two@2.log")
-    assert not set(first.launch.shm_prefixes) & set(second.launch.shm_prefixes)
-    assert all(prefix.startswith(plan.shm_prefix) for prefix in second.launch.shm_prefixes)
+    of_first, of_second = (
+        {word.rpartition("=")[2] for word in each.launch.command.argv if "shm-region-prefix" in word}
+        for each in plan.instances
+    )
+    assert not of_first & of_second
+    assert all(prefix.startswith(plan.shm_prefix) for prefix in of_second)
     assert second.launch.command.env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert plan.proxy is not None
     assert "server 127.0.0.1:8003 " in plan.proxy.content

@@ -48,7 +48,7 @@ def plan_of(tmp_path: Path, repository: ModelRepository, spec: ServerSpec | None
 def test_each_rank_is_a_process_that_mpirun_does_not_bind_to_a_core(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, repository_of(tmp_path, tp=2, pp=2, device="cpu"), ServerSpec(oversubscribe=True))
     launch = plan.instances[0].launch
-    assert (plan.mode, launch.ranks, plan.needs_gpus, plan.uses_mpirun) == ("leader", 4, False, True)
+    assert (plan.mode, launch.ranks, plan.served.needs_gpus, plan.uses_mpirun) == ("leader", 4, False, True)
     words = launch.command.argv[: launch.command.argv.index("-n")]
     assert words[1:] == ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--tag-output")
     assert all(any(word.startswith("--backend-directory=") for word in group) for group in launch.groups)
@@ -58,8 +58,8 @@ def test_each_rank_is_a_process_that_mpirun_does_not_bind_to_a_core(tmp_path: Pa
 
 def test_one_rank_is_a_plain_process(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, repository_of(tmp_path, device="cuda"), ServerSpec(gpus=(3,)))
-    assert (plan.mode, plan.uses_mpirun, plan.needs_gpus) == ("single", False, True)
-    assert plan.instances[0].launch.environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert (plan.mode, plan.uses_mpirun, plan.served.needs_gpus) == ("single", False, True)
+    assert plan.instances[0].launch.command.env["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 @pytest.mark.parametrize(("device", "gpu_count", "starts"), [("cuda", 1, False), ("cuda", 2, True), ("cpu", 0, True)])
@@ -142,5 +142,5 @@ def test_clusters_are_for_gpus(tmp_path: Path, kind: str) -> None:
 def test_instances_divide_the_gpus(tmp_path: Path) -> None:
     spec = replace(ServerSpec(), instances=2, gpus=(0, 1, 2, 3))
     plan = plan_of(tmp_path, repository_of(tmp_path, tp=2), spec)
-    shown = [instance.launch.environment["CUDA_VISIBLE_DEVICES"] for instance in plan.instances]
+    shown = [instance.launch.command.env["CUDA_VISIBLE_DEVICES"] for instance in plan.instances]
     assert shown == ["0,1", "2,3"]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +298,9 @@ def _nvml_device(nvml: Any, index: int, handle: Any, driver: str) -> Device:
 
 def _apart(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...] | None:
     """Return pairs of GPUs that cannot read each other's memory, or None when the driver does not report it."""
-    pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
     states = {
         (one, other): _ask(nvml, nvml.nvmlDeviceGetP2PStatus, handles[one], handles[other], _READ)
-        for one, other in pairs
+        for one, other in combinations(range(len(handles)), 2)
     }
     if None in states.values():
         return None
@@ -341,8 +341,7 @@ def _apart_by_smi(count: int) -> tuple[tuple[int, int], ...] | None:
     rows = [cells[1:] for cells in lines if len(cells) == count + 1 and cells[0].startswith("GPU")]
     if ended.code != 0 or len(rows) != count or any("U" in row for row in rows):
         return None
-    pairs = ((one, other) for one in range(count) for other in range(one + 1, count))
-    return tuple((one, other) for one, other in pairs if rows[one][other] != "OK")
+    return tuple((one, other) for one, other in combinations(range(count), 2) if rows[one][other] != "OK")
 
 
 def gpu_load_reader() -> Callable[[], dict[str, float]]:

@@ -269,11 +269,11 @@ def stop_all(
     while any(root.alive() for root in roots) and time.monotonic() < deadline and not urgent():
         members |= _trees(roots)
         time.sleep(POLL_INTERVAL)
-    if any(root.alive() for root in roots) or not _wait_gone(members | _trees(roots), 0.5, urgent):
+    if any(root.alive() for root in roots) or not wait_gone(members | _trees(roots), 0.5, urgent):
         members |= _trees(roots)
         for member in (*roots, *members):
             _signal(member, signal.SIGKILL)
-    return _wait_gone({*roots, *members}, _KILLED, lambda: False)
+    return wait_gone({*roots, *members}, _KILLED)
 
 
 def _trees(roots: Collection[ProcessId]) -> set[ProcessId]:
@@ -412,7 +412,8 @@ def _signal(identity: ProcessId, number: int) -> None:
             ) from error
 
 
-def _wait_gone(members: set[ProcessId], seconds: float, urgent: Callable[[], bool]) -> bool:
+def wait_gone(members: Collection[ProcessId], seconds: float, urgent: Callable[[], bool] = lambda: False) -> bool:
+    """Wait until processes have ended, at most `seconds`; return whether they have. `urgent` ends the wait."""
     deadline = time.monotonic() + seconds
     while any(member.alive() for member in members):
         if time.monotonic() > deadline or urgent():

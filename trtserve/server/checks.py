@@ -94,11 +94,11 @@ def check_before_launch(plan: ServerPlan, progress: Progress) -> Sequence[Engine
     require_sound_files(plan.repository, plan.spec, progress)
     if plan.spec.verify:
         require_intact(repository, [core.engine for core in plan.served.core_models], progress)
-    engines = fit_engines(repository, plan.served.core_models if plan.needs_gpus else (), progress)
+    engines = fit_engines(repository, plan.served.core_models if plan.served.needs_gpus else (), progress)
     announce(plan, progress)
     require_servable(plan.served, plan.name, progress)
     require_mpirun(plan)
-    if plan.needs_gpus:
+    if plan.served.needs_gpus:
         require_devices(plan)
         require_gpu_memory(plan)
         require_workers(plan, progress)
@@ -135,7 +135,7 @@ def rehearse(plan: ServerPlan, progress: Progress) -> None:
         require_intact(repository, [core.engine for core in plan.served.core_models], progress)
     announce_risks(plan, progress)
     _warn_if_refused(progress, lambda: require_ports(plan), lambda: require_servable(plan.served, plan.name, progress))
-    if plan.needs_gpus:
+    if plan.served.needs_gpus:
         fit_engines(repository, plan.served.core_models, progress)
         require_release(plan.served, plan.spec, progress, repository=repository)
         announce_oversubscription(plan, progress)
@@ -254,7 +254,7 @@ def require_mpirun(plan: ServerPlan) -> None:
 
 def require_devices(plan: ServerPlan) -> None:
     """Raise MachineError when there are fewer GPUs than the ranks need; instances of one core model may share them."""
-    if not plan.needs_gpus:
+    if not plan.served.needs_gpus:
         return
     spec, served = plan.spec, plan.served
     if spec.multi_model:

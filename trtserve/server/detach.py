@@ -6,7 +6,6 @@ import json
 import os
 import select
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from trtserve import errors
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ServerStartError, TrtserveError
 from trtserve.files import decode_as, parse_json
-from trtserve.process import Command, exit_code, how_it_ended, spawn, stop
+from trtserve.process import Command, exit_code, how_it_ended, spawn, stop, wait_gone
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress, Task, Unit
 from trtserve.server.shutdown import end_server
@@ -133,9 +132,7 @@ def start_in_background(
         grace = STOP_GRACE + spec.exit_timeout
         if signals():
             stop(supervisor, grace=grace, urgent=lambda: signals() > 1)
-        deadline = time.monotonic() + grace
-        while supervisor.alive() and time.monotonic() < deadline:  # it has closed the pipe, so it is about to end
-            time.sleep(_POLL)
+        wait_gone([supervisor], grace)  # it has closed the pipe, so it is about to end
         remains = recorded_server(name, store)
         if remains is not None and remains.supervisor is not None and remains.supervisor.matches(supervisor):
             end_server(remains, store)  # it was killed

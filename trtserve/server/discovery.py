@@ -51,23 +51,18 @@ def find_log(name: str | None = None, *, store: Store | None = None) -> Path:
     """
     store = store or Store()
     if name is not None:
-        log = recorded_log(name, store)
+        log: Path | None = log_file(name, store)
     else:
         logs = [] if list_servers(store) else store.servers.glob("*.log")
         log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
-    log = log or find_server(name, store=store).instances[0].log
+    if log is None or not log.exists():
+        log = find_server(name, store=store).instances[0].log
     if not log.exists():
         raise ServerNotFoundError(
             f"The log {log} was removed while its server runs.",
             hint="It begins again when the server is started again: trtserve stop, then trtserve start.",
         )
     return log
-
-
-def recorded_log(name: str, store: Store) -> Path | None:
-    """Return the log of the server `name`, or of a further instance such as `name@2`, or None when it has none."""
-    log = log_file(name, store)
-    return log if log.exists() else None
 
 
 def follow_log(log: Path, *, position: int, pause: Callable[[], None], store: Store | None = None) -> Iterator[str]:

@@ -69,11 +69,6 @@ class ServerPlan:
         return self.instances[0].launch.mode
 
     @property
-    def needs_gpus(self) -> bool:
-        """Whether every rank needs a GPU of its own."""
-        return self.served.needs_gpus
-
-    @property
     def runs_ranks(self) -> bool:
         """Whether each rank of the engine is a process of its own, with or without a GPU."""
         return self.served.runtime is not None and not self.served.merges_ranks

@@ -10,7 +10,7 @@ import psutil
 
 from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.nvidia.containers import explained
-from trtserve.process import ProcessId
+from trtserve.process import ProcessId, wait_gone
 from trtserve.progress import Progress
 from trtserve.repository.layout import PACKAGE
 from trtserve.server.front import gateway_ended, proxy_ended
@@ -20,12 +20,11 @@ from trtserve.server.rank_processes import describe_ranks, describe_stubs, kept_
 from trtserve.server.state import Server
 from trtserve.server.triton import server_log
 from trtserve.server.triton.server_log import last_lines
-from trtserve.server.triton.tritonserver import came_up, opened_all_ports, pause, start_error, timeout_error
+from trtserve.server.triton.tritonserver import READY_POLL, came_up, opened_all_ports, start_error, timeout_error
 
 # mpirun ends a job within a moment of a rank that fails, but goes on when a rank ends with code 0.
 _RANK_INTERVAL = 1.0
 _JOB_END = 3.0
-_PAUSE = 0.1
 _REPORT = 10.0
 # Triton opens its ports within a moment, and the metrics port last.
 _LAST_PORT = 2.0
@@ -56,7 +55,9 @@ def wait_for_all(
         waiting = [one for one in waiting if not one.ready()]
         if not waiting:
             return
-        pause(interrupted)
+        if interrupted():
+            raise KeyboardInterrupt
+        time.sleep(READY_POLL)
         if time.monotonic() > deadline:
             raise waiting[0].timeout_error(timeout)
 
@@ -114,20 +115,13 @@ def require_ranks(server: Server, plan: ServerPlan) -> None:
     for instance, planned in zip(server.instances, plan.instances, strict=True):
         found, ranks = rank_processes(instance.process), planned.launch.ranks
         missing = [rank for rank in range(ranks) if rank not in found]
-        if ranks > 1 and found and missing and _survives_job_end(instance.process):
+        # mpirun would have ended the job by then.
+        if ranks > 1 and found and missing and not wait_gone([instance.process], _JOB_END):
             raise ServerStartError(
                 f"Rank {missing[0]} of {ranks} ended while the server became ready.\n"
                 f"{describe_ranks(found, ranks, server_log.read(planned.log))}",
                 log=planned.log,
             )
-
-
-def _survives_job_end(root: ProcessId) -> bool:
-    """Return whether a process still runs after the time in which mpirun would have ended the job."""
-    deadline = time.monotonic() + _JOB_END
-    while root.alive() and time.monotonic() < deadline:
-        time.sleep(_PAUSE)
-    return root.alive()
 
 
 class _Waiting:

@@ -10,7 +10,7 @@ from trtserve.client import metrics
 from trtserve.client.metrics import read_heartbeats
 from trtserve.errors import ArtifactError, DiskSpaceError, counted
 from trtserve.nvidia.containers import DOCKER, ask_container, remove_container
-from trtserve.process import ProcessId, exit_code, program, stop, terminate
+from trtserve.process import ProcessId, exit_code, program, stop, terminate, wait_gone
 from trtserve.programs.shared.run_folder import DRAINING
 from trtserve.progress import SILENT, Progress
 from trtserve.server.discovery import find_server
@@ -52,12 +52,8 @@ def stop_server(
         if drain:
             _drain(server, store, drain, progress)
     end_server(server, store)
-    if supervisor is not None and supervisor.pid != os.getpid():
-        deadline = time.monotonic() + _SUPERVISOR_GRACE
-        while supervisor.alive() and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
-        if supervisor.alive():
-            stop(supervisor, grace=_SUPERVISOR_GRACE)
+    if supervisor is not None and supervisor.pid != os.getpid() and not wait_gone([supervisor], _SUPERVISOR_GRACE):
+        stop(supervisor, grace=_SUPERVISOR_GRACE)
     return server
 
 

@@ -24,7 +24,7 @@ from trtserve.client.metrics import (
 )
 from trtserve.errors import ServerDiedError, ServerUnreachableError, TrtserveError
 from trtserve.host.machine import differences
-from trtserve.process import exit_code, how_it_ended
+from trtserve.process import exit_code, how_it_ended, wait_gone
 from trtserve.repository.profiles import CORE
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.discovery import find_server
@@ -35,7 +35,6 @@ from trtserve.server.triton.tritonserver import Address, client_host, is_ready, 
 from trtserve.specs.server import METRICS_PORT
 from trtserve.store import Store
 
-_INTERVAL = 0.25
 # mpirun reports within this time for which rank it ended the job.
 _EXPLANATION = 5.0
 # Name of each rate → the counter of the metrics page whose growth per second it is.
@@ -119,9 +118,8 @@ def died_error(server: Server, end: Ended) -> ServerDiedError:
         return ServerDiedError(f"{server.name}: {end.what}. Last lines:\n{last_lines(end.log)}", log=end.log)
     instance, problem = end.instance, end.what
     lines = last_lines(instance.log)
-    deadline = time.monotonic() + (_EXPLANATION if instance.ranks and not end.explained else 0)
-    while instance.process.alive() and time.monotonic() < deadline:
-        time.sleep(_INTERVAL)
+    if instance.ranks and not end.explained:
+        wait_gone([instance.process], _EXPLANATION)
     text = server_log.read(instance.log)
     # Ranks in a container do not descend from our process, so only mpirun's own message tells how they ended.
     first = None if end.explained else server_log.first_end(text)

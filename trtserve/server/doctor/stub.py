@@ -27,7 +27,6 @@ from trtserve.server.triton import tritonserver as triton_server
 from trtserve.server.triton.installation import (
     ALLOWED_CHARACTERS,
     Triton,
-    is_stub_path,
     prepare_backends,
     stub_path_fault,
 )
@@ -164,14 +163,9 @@ def check_numpy(facts: Mapping[str, Any]) -> CheckResult:
 
 def check_store(store: Store) -> CheckResult:
     """Check the path of the store, which holds Triton's backend folder and the repositories of imports."""
-    if is_stub_path(store.root):
-        return _TRITON("store", "ok", str(store.root))
-    return _TRITON(
-        "store",
-        "failed",
-        stub_path_fault(store.root),
-        f"Set TRTSERVE_HOME to a folder whose path has {ALLOWED_CHARACTERS}.",
-    )
+    fault = stub_path_fault(store.root)
+    fix = f"Set TRTSERVE_HOME to a folder whose path has {ALLOWED_CHARACTERS}."
+    return _TRITON("store", "ok" if fault is None else "failed", fault or str(store.root), fix)
 
 
 def has_triton() -> bool:

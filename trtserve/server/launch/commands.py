@@ -68,10 +68,6 @@ class Launch:
     """Starts all ranks on this machine."""
     groups: tuple[tuple[str, ...], ...]
     """Command line of each rank, so that srun, a container or Kubernetes can start the same ranks."""
-    shm_prefixes: tuple[str, ...]
-    """Prefix of each rank's shared-memory regions."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the mode sets; the command's environment contains them."""
 
     @property
     def ranks(self) -> int:
@@ -155,26 +151,18 @@ def under_mpirun(
     switches = (*(("--oversubscribe",) if setup.oversubscribe else ()), *(() if setup.bound else ("--bind-to", "none")))
     prefix = (setup.mpirun, "--allow-run-as-root", *switches)
     ranks = (part for group in groups for part in ("-n", "1", *group, ":"))
-    return _launch(setup, mode, (*prefix, "--tag-output", *ranks), groups, environment or {})
+    command = _command(setup, (*prefix, "--tag-output", *ranks), environment or {})
+    return Launch(mode=mode, command=command, groups=groups)
 
 
 def without_mpi(setup: LaunchSetup, mode: str, group: tuple[str, ...]) -> Launch:
     """Return a launch of one process without mpirun."""
-    return _launch(setup, mode, group, (group,), {})
+    return Launch(mode=mode, command=_command(setup, group, {}), groups=(group,))
 
 
-def _launch(
-    setup: LaunchSetup, mode: str, argv: tuple[str, ...], groups: tuple[tuple[str, ...], ...], own: Mapping[str, str]
-) -> Launch:
+def _command(setup: LaunchSetup, argv: tuple[str, ...], own: Mapping[str, str]) -> Command:
     devices = {VISIBLE_DEVICES: ",".join(map(str, setup.gpus))} if setup.gpus else {}
-    environment = {**setup.environment, **devices, **own}
-    return Launch(
-        mode=mode,
-        command=Command(argv=argv, env=environment, cwd=setup.repository.absolute()),
-        groups=groups,
-        shm_prefixes=tuple(setup.rank_prefix(rank) for rank in range(len(groups))),
-        environment=environment,
-    )
+    return Command(argv=argv, env={**setup.environment, **devices, **own}, cwd=setup.repository.absolute())
 
 
 def rank_arguments(setup: LaunchSetup, rank: int, *, emptied_pools: int | None = None) -> tuple[str, ...]:

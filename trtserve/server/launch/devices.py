@@ -207,11 +207,6 @@ class EngineNodes:
         accept_change(self.config)
 
 
-def gpus_per_node(core: CoreModel) -> int:
-    """Return the GPUs of a node that the engine states."""
-    return core.config.mapping.gpus_per_node
-
-
 def fit_engines(
     repository: Path, models: Sequence[CoreModel], progress: Progress, *, nodes: int = 1, gpus: int = 0
 ) -> Sequence[EngineNodes]:
@@ -222,7 +217,7 @@ def fit_engines(
     """
     found = []
     for core in models:
-        stated = gpus_per_node(core)
+        stated = core.config.mapping.gpus_per_node
         if nodes > 1:
             wanted = gpus
         else:

@@ -175,7 +175,7 @@ def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name:
         "image": image,
         "repository": str(setup.repository),
         # The user of the pod need not have a home.
-        "environment": {"HOME": "/tmp", **launch.environment},
+        "environment": {"HOME": "/tmp", **launch.command.env},
         "scripts_folder": _SCRIPTS,
         "ssh_folder": _SSH,
         "ssh_port": SSH_PORT,
@@ -218,6 +218,6 @@ def _leader_script(setup: LaunchSetup, launch: Launch, gpus: int, worker_timeout
         worker_timeout=worker_timeout,
         slots=gpus + extra,
         bound=setup.bound,
-        environment=launch.environment,
+        environment=launch.command.env,
         ranks=ranks,
     )

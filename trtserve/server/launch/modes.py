@@ -96,7 +96,7 @@ class Single(LaunchMode):
             environment=setup.environment,
             extra_arguments=setup.arguments,
         )
-        return Launch(mode=self.name, command=command, groups=(command.argv,), shm_prefixes=(setup.shm_prefix,))
+        return Launch(mode=self.name, command=command, groups=(command.argv,))
 
 
 class LlmApi(LaunchMode):

@@ -127,7 +127,7 @@ def plan_job(
     task = render(
         "task.sh.j2",
         **values,
-        environment=launch.environment,
+        environment=launch.command.env,
         first_rank=_array_words(setup, commands[0]),
         other_ranks=_array_words(setup, commands[-1]),
     )

@@ -36,10 +36,6 @@ class Triton:
     The wheel has one Python stub per minor version, so `prepare_backends` must put one into a backend folder.
     """
 
-    def has_backend(self, name: str) -> bool:
-        """Return whether models of this backend can be loaded."""
-        return (self.backends / name).is_dir()
-
     @property
     def stub(self) -> Path | None:
         """The Python stub for the running interpreter, or None when its minor version has none."""
@@ -73,12 +69,12 @@ def find_triton(backends: frozenset[str] = frozenset({"python"}), *, system_firs
             "No tritonserver was found: not in the package nvidia-pytriton, on PATH, or in /opt/tritonserver.",
             hint=f"Install the package: {install_command('cpu')}",
         )
-    for triton in found:
-        if all(triton.has_backend(name) for name in backends):
+    lacking = {triton: sorted(name for name in backends if not (triton.backends / name).is_dir()) for triton in found}
+    for triton, names in lacking.items():
+        if not names:
             return triton
-    lacking = ", ".join(sorted(name for name in backends if not found[0].has_backend(name)))
     raise MissingDependencyError(
-        f"{found[0].executable} has no backend {lacking}, which models of this repository need.",
+        f"{found[0].executable} has no backend {', '.join(lacking[found[0]])}, which models of this repository need.",
         hint="Serve this repository in NVIDIA's Triton container, or build it for the openvino runtime.",
     )
 
@@ -112,27 +108,21 @@ def backend_folder(triton: Triton, store: Store) -> Path:
     return store.root / "backends" / f"python{sys.version_info.major}.{sys.version_info.minor}-{key}"
 
 
-def is_stub_path(path: Path) -> bool:
-    """Return whether Python models below `path` can be started."""
-    return not _refused_characters(path)
-
-
-def stub_path_fault(path: Path) -> str:
-    """Explain what is wrong with such a path."""
-    found = " and ".join(map(repr, sorted(_refused_characters(path))))
+def stub_path_fault(path: Path) -> str | None:
+    """Explain why Python models below `path` cannot be started, or return None."""
+    refused = {character for character in str(path.resolve()) if not character.isascii()}
+    refused |= {character for character in str(path) if not _ALLOWED.fullmatch(character)}
+    if not refused:
+        return None
+    found = " and ".join(map(repr, sorted(refused)))
     return f"Triton's Python backend cannot start models from {path.resolve()}: the path contains {found}"
-
-
-def _refused_characters(path: Path) -> set[str]:
-    beyond_ascii = {character for character in str(path.resolve()) if not character.isascii()}
-    return beyond_ascii | {character for character in str(path) if not _ALLOWED.fullmatch(character)}
 
 
 def require_stub_path(repository: Path) -> None:
     """Raise RepositoryError for a repository in a folder from which Triton cannot start Python models."""
-    if not is_stub_path(repository):
+    if fault := stub_path_fault(repository):
         raise RepositoryError(
-            f"{stub_path_fault(repository)}.",
+            f"{fault}.",
             hint=f"Move it to a folder whose path has {ALLOWED_CHARACTERS}, and start it with --model-repo; "
             "for imports, set TRTSERVE_HOME to such a folder.",
         )

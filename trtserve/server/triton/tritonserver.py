@@ -31,7 +31,7 @@ _CLOSED_APIS = ("shared-memory", "trace", "logging")
 _GRPC_APIS = ("metadata", "inference", "model-config", "model-repository", "statistics")
 _NEVER = "trtserve:closed=always"
 _LINKER_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-_READY_POLL = 0.1
+READY_POLL = 0.1
 _LAST_LINES = 5
 # Triton 2.51 aborts with it when several Python models are loaded at once on a busy machine.
 _STUB_RACE = "boost::interprocess::lock_exception"
@@ -164,8 +164,7 @@ def model_states(address: Address) -> dict[str, str]:
 
 def kv_blocks(address: Address) -> Mapping[str, int]:
     """Return the core model's KV cache gauges (max, free, used, reused, tokens_per), or {} without an answer."""
-    page = metrics_page(address)
-    return {} if page is None else metrics.kv_blocks(page, CORE)
+    return metrics.kv_blocks(metrics_page(address) or "", CORE)
 
 
 def metrics_page(address: Address) -> str | None:
@@ -211,17 +210,15 @@ def _joined(parts: list[str]) -> str:
     return os.pathsep.join(dict.fromkeys(parts))
 
 
-def wait_until_ready(
-    identity: ProcessId, address: Address, log: Path, *, timeout: float, interrupted: Callable[[], int] = lambda: 0
-) -> None:
-    """Wait until every model is ready. Raises KeyboardInterrupt when `interrupted` counts a signal.
+def wait_until_ready(identity: ProcessId, address: Address, log: Path, *, timeout: float) -> None:
+    """Wait until every model is ready.
 
     Raises ServerStartError with the failed models and their reasons when the server ends or cannot become ready; after
     `timeout` seconds with the models that are still loading.
     """
     deadline = time.monotonic() + timeout
     while not came_up(identity, address, log):
-        pause(interrupted)
+        time.sleep(READY_POLL)
         if time.monotonic() > deadline:
             raise timeout_error(timeout, log)
 
@@ -240,13 +237,6 @@ def came_up(identity: ProcessId, address: Address, log: Path, *, contained: bool
     if (failure := server_log.fatal(server_log.read(log))) is not None:
         raise ServerStartError(f"The server cannot become ready: {failure}", log=log)
     return False
-
-
-def pause(interrupted: Callable[[], int]) -> None:
-    """Sleep briefly between two checks. Raises KeyboardInterrupt when `interrupted` counts a signal."""
-    if interrupted():
-        raise KeyboardInterrupt
-    time.sleep(_READY_POLL)
 
 
 def opened_all_ports(identity: ProcessId, address: Address, *, contained: bool = False) -> bool:
