@@ -67,10 +67,10 @@ def _corpus() -> dict[str, str]:
 
 
 def test_answers_word_for_word(endpoint: Endpoint) -> None:
-    """Every third question of the corpus; TRTSERVE_ALL=1 asks all of them."""
+    """Every sixth question of the corpus; TRTSERVE_ALL=1 asks all of them."""
     expected = _corpus()
     if not os.environ.get("TRTSERVE_ALL"):
-        expected = {question: expected[question] for question in {*REQUIRED, *list(expected)[::3]}}
+        expected = {question: expected[question] for question in {*REQUIRED, *list(expected)[::6]}}
 
     def answer(question: str) -> str:
         return generate(QuerySpec(prompts=(question,), options={"max_tokens": MAX_TOKENS}), endpoint).text

@@ -255,7 +255,7 @@ def test_triton_keeps_no_ensemble_whose_client_has_left(
                 time.sleep(number % 20 / 50)
 
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(leave, range(60)))
+            list(pool.map(leave, range(30)))
         wait_until(lambda: kv_blocks(server.address)["used"] == 0)
         time.sleep(1.0)  # the gateway reads the last answers to their ends
     log = log_file("left", Store(tmp_path)).read_text(encoding="utf-8", errors="replace")

@@ -23,15 +23,15 @@ from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton
 
-TOKENS = 3500
+TOKENS = 1500
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """The models of a tiny engine whose answers may be long."""
-    model = write_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
     checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=tmp_path / "checkpoint")
-    spec = BuildSpec(max_batch_size=8, max_seq_len=4096, runtime="openvino")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=2048, runtime="openvino")
     engine = build_engine(checkpoint, spec, out=tmp_path / "engine")
     plan = plan_repository(
         engine, model, RepositorySpec(name="tiny", ngram_max_draft_len=0), out=tmp_path / "repository"
