@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.commands import spare_round_trip
 from tests.support.servers import HOST, free_spec, running_server
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
@@ -43,6 +44,7 @@ MODEL = "import time\n\nclass TritonPythonModel:\n    def initialize(self, args)
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """The store that commands use too."""
+    spare_round_trip(tmp_path / "home")
     return Store(tmp_path / "home")
 
 

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trtserve.files import write_json
+from trtserve.server.doctor import stub
+from trtserve.store import Store
+
 TIMEOUT = 120.0
 
 
@@ -31,5 +35,13 @@ def command_line(*arguments: str) -> list[str]:
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
-    """Return the environment of a command with the store `home`."""
+    """Return the environment of a command with the store `home`, where Triton counts as tested."""
+    spare_round_trip(home)
     return {**os.environ, "TRTSERVE_HOME": str(home), "COLUMNS": "120", "NO_COLOR": "1", **variables}
+
+
+def spare_round_trip(home: Path) -> None:
+    """Let a first start in the store `home` begin at once: it would test Triton for seconds, as tests of doctor do."""
+    passed = stub._passed_file(Store(home))
+    passed.parent.mkdir(parents=True, exist_ok=True)
+    write_json(passed, {"passed": True})

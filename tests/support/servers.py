@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.commands import spare_round_trip
 from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.errors import ServerStartError
 from trtserve.host.ports import free_ports
@@ -63,6 +64,7 @@ def running_server(
     the server is killed, which saves the seconds that models need to unload, or with `gracefully` stopped in order.
     """
     store = Store(home)
+    spare_round_trip(home)
     artifact = load_artifact(ModelRepository, repository)
     spec = replace(free_spec(name, gateway=gateway, **options), extra_arguments=flags, bindings=bindings)
     plan = plan_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)

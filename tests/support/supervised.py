@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.commands import environment
 from tests.support.launches import assert_gone, start_flags
 from tests.support.servers import HOST, free_spec
 from tests.support.waiting import wait_until
@@ -148,7 +149,7 @@ def supervised(repository: Path, home: Path, *flags: str, gateway: bool = ALL) -
     home.mkdir(parents=True, exist_ok=True)
     with (
         errors.open("w") as log,
-        subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=log, text=True, env=_environment(home)) as launcher,
+        subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=log, text=True, env=environment(home)) as launcher,
     ):
         one = Supervised(name, Store(home), launcher)
         try:
@@ -161,14 +162,10 @@ def supervised(repository: Path, home: Path, *flags: str, gateway: bool = ALL) -
             launcher.wait(60)
             stop = [sys.executable, "-m", "trtserve", "stop", name]
             stopped = subprocess.run(
-                stop, env=_environment(home), capture_output=True, text=True, timeout=120, check=False
+                stop, env=environment(home), capture_output=True, text=True, timeout=120, check=False
             )
             assert stopped.returncode in (0, 33), stopped.stderr
         one.assert_nothing_left()
-
-
-def _environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "TRTSERVE_HOME": str(home)}
 
 
 def slow_model(repository: Path, seconds: float) -> None:
