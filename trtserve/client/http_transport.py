@@ -24,7 +24,7 @@ from trtserve.errors import RequestError, UsageError
 from trtserve.files import parse_json
 
 _EVENT = "data:"
-_JSON_LENGTH = "Inference-Header-Content-Length"
+JSON_LENGTH = "Inference-Header-Content-Length"
 # Keys in the answer of generate that are neither outputs nor parameters of the response.
 _ENVELOPE = ("id", "model_name", "model_version")
 
@@ -78,7 +78,7 @@ class HttpTransport:
         headers: Mapping[str, str] = {}
         if not model.decoupled:
             verb, (body, length) = "infer", infer_body(tensors, request_id=request_id, outputs=outputs)
-            headers = {_JSON_LENGTH: str(length)}
+            headers = {JSON_LENGTH: str(length)}
         elif outputs:
             raise UsageError("--requested-outputs needs --protocol grpc: the HTTP generate endpoint sends all outputs.")
         else:
@@ -244,7 +244,7 @@ def _reply(content: Mapping[str, Any], model: ModelDescription) -> Reply:
 
 def _infer_reply(answer: HttpAnswer) -> Reply:
     """Return the outputs of an infer answer, whose binary tensors follow its JSON part in order."""
-    length = int(answer.headers.get(_JSON_LENGTH.lower().encode(), len(answer.body)))
+    length = int(answer.headers.get(JSON_LENGTH.lower().encode(), len(answer.body)))
     head = _checked(answer.status, _text(answer.body[:length]))
     outputs, start = {}, length
     for output in head.get("outputs", ()):

@@ -218,6 +218,6 @@ def generate_shape(dims: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def stop_tensors(core: ModelDescription) -> list[Tensor]:
-    """Return the inputs of a request that stops the requests with its id in the core model."""
+    """Return the inputs, as far as the core model has them, of a request that stops those with its id."""
     values: dict[str, list[Any]] = {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
-    return [core.tensor(name, value) for name, value in values.items()]
+    return [core.tensor(name, value) for name, value in values.items() if name in core.inputs]

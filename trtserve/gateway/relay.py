@@ -11,6 +11,7 @@ from typing import Final
 
 from aiohttp import ClientResponse
 
+from trtserve.client.http_transport import JSON_LENGTH
 from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
@@ -21,7 +22,6 @@ from trtserve.gateway.triton import TritonHttp, TritonPath, find_target
 _LOG = logging.getLogger(__name__)
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_JSON_LENGTH = "Inference-Header-Content-Length"
 _JSON_TYPES = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")
 """Types of JSON bodies. curl -d declares a form; large forms crash Triton 2.51, so it gets another type."""
 _BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
@@ -74,7 +74,7 @@ class Relay:
         del body
         passed_on = {"Content-Type": "application/json"}
         if checked.json_length is not None:
-            passed_on = {"Content-Type": "application/octet-stream", _JSON_LENGTH: str(checked.json_length)}
+            passed_on = {"Content-Type": "application/octet-stream", JSON_LENGTH: str(checked.json_length)}
         # A compressed answer could not be freed of an id that the client did not give.
         if "accept-encoding" in headers and not own_id:
             passed_on["Accept-Encoding"] = headers["accept-encoding"]
@@ -158,12 +158,12 @@ async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
     length, status = response.content_length, response.status
     first = b""
     if own_id and response.content_type != _STREAM:
-        given = response.headers.get(_JSON_LENGTH)
+        given = response.headers.get(JSON_LENGTH)
         whole = await (response.read() if given is None else response.content.readexactly(int(given)))
         first = whole.replace(added, b"", 1)
-        headers = [pair for pair in headers if pair[0].lower() != _JSON_LENGTH.lower().encode()]
+        headers = [pair for pair in headers if pair[0].lower() != JSON_LENGTH.lower().encode()]
         if given is not None:
-            headers.append((_JSON_LENGTH.encode(), str(len(first)).encode()))
+            headers.append((JSON_LENGTH.encode(), str(len(first)).encode()))
         length = None if length is None else length - len(whole) + len(first)
     elif status >= _ERROR:
         whole = await response.read()
@@ -197,9 +197,9 @@ def _require_type(headers: Mapping[str, str], types: Sequence[str]) -> None:
 
 
 def _json_length(headers: Mapping[str, str]) -> int | None:
-    given = headers.get(_JSON_LENGTH.lower())
+    given = headers.get(JSON_LENGTH.lower())
     if given is None:
         return None
     if not (given.isascii() and given.isdigit() and len(given) < _MAX_DIGITS):
-        raise RefusedError(400, f"{_JSON_LENGTH} must be a number of bytes")
+        raise RefusedError(400, f"{JSON_LENGTH} must be a number of bytes")
     return int(given)

@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from pydantic_core import from_json, to_json
 from yarl import URL
 
-from trtserve.client.tensors import ModelDescription
+from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_body, model_path
+from trtserve.client.tensors import ModelDescription, stop_tensors
 from trtserve.gateway.asgi import RefusedError
 from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
 
@@ -181,8 +182,7 @@ class TritonHttp:
         known = self._models.get(name)
         if known is not None and time.monotonic() - known[0] < _DESCRIPTION_SECONDS:
             return known[1]
-        path = f"/v2/models/{quote(name, safe='')}/config"
-        async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
+        async with self.send("GET", f"{model_path(name)}/config", seconds=_ANSWER_SECONDS) as response:
             content = await response.read()
         config: Any = from_json(content)
         if response.status != 200:
@@ -197,33 +197,18 @@ class TritonHttp:
 
     async def stop(self, request_id: str, core: str) -> None:
         """Ask a core model to stop the requests with this id, which does nothing when they have ended."""
-        model = await self.model(core)
-        if "stop" not in model.datatypes:
+        model = (await self.model(core)).description
+        if "stop" not in model.inputs:
             return
-        tensors: dict[str, list[Any]] = {
-            "input_ids": [0],
-            "input_lengths": [0],
-            "request_output_len": [0],
-            "stop": [True],
-        }
-        declared = model.description.inputs
-        inputs = [
-            {
-                "name": name,
-                "datatype": declared[name].datatype,
-                "shape": [1, 1] if model.description.max_batch_size > 0 else [1],
-                "data": values,
-            }
-            for name, values in tensors.items()
-            if name in declared
-        ]
-        body: dict[str, Any] = {"id": request_id, "inputs": inputs}
-        verb = "infer"
-        if model.description.decoupled:
-            body, verb = {"id": request_id, **{name: values[0] for name, values in tensors.items()}}, "generate_stream"
-        headers = {"Content-Type": "application/json"}
-        path = f"/v2/models/{quote(core, safe='')}/{verb}"
-        async with self.send("POST", path, to_json(body), headers, seconds=_ANSWER_SECONDS) as response:
+        tensors = stop_tensors(model)
+        if model.decoupled:
+            verb, headers = "generate_stream", {"Content-Type": "application/json"}
+            body = to_json(generate_body(tensors, request_id=request_id, model=model))
+        else:
+            verb, (body, length) = "infer", infer_body(tensors, request_id=request_id)
+            headers = {JSON_LENGTH: str(length)}
+        path = f"{model_path(core)}/{verb}"
+        async with self.send("POST", path, body, headers, seconds=_ANSWER_SECONDS) as response:
             await response.read()
 
 
