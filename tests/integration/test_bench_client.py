@@ -19,10 +19,10 @@ import pytest
 
 from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.bench.calibration import calibrate
 from trtserve.bench.echo_server import Echo, Spoken, running_echo
 from trtserve.bench.processes import LoadOutcome, run_load
 from trtserve.bench.records import RequestRecord
+from trtserve.bench.run import calibrate
 from trtserve.bench.statistics import compute, percentile
 from trtserve.bench.transport import Chunk
 from trtserve.bench.worker import Load
@@ -210,7 +210,7 @@ def test_the_client_calibrates_itself() -> None:
 def test_an_interrupt_of_the_calibration_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured until then would be called the client's limit."""
     interrupted = LoadOutcome(records=[RequestRecord(index=0, input_tokens=1, requested_tokens=1)], interrupted=True)
-    monkeypatch.setattr("trtserve.bench.calibration.run_load", lambda *_, **__: interrupted)
+    monkeypatch.setattr("trtserve.bench.run.run_load", lambda *_, **__: interrupted)
     target = target_at(Echo(spoken="grpc-stream"), 1)
     with pytest.raises(KeyboardInterrupt):
         calibrate(target, requests(50), workers=1, concurrency=8)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.bench.recorded import dataset_traffic, read_dataset
+from trtserve.bench.prompts import dataset_traffic, read_dataset
 from trtserve.bench.records import Traffic, TrafficLimits
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError

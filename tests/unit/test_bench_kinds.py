@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trtserve.bench.recorded import BLOCK, read_trace, replay
+from trtserve.bench.prompts import BLOCK, read_trace, replay
 from trtserve.bench.records import TrafficLimits
 from trtserve.bench.traffic import (
     read_histogram,

@@ -13,9 +13,10 @@ from trtserve.bench.records import (
     Traffic,
     TrafficLimits,
     clip,
+    engine_of_repository,
     limits_of_repository,
     override_limits,
-    precision_of_repository,
+    precision_of_engine,
 )
 from trtserve.bench.traffic import Arrivals, arrival_times, token_norm_dist
 from trtserve.errors import UsageError
@@ -107,8 +108,9 @@ def test_limits_come_from_the_repository(tmp_path: Path) -> None:
     assert limits == TrafficLimits(vocab_size=320, max_input_len=64, max_seq_len=128, special_ids=frozenset({0, 2}))
     assert override_limits(limits, BenchSpec(max_seq_len=100)).max_seq_len == 100
     assert limits_of_repository(tmp_path, "other").vocab_size is None
-    assert precision_of_repository(tmp_path, "tensorrt_llm") == {"compute_precision": "bf16", "kv_precision": "u8"}
-    assert precision_of_repository(tmp_path, "other") == {}
+    built, absent = (engine_of_repository(tmp_path, name) for name in ("tensorrt_llm", "other"))
+    assert precision_of_engine(built) == {"compute_precision": "bf16", "kv_precision": "u8"}
+    assert precision_of_engine(absent) == {}
 
 
 def test_constant_arrivals() -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.bench_records import MS, answered, correlated, report_of
-from trtserve.bench.calibration import Calibration
 from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.run import _bounds
-from trtserve.bench.search import Answer, highest_rate, rate_answer
 from trtserve.bench.statistics import read_goals
-from trtserve.bench.verdict import Machine, implausible
+from trtserve.bench.targets import Answer, highest_rate, rate_answer
+from trtserve.bench.verdict import Calibration, Machine, implausible
 from trtserve.errors import UsageError
 
 STEADY = [

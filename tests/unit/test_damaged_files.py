@@ -18,7 +18,7 @@ import pytest
 from tests.support.bench_records import answered, report_of
 from trtserve.artifacts import Manifest
 from trtserve.bench.exports import write_result
-from trtserve.bench.recorded import read_dataset, read_trace
+from trtserve.bench.prompts import read_dataset, read_trace
 from trtserve.bench.records import read_records
 from trtserve.bench.report import REPORT, SAMPLES, read_report
 from trtserve.bench.traffic import read_histogram

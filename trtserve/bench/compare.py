@@ -1,4 +1,4 @@
-"""Compare two servers by their results: the difference of each figure with its interval, and whether it is worse.
+"""Compare results: two servers, with the interval of each difference, or an engine alone and what its users get.
 
 Requests of one run tell how exact that run is, not how far two runs of one server differ. Only several runs tell that:
 with them the interval is that of Student's t over the means of the runs, in pairs when the runs of both sides took
@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, variance
 
+from trtserve.artifacts.engine_config import BuildConfig, EngineConfig
 from trtserve.bench.intervals import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.report import BenchReport
-from trtserve.errors import UsageError
+from trtserve.client.tensors import CORE_MODEL
+from trtserve.errors import ArtifactError, UsageError
+from trtserve.files import read_json_object
 
 DRIFT = 0.05
 """How far the means of two runs of one server may differ, as a part of the mean, where it was not measured."""
@@ -188,3 +193,82 @@ def _unpaired(before: Sequence[float], after: Sequence[float]) -> Interval | Non
     difference = sum(second) / 2 - sum(first) / 2
     half = math.hypot((first[1] - first[0]) / 2, (second[1] - second[0]) / 2)
     return difference - half, difference + half
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """A part of the difference between the engine alone and what was measured."""
+
+    name: str
+    reason: str
+    first_token_ms: float | None = None
+    """Time that it adds to the first token."""
+    throughput: float | None = None
+    """Factor on output tokens per second; 1 costs nothing."""
+
+
+def diagnose(in_process: BenchReport, core: BenchReport, measured: BenchReport, repository: Path | None) -> list[Gap]:
+    """Return the gaps from the engine in this process to what was measured, largest parts named."""
+    gaps = [_gap("Triton and the protocol (in process → tensorrt_llm)", in_process, core, "the same engine and tokens")]
+    if measured.protocol == "openai":
+        gaps.append(_gap("OpenAI's API (tensorrt_llm → /v1)", core, measured, "HTTP, tokenising and the gateway"))
+    elif measured.model != core.model:
+        gaps.append(
+            _gap(f"text models (tensorrt_llm → {measured.model})", core, measured, "tokenising and BLS or ensemble")
+        )
+    if core.queue_wait_ms is not None:
+        gaps.append(Gap(name="Triton's queue", first_token_ms=core.queue_wait_ms, reason="mean of its metrics"))
+    if measured.calibration is not None:
+        found = measured.calibration
+        share = measured.statistics.requests_per_second / found.answers_per_second
+        reason = f"echo server over {found.protocol}; the run used {share:.0%} of the client's rate"
+        gaps.append(Gap(name="the client", first_token_ms=found.floor_p50_ms, reason=reason))
+    return gaps if repository is None else [*gaps, *_settings(repository, measured)]
+
+
+def _gap(name: str, before: BenchReport, after: BenchReport, reason: str) -> Gap:
+    first, second = (each.statistics.time_to_first_token_ms.p50 for each in (before, after))
+    rates = before.statistics.output_tokens_per_second, after.statistics.output_tokens_per_second
+    return Gap(
+        name=name,
+        first_token_ms=None if first is None or second is None else second - first,
+        throughput=rates[1] / rates[0] if rates[0] else None,
+        reason=reason,
+    )
+
+
+def _settings(repository: Path, measured: BenchReport) -> list[Gap]:
+    """Return settings of the repository and the engine that cost throughput."""
+    build = BuildConfig()
+    with suppress(ArtifactError, FileNotFoundError):
+        path = repository / CORE_MODEL / "1" / "config.json"
+        build = EngineConfig.of(read_json_object(path), path, ArtifactError).build
+    found = []
+    asked = measured.spec.get("concurrency") or round(measured.statistics.requests_in_flight)
+    if 0 < build.max_batch_size < asked:
+        reason = f"{asked} requests in flight, but the engine batches {build.max_batch_size} (--max-batch-size)"
+        found.append(Gap(name="batch size", reason=reason))
+    found += [
+        Gap(name="logits", reason=f"the engine was built with {flag}, which copies logits at every step")
+        for flag in ("gather_context_logits", "gather_generation_logits")
+        if getattr(build, flag)
+    ]
+    # The core model batches within one instance, the ensemble does not use the BLS model, and OpenAI's API none.
+    used = {"preprocessing", "postprocessing", "tensorrt_llm_bls", measured.model}
+    used -= {"tensorrt_llm_bls"} if measured.model == "ensemble" else set()
+    used = set() if measured.model == CORE_MODEL or measured.protocol == "openai" else used
+    for path in sorted(repository.glob("*/config.pbtxt")):
+        model, text = path.parent.name, path.read_text(encoding="utf-8")
+        instances = _instances(text)
+        if model in used and 0 < instances < asked:
+            found.append(Gap(name=f"instances of {model}", reason=f"{instances} for {asked} requests in flight"))
+        if model == CORE_MODEL and "decoupled: true" not in text.replace("decoupled:true", "decoupled: true"):
+            found.append(Gap(name="decoupled", reason="the core model is not decoupled: no answer is streamed"))
+    return found
+
+
+def _instances(config: str) -> int:
+    """Return the number of instances in a config.pbtxt, or 0 where it has none (an ensemble)."""
+    _, found, rest = config.partition("instance_group")
+    words = rest.replace(":", " ").split()
+    return int(words[words.index("count") + 1]) if found and "count" in words else 0

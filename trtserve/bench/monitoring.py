@@ -158,7 +158,7 @@ INTERVAL = 0.5
 _TIMEOUT = 2.0
 # Counters of Triton, per model, whose growth over the run is reported.
 _DURATIONS = ("queue_duration_us", "compute_input_duration_us", "compute_infer_duration_us", "request_duration_us")
-_COUNTS = ("request_success", "request_failure", "inference_count", "exec_count")
+_COUNTS = ("request_success", "request_failure", "count", "exec_count")
 # What is parsed of a page, next to requests that must be sent in time.
 _READ = (KV_BLOCKS, REQUESTS, TOKENS, *(f"nv_inference_{name}" for name in (*_DURATIONS, *_COUNTS)))
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtserve.bench.messages import end_input, takes_text
-from trtserve.bench.prompts import TextWriter
-from trtserve.bench.recorded import dataset_traffic
-from trtserve.bench.records import Traffic, TrafficLimits, limits_of_repository, override_limits
+from trtserve.bench.prompts import TextWriter, dataset_traffic
+from trtserve.bench.records import Traffic, TrafficLimits, limits_of_engine, limits_of_repository, override_limits
 from trtserve.bench.statistics import Goals, read_goals
 from trtserve.bench.traffic import WRITTEN, arrival_times, with_cancellations
 from trtserve.bench.transport import LoadTarget, OpenAi
@@ -77,9 +76,7 @@ def find_measured(spec: BenchSpec, endpoint: Endpoint, client: SyncClient, *, of
     except ServerUnreachableError:
         if not offline or spec.model not in (None, CORE_MODEL):
             raise
-        return Measured(
-            target=None, name=CORE_MODEL, takes_text=False, tokenizer=None, adds_special_tokens=False, limits=None
-        )
+        return Measured(target=None, name=CORE_MODEL, takes_text=False, tokenizer=None, adds_special_tokens=False)
     if spec.protocol == "http" and endpoint.tls is not None:
         raise UsageError("Triton has no encryption over HTTP; leave --ssl out or use --protocol grpc.")
     text = takes_text(model)
@@ -129,17 +126,9 @@ def _openai_server(spec: BenchSpec, endpoint: Endpoint, url: str) -> Measured:
         ),
         name=name,
         takes_text=True,
-        tokenizer=_given_tokenizer(spec, endpoint),
+        tokenizer=find_tokenizer(spec.tokenizer, endpoint, None),
         adds_special_tokens=True,
     )
-
-
-def _given_tokenizer(spec: BenchSpec, endpoint: Endpoint) -> TokenizerFiles | None:
-    if spec.tokenizer is not None and not spec.tokenizer.is_dir():
-        raise UsageError(f"--tokenizer is {spec.tokenizer}; expected the folder of a tokenizer.")
-    served = None if endpoint.repository is None else endpoint.repository / "preprocessing" / "1" / "tokenizer"
-    folder = spec.tokenizer or served
-    return TokenizerFiles(folder) if folder is not None and folder.is_dir() else None
 
 
 def _first_model(url: str, timeout: float) -> str:
@@ -179,11 +168,7 @@ def _engine(spec: BenchSpec, endpoint: Endpoint, name: str) -> Measured:
         takes_text=False,
         tokenizer=None if engine.tokenizer is None else TokenizerFiles(engine.tokenizer),
         adds_special_tokens=True,
-        limits=TrafficLimits(
-            vocab_size=engine.config.model.vocab_size or None,
-            max_input_len=engine.config.build.max_input_len,
-            max_seq_len=engine.config.build.max_seq_len or None,
-        ),
+        limits=limits_of_engine(engine.config),
     )
 
 

@@ -12,15 +12,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
 import uvloop
 
-from trtserve.bench.monitoring import Live, Totals, WorkerHealth, shared_cells
+from trtserve.bench.monitoring import Live, LoadSampler, Totals, WorkerHealth, shared_cells
 from trtserve.bench.records import RequestRecord, pooled
 from trtserve.bench.worker import CANCEL_TIMEOUT, Load, LoadWorker, Sent, Share, shares
 from trtserve.errors import BenchmarkError, TrtserveError
@@ -43,32 +43,25 @@ class LoadOutcome:
     """Time 0 of the schedule."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watcher:
-    """Callbacks for a run in progress."""
-
-    begin: Callable[[Callable[[], Totals]], None] = lambda _: None
-    """Called when the measured window starts, with a function that returns the counts so far."""
-    end: Callable[[], None] = lambda: None
-
-
-def run_load(load: Load, *, workers: int = 1, watcher: Watcher | None = None) -> LoadOutcome:
+def run_load(load: Load, *, workers: int = 1, sampler: LoadSampler | None = None) -> LoadOutcome:
     """Send the warm-up, then the measured requests. SIGINT cancels requests in flight and returns what was measured.
 
+    `sampler` watches the measured window.
     After `load.timeout` seconds the requests in flight count as failed, the remaining ones as never sent. Raises
     ServerUnreachableError without a connection and RequestError when the whole warm-up fails.
     """
-    watcher = watcher or Watcher()
     parts = shares(load, workers if load.concurrency is None else min(workers, load.concurrency))
-    group: _Group = _Children(parts) if len(parts) > 1 else _OwnProcess(parts[0])
+    group: _Children | _OwnProcess = _Children(parts) if len(parts) > 1 else _OwnProcess(parts[0])
     try:
         group.prepare()
-        watcher.begin(group.totals)  # before the start is set: a display takes 0.2 s to appear
+        if sampler is not None:
+            sampler.begin(group.totals)  # before the start is set: a display takes 0.2 s to appear
         try:
             start_ns = time.monotonic_ns() + round(_LEAD * 1e9)
             sent = group.run(start_ns)
         finally:
-            watcher.end()
+            if sampler is not None:
+                sampler.end()
     finally:
         group.close()
     return LoadOutcome(
@@ -78,17 +71,6 @@ def run_load(load: Load, *, workers: int = 1, watcher: Watcher | None = None) ->
         health=[part.health for part in sent],
         start_ns=start_ns,
     )
-
-
-class _Group(Protocol):
-    """The workers of this machine."""
-
-    @property
-    def interrupted(self) -> bool: ...
-    def prepare(self) -> None: ...
-    def run(self, start_ns: int) -> list[Sent]: ...
-    def totals(self) -> Totals: ...
-    def close(self) -> None: ...
 
 
 class _OwnProcess:
@@ -131,7 +113,7 @@ class _Children:
 
     def __init__(self, own: Sequence[Share]) -> None:
         context = multiprocessing.get_context("spawn")
-        self._interrupted = False
+        self.interrupted = False
         self._lives, self._pipes, self._processes = [], [], []
         for share in own:
             ours, theirs = context.Pipe()
@@ -155,10 +137,6 @@ class _Children:
     def totals(self) -> Totals:
         return Totals(self._lives)
 
-    @property
-    def interrupted(self) -> bool:
-        return self._interrupted
-
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()  # a worker that still runs stops at the end of its pipe
@@ -178,7 +156,7 @@ class _Children:
                 for pipe in wait(waiting, timeout=0.5):
                     answers[pipe] = _received(pipe)  # type: ignore[index, arg-type]
             except KeyboardInterrupt:
-                self._interrupted = True
+                self.interrupted = True
                 deadline = time.monotonic() + _END_TIMEOUT
                 for pipe in self._pipes:
                     with suppress(OSError):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.files import decode_as, parse_json, read_json_object
 from trtserve.specs import BenchSpec
@@ -64,25 +65,31 @@ class Traffic:
 
 
 def limits_of_repository(repository: Path, model: str) -> TrafficLimits:
-    """Read the limits from the engine's config.json in a model repository.
-
-    Raises RepositoryError for a damaged file.
-    """
-    config = _read_json(repository / model / "1" / "config.json")
-    pretrained, build = config.get("pretrained_config", {}), config.get("build_config", {})
+    """Read the limits from the files of a model repository. Raises RepositoryError for a damaged one."""
     added = _read_json(repository / "preprocessing" / "1" / "tokenizer" / "tokenizer.json").get("added_tokens", [])
+    special = frozenset(int(token["id"]) for token in added if token.get("special"))
+    return replace(limits_of_engine(engine_of_repository(repository, model)), special_ids=special)
+
+
+def limits_of_engine(config: EngineConfig) -> TrafficLimits:
+    """Return the limits of an engine."""
     return TrafficLimits(
-        vocab_size=pretrained.get("vocab_size"),
-        max_input_len=build.get("max_input_len"),
-        max_seq_len=build.get("max_seq_len"),
-        special_ids=frozenset(int(token["id"]) for token in added if token.get("special")),
+        vocab_size=config.model.vocab_size or None,
+        max_input_len=config.build.max_input_len,
+        max_seq_len=config.build.max_seq_len or None,
     )
 
 
-def precision_of_repository(repository: Path, model: str) -> dict[str, str]:
-    """Return compute and KV cache precision, as far as the engine's config.json in a model repository has them."""
-    own = _read_json(repository / model / "1" / "config.json").get("trtserve", {})
-    return {key: own[key] for key in ("compute_precision", "kv_precision") if own.get(key)}
+def precision_of_engine(config: EngineConfig) -> dict[str, str]:
+    """Return compute and KV cache precision, as far as an engine has them."""
+    names = ("compute_precision", "kv_precision")
+    return {name: value for name in names if (value := getattr(config.trtserve, name))}
+
+
+def engine_of_repository(repository: Path, model: str) -> EngineConfig:
+    """Return the config of a model's engine, an empty one where there is no file. Raises RepositoryError."""
+    path = repository / model / "1" / "config.json"
+    return EngineConfig.of(_read_json(path), path, RepositoryError, hint=None)
 
 
 def override_limits(limits: TrafficLimits, spec: BenchSpec) -> TrafficLimits:

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.calibration import Calibration
 from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.records import FILE_NAME, RequestRecord, read_records
-from trtserve.bench.statistics import QUANTILES, Distribution, Goals, Statistics, compute, read_goals
-from trtserve.bench.verdict import VALID_DELIVERY, Machine, Verdict, implausible, judge
+from trtserve.bench.statistics import QUANTILES, VALID_DELIVERY, Distribution, Goals, Statistics, compute, read_goals
+from trtserve.bench.verdict import Calibration, Machine, Verdict, implausible, judge
 from trtserve.errors import UsageError
 from trtserve.files import decode_as, parse_json
 

@@ -10,28 +10,29 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve._version import __version__
 from trtserve.artifacts import Manifest
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.bench.calibration import Calibration, calibrate
-from trtserve.bench.messages import count_answers
+from trtserve.bench.echo_server import Echo, Spoken, running_echo
+from trtserve.bench.messages import count_answers, takes_text
 from trtserve.bench.monitoring import LoadSampler, queue_wait_ms
 from trtserve.bench.plan import BenchPlan
-from trtserve.bench.processes import Watcher, run_load
-from trtserve.bench.records import TrafficRequest, precision_of_repository
+from trtserve.bench.processes import run_load
+from trtserve.bench.records import RequestRecord, TrafficRequest, engine_of_repository, precision_of_engine
 from trtserve.bench.report import BenchReport
-from trtserve.bench.verdict import Machine, find_machine
+from trtserve.bench.statistics import percentile
+from trtserve.bench.transport import LoadTarget
+from trtserve.bench.verdict import Calibration, Machine, find_machine
+from trtserve.bench.worker import Load
 from trtserve.errors import ArtifactError
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trtserve.bench.monitoring import Totals
     from trtserve.progress import Task
 
@@ -50,7 +51,7 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
     started = datetime.datetime.now(datetime.timezone.utc).isoformat()
     with progress.task(f"Sending {len(load.warmup)} + {len(requests)} requests", total=len(requests)) as task:
         sampler = LoadSampler(metrics, on_sample=_reporter(task))
-        outcome = run_load(load, workers=spec.workers, watcher=Watcher(begin=sampler.begin, end=sampler.end))
+        outcome = run_load(load, workers=spec.workers, sampler=sampler)
     counted_by, notes = "output_ids", list(plan.notes)
     if measured.takes_text:
         counted = count_answers(
@@ -73,7 +74,7 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
         tokens_counted_by=counted_by,
         prompts_sha256=prompts_hash(requests),
         started=started,
-        precision={} if served is None else precision_of_repository(served, measured.core_model),
+        precision={} if served is None else precision_of_engine(engine_of_repository(served, measured.core_model)),
         limits={name: getattr(plan.limits, name) for name in ("vocab_size", "max_input_len", "max_seq_len")},
         fingerprint=fingerprint(target.engine or served),
         command=command(),
@@ -102,6 +103,74 @@ def _calibrate(plan: BenchPlan, progress: Progress) -> Calibration | None:
             "(p99)"
         )
     return found
+
+
+_ANSWERS = 400
+_IN_FLIGHT = 16
+_PACED = 60
+_PACE = 200.0
+_MOST_CHUNKS = 64
+
+
+def calibrate(
+    target: LoadTarget, requests: Sequence[TrafficRequest], *, workers: int, concurrency: int | None
+) -> Calibration | None:
+    """Return the limits of the client for requests like these, or None for a target without a protocol."""
+    if target.protocol == "in-process":
+        return None
+    mean = sum(request.output_len for request in requests) / len(requests)
+    chunks = min(_MOST_CHUNKS, max(1, round(mean))) if target.streams else 1
+    sample = [replace(request, session=None, cancel_after=None) for request in requests[:_ANSWERS]]
+    sample = (sample * (1 + _ANSWERS // len(sample)))[:_ANSWERS]
+    with running_echo(Echo(spoken=_spoken(target), chunks=chunks, text=takes_text(target.model))) as port:
+        echo = _at(target, port)
+        offsets = [index / _PACE for index in range(_PACED)]
+        paced = _records(Load(target=echo, requests=sample[:_PACED], warmup=sample[:5], offsets=offsets, timeout=30))
+        in_flight = max(workers, min(concurrency or _IN_FLIGHT, _IN_FLIGHT * workers))
+        full = Load(target=echo, requests=sample, warmup=sample[:workers], concurrency=in_flight, timeout=30)
+        fast = _records(full, workers=workers)
+    delays = sorted((record.sent_ns or 0) - record.intended_ns for record in paced)
+    firsts = sorted(_first_ns(record) - record.intended_ns for record in paced)
+    begin, end = min(record.sent_ns or 0 for record in fast), max(record.ended_ns for record in fast)
+    return Calibration(
+        protocol=_spoken(target),
+        workers=workers,
+        responses_per_answer=chunks,
+        answers_per_second=len(fast) / ((end - begin) / 1e9),
+        dispatch_p50_ms=percentile(delays, 0.5) / 1e6,
+        dispatch_p99_ms=percentile(delays, 0.99) / 1e6,
+        dispatch_max_ms=delays[-1] / 1e6,
+        floor_p50_ms=percentile(firsts, 0.5) / 1e6,
+        floor_p99_ms=percentile(firsts, 0.99) / 1e6,
+    )
+
+
+def _first_ns(record: RequestRecord) -> int:
+    """Return the time of the first response; texts have not been counted here."""
+    times = [time for time, _ in record.arrivals] or [each.time_ns for each in record.responses]
+    return times[0] if times else record.ended_ns
+
+
+def _records(load: Load, *, workers: int = 1) -> list[RequestRecord]:
+    outcome = run_load(load, workers=workers)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    return outcome.records
+
+
+def _spoken(target: LoadTarget) -> Spoken:
+    if target.protocol == "openai":
+        return "openai-stream" if target.streams else "openai"
+    if target.protocol == "http":
+        return "http-stream" if target.streams else "http"
+    return "grpc-stream" if target.model.decoupled else "grpc-unary"
+
+
+def _at(target: LoadTarget, port: int) -> LoadTarget:
+    """Return the target moved to a port of this machine."""
+    endpoint = replace(target.endpoint, host="127.0.0.1", http_port=port, grpc_port=port, tls=None)
+    openai = None if target.openai is None else replace(target.openai, url=f"http://127.0.0.1:{port}/v1")
+    return replace(target, endpoint=endpoint, openai=openai)
 
 
 def _reporter(task: Task) -> Callable[[Totals], None]:

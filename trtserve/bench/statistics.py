@@ -66,6 +66,8 @@ def read_duration(text: str) -> float | None:
 
 
 NANOSECONDS_PER_MS = 1e6
+VALID_DELIVERY = 0.99
+"""Lowest delivered / offered rate of a valid open loop."""
 QUANTILES = {"p50": 0.50, "p75": 0.75, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 _EVERY_GOAL = Goals({})
 # Intervals need values in order of time; those of single tokens are far more than their requests can tell.
@@ -165,12 +167,12 @@ class Steady:
 
     warmup_requests: int
     """Requests at the start that differ from the rest; all of them if no steady state was reached."""
-    seconds: float
-    requests_per_second: float
-    output_tokens_per_second: float
-    in_flight: float
+    seconds: float = 0.0
+    requests_per_second: float = 0.0
+    output_tokens_per_second: float = 0.0
+    in_flight: float = 0.0
     """Average number of requests in flight, in the time between the first and the last send of this part."""
-    drain_seconds: float
+    drain_seconds: float = 0.0
     """From the last send of the window to the last end: the load falls, so its answers do not count as throughput."""
 
 
@@ -284,14 +286,7 @@ def _steady(sent: Sequence[RequestRecord]) -> Steady:
     warmup = warmup_length([first_token_ms(record) or latency_ms(record) for record in finished])
     sends = [record.sent_ns for record in sent if record.sent_ns is not None]
     if not finished or len(sends) < 2:
-        return Steady(
-            warmup_requests=warmup,
-            seconds=0.0,
-            requests_per_second=0.0,
-            output_tokens_per_second=0.0,
-            in_flight=0.0,
-            drain_seconds=0.0,
-        )
+        return Steady(warmup_requests=warmup)
     start = finished[warmup].sent_ns if warmup < len(finished) else min(sends)
     begin, last = start if start is not None else min(sends), max(sends)
     inside = [record for record in finished if begin < record.ended_ns <= last]

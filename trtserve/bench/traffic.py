@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.bench.prompts import IdWriter, Writer
-from trtserve.bench.recorded import replay
+from trtserve.bench.prompts import IdWriter, Writer, replay
 from trtserve.bench.records import Traffic, TrafficLimits, TrafficRequest, clip
 from trtserve.errors import UsageError
 from trtserve.files import parse_json

@@ -1,23 +1,31 @@
-"""How requests travel: the interface, gRPC, and an executor in this process; `http_transport.py` has HTTP."""
+"""How requests travel: over gRPC, by HTTP (generate endpoints, OpenAI's API), or to an executor in this process."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from trtserve.bench.messages import read_response, read_values, request_message, request_tensors
 from trtserve.bench.records import DecodedResponse, TrafficRequest
-from trtserve.client.call_errors import explain_rpc_error, plain, silent
+from trtserve.client.call_errors import explain_rpc_error, plain, silent, unreachable
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import open_channel
-from trtserve.client.http_pool import Pressure
+from trtserve.client.http_pool import OK, HttpPool, Pressure, http_request
+from trtserve.client.http_transport import generate_body, model_path, tls_context
 from trtserve.client.tensors import ModelDescription
 from trtserve.errors import RequestError, UsageError
+from trtserve.files import parse_json
 
 ProtocolName = Literal["grpc", "http", "openai", "in-process"]
 
@@ -66,23 +74,28 @@ class SendError(Exception):
     """The server or the connection failed one request."""
 
 
-class LoadTransport(Protocol):
+class LoadTransport(ABC):
     """A protocol's connections to one target; used by one event loop."""
+
+    def __init__(self, target: LoadTarget, *, timeout: float) -> None:
+        self._target, self._timeout = target, timeout
+        self.pressure = Pressure()
+        """What its sockets held up so far."""
 
     @property
     def opened(self) -> int:
-        """Number of connections made so far."""
+        """Number of connections made so far, where more are made when all are busy."""
+        return 0
 
-    @property
-    def pressure(self) -> Pressure:
-        """What its sockets held up so far."""
-
+    @abstractmethod
     async def open(self, connections: int) -> None:
         """Connect before the measured window. Raises ServerUnreachableError."""
 
+    @abstractmethod
     def encode(self, request: TrafficRequest, request_id: str) -> Any:
         """Return the message of a request."""
 
+    @abstractmethod
     async def send(self, message: Any, received: list[Chunk], *, limit: int | None = None) -> None:
         """Send one message and append what arrives to `received`, until the answer ends.
 
@@ -90,9 +103,11 @@ class LoadTransport(Protocol):
         Raises SendError.
         """
 
+    @abstractmethod
     def read(self, chunk: Chunk) -> DecodedResponse:
         """Decode what `send` received."""
 
+    @abstractmethod
     async def close(self) -> None:
         """Close all connections."""
 
@@ -100,25 +115,13 @@ class LoadTransport(Protocol):
 _SERVICE = "/inference.GRPCInferenceService"
 
 
-class GrpcLoad:
-    """One HTTP/2 connection to a Triton server."""
+class GrpcLoad(LoadTransport):
+    """One HTTP/2 connection to a Triton server, which all calls share."""
 
-    def __init__(self, target: LoadTarget, *, timeout: float) -> None:
-        self._target = target
-        self._timeout = timeout
-        self._channel: Any = None
-        self._call: Any = None
-
-    @property
-    def opened(self) -> int:
-        return 1  # all calls share it
-
-    @property
-    def pressure(self) -> Pressure:
-        return Pressure()
+    _channel: Any = None
+    _call: Any = None
 
     async def open(self, connections: int) -> None:
-
         endpoint = self._target.endpoint
         self._channel = open_channel(endpoint)
         try:
@@ -170,23 +173,148 @@ class GrpcLoad:
             await self._channel.close()
 
 
-class InProcessLoad:
+_EVENT = b"data:"
+_DONE = b"[DONE]"
+_KEY = "OPENAI_API_KEY"
+
+
+class _HttpLoad(LoadTransport):
+    """Connections to one HTTP port."""
+
+    def __init__(self, target: LoadTarget, host: str, port: int, *, tls: ssl.SSLContext | None, timeout: float) -> None:
+        super().__init__(target, timeout=timeout)
+        self._where, self._first = f"{host}:{port}", target.endpoint.connect_timeout
+        self._pool = HttpPool(host, port, tls=tls, timeout=timeout, connect_timeout=self._first)
+        self.pressure = self._pool.pressure
+
+    @property
+    def opened(self) -> int:
+        return self._pool.opened
+
+    async def open(self, connections: int) -> None:
+        try:
+            await self._pool.open(connections)
+        except asyncio.TimeoutError:
+            raise silent(self._where, self._first) from None
+        except OSError as error:
+            raise unreachable(self._where, error.strerror or str(error)) from None
+
+    async def send(self, message: bytes, received: list[Chunk], *, limit: int | None = None) -> None:
+        def on_event(time_ns: int, event: bytes) -> bool:
+            received.append((time_ns, event))
+            return len(received) == limit
+
+        try:
+            answer = await self._pool.send(message, on_event if self._target.streams else None)
+        except asyncio.TimeoutError:
+            raise SendError(f"no complete answer within {self._timeout:g} s") from None
+        except OSError as error:
+            raise SendError(str(error)) from error
+        if answer is not None and answer.status != OK:
+            raise SendError(f"status {answer.status}: {answer.body.decode('utf-8', 'replace')[:300]}")
+        if answer is not None and answer.body.strip():
+            received.append((answer.time_ns, answer.body))
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+class GenerateLoad(_HttpLoad):
+    """Connections to the HTTP port of a Triton server."""
+
+    def __init__(self, target: LoadTarget, *, timeout: float) -> None:
+        endpoint = target.endpoint
+        tls = None if endpoint.tls is None else tls_context(endpoint.tls)
+        super().__init__(target, endpoint.host, endpoint.http_port, tls=tls, timeout=timeout)
+        self._path = f"{model_path(target.model.name)}/{'generate_stream' if target.streams else 'generate'}"
+
+    def encode(self, request: TrafficRequest, request_id: str) -> bytes:
+        tensors = request_tensors(self._target.model, request, stream=self._target.streams)
+        body = generate_body(tensors, request_id=request_id, model=self._target.model)
+        endpoint = self._target.endpoint
+        return http_request(endpoint.http, self._path, json.dumps(body).encode(), endpoint.http_headers)
+
+    def read(self, chunk: Chunk) -> DecodedResponse:
+        time_ns, content = chunk
+        values = _parse_event(content)
+        if "error" in values:
+            return DecodedResponse(time_ns=time_ns, error=plain(str(values["error"])))
+        return read_values(self._target.model, values, time_ns)
+
+
+class OpenAiLoad(_HttpLoad):
+    """Connections to a server with OpenAI's API; the key comes from the variable OPENAI_API_KEY."""
+
+    def __init__(self, target: LoadTarget, *, timeout: float) -> None:
+        if target.openai is None:
+            raise UsageError("--openai is missing.")
+        self._server = target.openai
+        address = urlsplit(self._server.url)
+        secure = address.scheme == "https"
+        tls = ssl.create_default_context() if secure else None
+        super().__init__(
+            target, address.hostname or "", address.port or (443 if secure else 80), tls=tls, timeout=timeout
+        )
+        self._host = address.netloc
+        self._path = address.path.rstrip("/") + ("/chat/completions" if self._server.chat else "/completions")
+        self._headers = {"Authorization": f"Bearer {os.environ[_KEY]}"} if _KEY in os.environ else {}
+
+    def encode(self, request: TrafficRequest, request_id: str) -> bytes:
+        del request_id
+        server, streams = self._server, self._target.streams
+        prompt: dict[str, Any] = {"prompt": request.token_ids.tolist() if request.text is None else request.text}
+        if server.chat:
+            prompt = {"messages": [{"role": "user", "content": request.text}]}
+        body = {"model": server.model, **prompt, "max_tokens": request.output_len, "stream": streams, "temperature": 0}
+        if streams:
+            body["stream_options"] = {"include_usage": True}
+        if server.ignore_eos:
+            body |= {"ignore_eos": True, "min_tokens": request.output_len}
+        return http_request(self._host, self._path, json.dumps(body).encode(), self._headers)
+
+    def read(self, chunk: Chunk) -> DecodedResponse:
+        """Decode a chunk; its usage, which counts the whole answer, comes with the last one."""
+        time_ns, content = chunk
+        content = content.strip()
+        # Comments (": ping") keep connections alive.
+        if content.endswith(_DONE) or content.startswith(b":"):
+            return DecodedResponse(time_ns=time_ns, text="")
+        values = _parse_event(content)
+        if "error" in values:
+            error = values["error"]
+            return DecodedResponse(
+                time_ns=time_ns, error=str(error.get("message", error) if isinstance(error, dict) else error)
+            )
+        choice: dict[str, Any] = next(iter(values.get("choices") or ()), {})
+        message = choice.get("delta") or choice.get("message") or {}
+        usage = values.get("usage") or {}
+        return DecodedResponse(
+            time_ns=time_ns,
+            text=choice.get("text") or message.get("content") or message.get("reasoning_content") or "",
+            tokens=usage.get("completion_tokens"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            finish_reason=choice.get("finish_reason"),
+        )
+
+
+def _parse_event(content: bytes) -> Mapping[str, Any]:
+    """Return the JSON object of an event or a body; what is not JSON becomes an `error`."""
+    try:
+        values = parse_json(content.strip().removeprefix(_EVENT))
+    except ValueError:
+        return {"error": f"the answer is not JSON: {content[:200]!r}"}
+    return values if isinstance(values, Mapping) else {"error": f"the answer is not a JSON object: {content[:200]!r}"}
+
+
+class InProcessLoad(LoadTransport):
     """One executor; a thread hands its responses to the requests that wait for them."""
 
     def __init__(self, target: LoadTarget, *, timeout: float) -> None:
-        self._target, self._timeout = target, timeout
+        super().__init__(target, timeout=timeout)
         self._open = ExitStack()
         self._waiting: dict[int, tuple[asyncio.Future[None], list[Chunk], dict[int, Any], int | None]] = {}
         self._lock = threading.Lock()
         self._ended = False
-
-    @property
-    def opened(self) -> int:
-        return 0
-
-    @property
-    def pressure(self) -> Pressure:
-        return Pressure()
 
     async def open(self, connections: int) -> None:
         from trtserve.server.local_engine import find_local_engine  # loads what runs engines
@@ -257,3 +385,12 @@ class InProcessLoad:
 def _settle(ended: asyncio.Future[None]) -> None:
     if not ended.done():
         ended.set_result(None)
+
+
+def make_transport(target: LoadTarget, *, timeout: float) -> LoadTransport:
+    """Return the transport of a target's protocol."""
+    if target.protocol == "grpc":
+        return GrpcLoad(target, timeout=timeout)
+    if target.protocol == "in-process":
+        return InProcessLoad(target, timeout=timeout)
+    return (OpenAiLoad if target.protocol == "openai" else GenerateLoad)(target, timeout=timeout)

@@ -17,7 +17,7 @@ from typing import Literal
 from trtserve.bench.intervals import FEWEST, mean_interval
 from trtserve.bench.monitoring import WorkerHealth
 from trtserve.bench.records import RequestRecord, first_token_ms
-from trtserve.bench.statistics import Statistics
+from trtserve.bench.statistics import VALID_DELIVERY, Statistics
 
 # No engine generates a token of one answer faster than this; answers that do were not generated one by one.
 _FASTEST_TOKEN_MS = 0.01
@@ -73,6 +73,28 @@ def _memory_bandwidth() -> float:
         array.sum()
         best = min(best, time.perf_counter() - began)
     return array.nbytes / best * (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What the client can do on this machine, with the echo server on the same machine."""
+
+    protocol: str
+    workers: int
+    responses_per_answer: int
+    answers_per_second: float
+    """Highest rate of answers with this many responses."""
+    dispatch_p50_ms: float
+    """How late requests are sent at a moderate rate."""
+    dispatch_p99_ms: float
+    dispatch_max_ms: float
+    floor_p50_ms: float
+    """From the intended send to the first response of a server that needs no time."""
+    floor_p99_ms: float
+
+    def capacity(self, responses: float) -> float:
+        """Return the highest rate of answers with this many responses, a response costing as much as a request."""
+        return self.answers_per_second * (1 + self.responses_per_answer) / (1 + max(1.0, responses))
 
 
 def implausible(
@@ -175,7 +197,6 @@ def _disorder(completed: Sequence[RequestRecord]) -> list[str]:
     return [f"{wrong} answers begin before they were asked for, or end before their last token."] if wrong else []
 
 
-VALID_DELIVERY = 0.99
 MOST_OF_CAPACITY = 0.8
 BUSY = 0.9
 LATE_MS = 10.0

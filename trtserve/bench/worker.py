@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from trtserve.bench.http_transport import GenerateLoad, OpenAiLoad
 from trtserve.bench.messages import repeats_prompt, takes_text
 from trtserve.bench.monitoring import HealthMonitor, Live, WorkerHealth
 from trtserve.bench.records import DecodedResponse, RequestRecord, Status, TrafficRequest
 from trtserve.bench.timers import Timers
-from trtserve.bench.transport import Chunk, GrpcLoad, InProcessLoad, LoadTarget, LoadTransport, SendError
+from trtserve.bench.transport import Chunk, LoadTarget, SendError, make_transport
 from trtserve.errors import RequestError, ServerUnreachableError
 
 CANCEL_TIMEOUT = 5.0
@@ -53,12 +52,10 @@ class Load:
 class Share:
     """What one worker sends: some conversations of a load, with the numbers that their requests have in the run."""
 
-    load: Load
     worker: int
     conversations: Sequence[Sequence[tuple[int, TrafficRequest]]]
-    offsets: Sequence[float] | None
-    warmup: Sequence[TrafficRequest]
-    concurrency: int | None
+    load: Load
+    """Warm-up, times and concurrency of this worker; its requests are in the conversations."""
 
 
 def shares(load: Load, count: int) -> list[Share]:
@@ -66,13 +63,16 @@ def shares(load: Load, count: int) -> list[Share]:
     conversations = load.conversations()
     return [
         Share(
-            load=replace(load, requests=(), warmup=(), offsets=None),
             worker=worker,
             conversations=conversations[worker::count],
-            offsets=None if load.offsets is None else load.offsets[worker::count],
-            warmup=load.warmup[worker::count],
-            # The first ones have one more where it does not divide evenly.
-            concurrency=None if load.concurrency is None else max(1, len(range(worker, load.concurrency, count))),
+            load=replace(
+                load,
+                requests=(),
+                warmup=load.warmup[worker::count],
+                offsets=None if load.offsets is None else load.offsets[worker::count],
+                # The first ones have one more where it does not divide evenly.
+                concurrency=None if load.concurrency is None else max(1, len(range(worker, load.concurrency, count))),
+            ),
         )
         for worker in range(count)
     ]
@@ -92,7 +92,7 @@ class LoadWorker:
 
     def __init__(self, share: Share, live: Live, stop: asyncio.Event) -> None:
         self._share, self._load, self._live, self._stop = share, share.load, live, stop
-        self._transport = _make_transport(self._load.target, timeout=self._load.timeout)
+        self._transport = make_transport(self._load.target, timeout=self._load.timeout)
         self._arrived: dict[int, list[Chunk]] = {}
         self._cut_off = _INTERRUPTED
         self._run = uuid.uuid4().hex
@@ -103,8 +103,8 @@ class LoadWorker:
         Raises ServerUnreachableError without a connection and RequestError when the whole warm-up fails.
         """
         self._timers = Timers()
-        await self._transport.open(self._share.concurrency or (1 if self._share.offsets is None else _OPENED))
-        warmup = [[(index, request)] for index, request in enumerate(self._share.warmup)]
+        await self._transport.open(self._load.concurrency or (1 if self._load.offsets is None else _OPENED))
+        warmup = [[(index, request)] for index, request in enumerate(self._load.warmup)]
         records = self._begin(warmup)
         if warmup:
             await self._bounded(self._closed(warmup, records))
@@ -125,7 +125,7 @@ class LoadWorker:
         opened, crowded = self._transport.opened, self._transport.pressure.crowded_reads
         self._transport.pressure.write_blocked_max_ns = 0
         if not self._stop.is_set():
-            window = self._closed if self._share.offsets is None else self._open
+            window = self._closed if self._load.offsets is None else self._open
             timed_out = await self._bounded(window(self._share.conversations, self._records, start_ns))
         health = monitor.end()
         health.late_connections = self._transport.opened - opened
@@ -184,7 +184,7 @@ class LoadWorker:
             for turns in pending:
                 await self._converse(turns, records, time.monotonic_ns())
 
-        await asyncio.gather(*(user() for _ in range(self._share.concurrency or 1)))
+        await asyncio.gather(*(user() for _ in range(self._load.concurrency or 1)))
 
     async def _open(
         self,
@@ -193,7 +193,7 @@ class LoadWorker:
         start_ns: int,
     ) -> None:
         """Begin every conversation at its time in the schedule; waiting for the concurrency limit counts as latency."""
-        limit = self._share.concurrency
+        limit = self._load.concurrency
         gate = asyncio.Semaphore(limit or len(conversations) or 1)
         running: set[asyncio.Task[None]] = set()
 
@@ -206,7 +206,7 @@ class LoadWorker:
 
         try:
             before_ns = 0
-            for turns, offset in zip(conversations, self._share.offsets or (), strict=True):
+            for turns, offset in zip(conversations, self._load.offsets or (), strict=True):
                 intended_ns = start_ns + round(offset * 1e9)
                 # Begun one arrival early, so that at its time only the send is left to do.
                 task = asyncio.ensure_future(arrive(turns, intended_ns))
@@ -303,11 +303,3 @@ class LoadWorker:
             tokens = (each.tokens or 0) - (record.input_tokens if repeated else 0)
             if tokens > 0:
                 yield each.time_ns, tokens
-
-
-def _make_transport(target: LoadTarget, *, timeout: float) -> LoadTransport:
-    if target.protocol == "grpc":
-        return GrpcLoad(target, timeout=timeout)
-    if target.protocol == "in-process":
-        return InProcessLoad(target, timeout=timeout)
-    return (OpenAiLoad if target.protocol == "openai" else GenerateLoad)(target, timeout=timeout)

@@ -18,7 +18,7 @@ from trtserve.specs.options import Spec, option
 
 if TYPE_CHECKING:
     from trtserve.bench.report import BenchReport
-    from trtserve.bench.search import Found
+    from trtserve.bench.targets import Found
     from trtserve.client.endpoint import Endpoint
     from trtserve.progress import Progress
 
@@ -199,7 +199,7 @@ class _Stages:
         return report
 
     def _search(self, spec: BenchSpec) -> None:
-        from trtserve.bench.search import TRIES, Answer, highest_rate, rate_answer
+        from trtserve.bench.targets import TRIES, Answer, highest_rate, rate_answer
 
         def answer(rate: float) -> Answer:
             found: Answer = "unclear"
@@ -278,7 +278,7 @@ def _diagnose(
     spec: BenchSpec, endpoint: Endpoint, measured: BenchReport, *, metrics: str | None, progress: Progress
 ) -> None:
     """Measure the engine in this process and the core model with the same spec, and print the gaps."""
-    from trtserve.bench.diagnose import diagnose
+    from trtserve.bench.compare import diagnose
     from trtserve.bench.plan import plan_benchmark
     from trtserve.bench.run import run_benchmark
     from trtserve.client.tensors import CORE_MODEL

@@ -118,9 +118,12 @@ class TokenizerFiles:
 
 
 def find_tokenizer(
-    given: Path | None, server: Endpoint, client: SyncClient, *, preprocessing: str = PREPROCESSING
+    given: Path | None, server: Endpoint, client: SyncClient | None, *, preprocessing: str = PREPROCESSING
 ) -> TokenizerFiles | None:
-    """Return the tokenizer of `--tokenizer`, else the one in the server's repository, or None if that is unknown."""
+    """Return the tokenizer of `--tokenizer`, else the one in the server's repository, or None if that is unknown.
+
+    `client` can ask where the repository's tokenizer is; without one it is where `repo` puts it.
+    """
     if given is not None:
         if not given.is_dir():
             raise UsageError(f"--tokenizer is {given}; expected the folder of a tokenizer.")
@@ -128,7 +131,7 @@ def find_tokenizer(
     if server.repository is None:
         return None
     folder = server.repository / preprocessing / "1" / "tokenizer"
-    if not folder.is_dir():
+    if client is not None and not folder.is_dir():
         folder = server.repository / _parameters(client, preprocessing).get("tokenizer_dir", "?")
     return TokenizerFiles(folder) if folder.is_dir() else None
 

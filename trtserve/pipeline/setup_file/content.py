@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.requirements import RATES, TIMES, Requirements
+from trtserve.bench.targets import RATES, TIMES, Requirements
 from trtserve.specs import BenchRuns, BenchSpec, BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.specs.bench import RANDOM
 from trtserve.specs.cluster import OPTIONS, ClusterSpec, KubernetesOptions, SlurmOptions

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from trtserve.bench.requirements import Requirements, read_requirements
+from trtserve.bench.targets import Requirements, read_requirements
 from trtserve.errors import ArtifactError, UsageError
 from trtserve.files import read_text
 from trtserve.pipeline.import_spec import recorded_spec
