@@ -129,7 +129,7 @@ def test_an_engine_for_more_nodes_fails(doubles: Doubles, tmp_path: Path) -> Non
     assert any("invalid device ordinal (2 GPUs on this node)" in log for log in logs)
 
 
-def test_a_job_without_gpus_has_none(doubles: Doubles, tmp_path: Path) -> None:
+def test_a_node_without_enough_gpus_ends_the_job_before_any_model_is_loaded(doubles: Doubles, tmp_path: Path) -> None:
     doubles.configure(container="25.04", gpus=2)
     command = ["start", "--model-repository", str(repository_of(tmp_path, tp=2).path), "--slurm"]
     assert run([*command, "--out", str(tmp_path / "job")]) == 0
@@ -142,13 +142,6 @@ def test_a_job_without_gpus_has_none(doubles: Doubles, tmp_path: Path) -> None:
     log = (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
     assert "one for each task: 2; GPUs found: 0" in log
     assert "--gres=gpu:2 or --exclusive" in log
-
-
-def test_a_node_without_enough_gpus_ends_the_job_before_any_model_is_loaded(doubles: Doubles, tmp_path: Path) -> None:
-    doubles.configure(container="25.04", gpus=1)
-    number, _ = submit(repository_of(tmp_path).path, tmp_path / "job", "--nodes", "2")
-    assert code_of(doubles, number) == 1
-    assert "one for each task: 2; GPUs found: 1" in (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
     assert not doubles.calls("tritonserver")
 
 

@@ -1,4 +1,4 @@
-"""Whose answer on a port counts as the readiness of a server that was just started."""
+"""Ports that another program holds: whose answer counts as the readiness of a server that was just started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from trtserve.artifacts import ModelRepository
 from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.process import Command, ProcessId, spawn, stop
+from trtserve.server.doctor.stub import write_probe_repository
+from trtserve.server.plan import plan_server
+from trtserve.server.start import start_server
 from trtserve.server.triton import tritonserver
 from trtserve.server.triton.tritonserver import Address
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
 
 
 @pytest.fixture
@@ -53,3 +59,22 @@ def test_a_port_lost_to_another_program_is_reported(tmp_path: Path) -> None:
     with pytest.raises(PortInUseError, match="already in use") as caught:
         tritonserver.wait_until_ready(identity, nobody, tmp_path / "log", timeout=10)
     assert "--auto-ports" in str(caught.value.hint)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> ModelRepository:
+    return ModelRepository(path=write_probe_repository(tmp_path / "probe"))
+
+
+def test_a_foreign_triton_on_a_port_is_recognised(tmp_path: Path, repository: ModelRepository) -> None:
+    store = Store(tmp_path / "home")
+    # A listener whose program has the name of Triton's.
+    program = tmp_path / "tritonserver"
+    program.symlink_to(sys.executable)
+    listen = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    with subprocess.Popen([program, "-c", listen], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with pytest.raises(PortInUseError, match="a Triton server that was not started from this store, process"):
+            start_server(plan_server(repository, ServerSpec(http_port=port), store=store))
+        process.communicate("\n", timeout=20)

@@ -33,7 +33,7 @@ from tests.support.launches import (
 from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError, UsageError
+from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError
 from trtserve.server import checks, readiness
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
@@ -42,7 +42,6 @@ from trtserve.server.state import Server, list_servers, recorded_server
 from trtserve.server.status import server_state
 from trtserve.server.supervision import serve_foreground
 from trtserve.server.triton.tritonserver import is_ready, shared_memory_regions
-from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
 KILLS = int(os.environ.get("TRTSERVE_KILLS", "8"))
@@ -155,13 +154,6 @@ def test_an_engine_of_another_machine_is_explained(tmp_path: Path, store: Store,
         start_server(plan_server(repository_of(tmp_path, tp=1), spec, store=store))
 
 
-def test_another_world_size_needs_another_engine(tmp_path: Path, store: Store) -> None:
-    repository = repository_of(tmp_path)
-    with pytest.raises(UsageError, match=r"--world-size is 4; the engine was built for 2 ranks") as caught:
-        plan_server(repository, ServerSpec(world_size=4), store=store, on_this_machine=False)
-    assert "--tp_size 4" in str(caught.value.hint)
-
-
 def test_orchestrator(tmp_path: Path, store: Store, doubles: Doubles) -> None:
     worker = f"executor_worker_path={doubles.worker}"
     repository = repository_of(tmp_path, a=f"gpu_device_ids=0,1 {worker}", b=f"gpu_device_ids=2,3 {worker}")
@@ -193,12 +185,6 @@ def test_an_orchestrator_with_several_instances_of_a_model(tmp_path: Path, store
         assert (
             len([each for each in family(server, store) if f"{doubles.worker.name} a" in " ".join(each.cmdline())]) == 4
         )
-
-
-def test_models_that_claim_the_same_gpu(tmp_path: Path, store: Store, doubles: Doubles) -> None:
-    repository = repository_of(tmp_path, a="gpu_device_ids=0,1", b="gpu_device_ids=1,2")
-    with pytest.raises(RepositoryError, match="GPU 1 is claimed by both a and b"):
-        plan_server(repository, ServerSpec(multi_model=True), store=store)
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,9 @@ def test_instances_have_ports_logs_and_memory_of_their_own(tmp_path: Path) -> No
     ],
 )
 def test_impossible_launches_are_refused_with_numbers(spec: dict[str, object], words: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as caught:
         planned(repository_of(tmp_path), tmp_path, **spec)
+    assert spec.keys() != {"world_size"} or "--tp_size 3" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +141,17 @@ def test_engines_of_different_sizes_need_an_orchestrator(tmp_path: Path) -> None
     [
         ({"a": "gpu_device_ids=0,1", "b": "gpu_device_ids=2,3"}, {}, r"\(a 0,1; b 2,3\), which leader mode cannot do"),
         ({"a": "gpu_device_ids=0,1;2,3"}, {}, r"\(a 0,1;2,3\), which leader mode cannot do"),
+        (
+            {"a": "gpu_device_ids=0,1", "b": "gpu_device_ids=1,2"},
+            {"multi_model": True},
+            "GPU 1 is claimed by both a and b",
+        ),
         ({"a": "gpu_device_ids=2,3"}, {"gpus": (2, 3)}, "a wants GPU 2; --gpus shows the launch 2, numbered 0 … 1"),
         ({"a": "gpu_device_ids=2,3"}, {"instances": 2}, "a wants GPU 2; --gpus shows the launch 2"),
         ({"a": "gpu_device_ids=0"}, {}, r"gpu_device_ids of a has 1 number in a group; its engine has 2 ranks"),
     ],
 )
-def test_gpus_that_leader_mode_cannot_give(
+def test_gpus_that_a_mode_cannot_give(
     models: dict[str, str], spec: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RepositoryError, match=words):

@@ -131,3 +131,16 @@ def test_a_gpu_that_reports_no_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [(gpu.memory, gpu.free) for gpu in list_gpus()] == [(20 * 2**20, 15 * 2**20), (0, 0)]
+
+
+def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count_gpus() == 0
+    tool = tmp_path / "nvidia-smi"
+    row = "echo '{0}, 9.0, 20, 5, 15, [N/A], [N/A], [N/A], 580.1, GPU-{0}, NVIDIA H200'\n"
+    tool.write_text(f"#!/bin/sh\n{row.format(0)}{row.format(1)}")
+    tool.chmod(0o755)
+    assert count_gpus() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,")
+    assert count_gpus() == 1

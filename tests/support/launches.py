@@ -24,7 +24,7 @@ from trtserve.server.plan import plan_server
 from trtserve.server.rank_processes import rank_processes
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
-from trtserve.server.state import Server, list_servers, recorded_server, run_folder
+from trtserve.server.state import Server, last_record, list_servers, recorded_server, run_folder
 from trtserve.server.triton.tritonserver import shared_memory_regions
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
@@ -87,6 +87,9 @@ def assert_gone(server: Server, store: Store) -> None:
         assert instance.log.exists()
     assert not shared_memory_regions(server.shm_prefix)
     assert server.name not in {each.name for each in list_servers(store)}
+    recorded = last_record(server.name, store)
+    assert recorded is not None
+    assert recorded.state in ("stopped", "failed")
     assert not run_folder(server.name, store).exists()
 
 

@@ -1,4 +1,4 @@
-"""Finding tritonserver and its Python stub, and paths that the stub cannot read."""
+"""Finding tritonserver and its Python stub, paths that the stub cannot read, its addresses and shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from trtserve.errors import MissingDependencyError, RepositoryError
 from trtserve.host.machine import install_command
 from trtserve.server.doctor.stub import check_store
-from trtserve.server.triton import installation
+from trtserve.server.triton import installation, tritonserver
 from trtserve.server.triton.installation import require_stub_path
 from trtserve.store import Store
 
@@ -97,3 +97,23 @@ def test_paths_that_the_stub_cannot_read_are_refused(name: str, tmp_path: Path) 
 )
 def test_usual_paths_are_accepted(path: str) -> None:
     require_stub_path(Path(path))
+
+
+def test_prefixes_differ_between_servers_of_one_name() -> None:
+    first, second = tritonserver.unique_prefix("demo"), tritonserver.unique_prefix("demo")
+    assert first != second
+    assert first.startswith("trtserve_demo_")
+
+
+def test_only_the_servers_own_regions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "SHARED_MEMORY", tmp_path)
+    for name in ("trtserve_a_1_x", "trtserve_b_2_x", "other"):
+        (tmp_path / name).touch()
+    tritonserver.sweep_shared_memory("trtserve_a_1_")
+    tritonserver.sweep_shared_memory("")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other", "trtserve_b_2_x"]
+
+
+@pytest.mark.parametrize(("host", "reached"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.1", "10.0.0.1")])
+def test_address_that_clients_use(host: str, reached: str) -> None:
+    assert tritonserver.client_host(host) == reached

@@ -1,4 +1,4 @@
-"""Memory that is free here: what the cgroups around this process, and its own limit, leave of it."""
+"""Memory that the cgroups around this process and its own limit leave free, and how hints install what is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.errors import MemoryLimitError
 from trtserve.host import machine
-from trtserve.host.machine import available_memory, require_memory, to_be_mapped
+from trtserve.host.machine import available_memory, install_command, require_memory, to_be_mapped
 from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
@@ -94,3 +94,25 @@ def test_loaded_libraries_are_mapped_already(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_sizes_have_one_format(count: float, text: str) -> None:
     assert machine.format_bytes(count) == text
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_clone_is_installed_from_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    assert install_command("cpu") == "pip install '.[cpu]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_command("oracle") == f"pip install '{ROOT}[oracle]'"
+    assert install_command() == f"pip install {ROOT}"
+
+
+def test_an_installation_from_an_index_has_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "site-packages" / "trtserve" / "host" / "x.py"))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: _Distribution())
+    assert install_command("cpu") == "pip install 'trtserve[cpu]'"
+
+
+class _Distribution:
+    def read_text(self, name: str) -> str | None:
+        return None

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Thread
-from typing import ClassVar
 
 import pytest
 from rich.text import Text
 
+from tests.support.http_pages import answering
 from tests.support.server_records import server_record
 from trtserve.cli import run
 from trtserve.client.metrics import CoreMetrics, core_metrics, gpu_metrics, kv_blocks, model_metrics, parse
@@ -55,34 +52,10 @@ def grown(page: str = PAGE) -> str:
     return page.replace("} 100\n", "} 160\n").replace("} 40\n", "} 100\n")
 
 
-class Pages(BaseHTTPRequestHandler):
-    """Answers one page after the other, the last for ever."""
-
-    pages: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        body = (self.pages.pop(0) if len(self.pages) > 1 else self.pages[0]).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-        pass
-
-
-@contextmanager
-def serving(*pages: str) -> Iterator[int]:
-    """A metrics port with these pages; yields it."""
-    Pages.pages = list(pages)
-    with HTTPServer(("127.0.0.1", 0), Pages) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+def serving(*pages: str) -> AbstractContextManager[int]:
+    """A metrics port that answers one page after the other, the last for ever."""
+    left = list(pages)
+    return answering(lambda _path: left.pop(0) if len(left) > 1 else left[0])
 
 
 def server_at(port: int, *, alive: bool = True) -> Server:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
+from tests.support.http_pages import answering
 from tests.support.server_records import server_record
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
@@ -37,33 +34,6 @@ ANSWERS = {
     ),
     "/v2/health/ready": "",
 }
-
-
-class Answers(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = ANSWERS[self.path].encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-        pass
-
-
-@contextmanager
-def answering() -> Iterator[int]:
-    """A Triton as far as `status` asks one; yields its port."""
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def recorded(repository: Path, port: int) -> Server:
@@ -95,7 +65,7 @@ def give_parameters(repository: Path, parameters: dict[str, str]) -> None:
 
 
 def test_a_dead_proxy_names_its_own_log(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering() as port:
+    with answering(ANSWERS.__getitem__) as port:
         server = recorded(repository, port)
         log = log_file("demo@proxy", Store())
         proxy = ProxyState(
@@ -109,7 +79,7 @@ def test_a_dead_proxy_names_its_own_log(repository: Path, capsys: pytest.Capture
 
 
 def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering() as port:
+    with answering(ANSWERS.__getitem__) as port:
         server = recorded(repository, port)
         (status,) = server_status("demo")
         assert run(["status"]) == 0
@@ -141,7 +111,7 @@ def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str
 
 def test_ignored_parameters_are_listed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     give_parameters(repository, {"gpu_device_ids": "0,1", "executor_worker_path": "/w", "num_nodes": "", "max_": "1"})
-    with answering() as port:
+    with answering(ANSWERS.__getitem__) as port:
         recorded(repository, port)
         (status,) = server_status("demo")
         assert run(["status", "demo"]) == 0
@@ -160,14 +130,14 @@ def test_a_sufficient_kv_cache_gives_no_warning(blocks: dict[str, int], count: i
 
 
 def test_a_repository_that_was_removed_leaves_the_rest(tmp_path: Path) -> None:
-    with answering() as port:
+    with answering(ANSWERS.__getitem__) as port:
         recorded(tmp_path / "gone", port)
         (status,) = server_status()
     assert (status.state, status.precision, status.warnings) == ("ready", {}, ())
 
 
 def test_a_server_that_does_not_answer_is_reported(repository: Path) -> None:
-    with answering() as port:
+    with answering(ANSWERS.__getitem__) as port:
         recorded(repository, port)
         assert server_status()[0].state == "ready"
     (found,) = server_status()
