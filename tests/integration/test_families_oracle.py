@@ -6,6 +6,7 @@ The bounds hold for random models of `GAIN`; a swapped or missing part of a mode
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ SEQUENCES = {name: RANDOM.integers(3, 259, length).tolist() for name, length in 
 SCHEDULE = [{"a": 64}, {"a": 70, "b": 33}, *[{"a": 1, "b": 1}] * 4, {"b": 3, "a": 12}]
 PROMPTS = [SEQUENCES["a"][:3], SEQUENCES["a"][20:65]]
 NEW_TOKENS = 20
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
 BUILD = BuildSpec(max_seq_len=256, runtime="openvino")
 ON_TORCH = BuildSpec(max_seq_len=256, **ENGINES["torch"])
 
@@ -113,6 +119,39 @@ def test_float32_on_torch_equals_transformers(original: Original, tmp_path: Path
     requests = [(prompt, NEW_TOKENS) for prompt in PROMPTS]
     answers = greedy_tokens(engine.path, requests, max_num_tokens=64, enable_chunked_context=True)
     assert answers == original.continuations
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("llama", {"rope_scaling": LINEAR | {"type": "dynamic"}}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+        ("gemma3", {"rope_scaling": LINEAR, "rope_parameters": GEMMA3_ROPE}),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}),
+        ("mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 24}),
+        ("starcoder2", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24}),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other_are_read_as_in_transformers(
+    family: str, settings: Config, tmp_path: Path
+) -> None:
+    original = original_of(family, settings, tmp_path / "model")
+    engine = engine_of(original.folder, tmp_path, ConvertSpec(dtype="float32"), BUILD)
+    assert differences(original, on_openvino(engine.path)).max() < 1e-5
+
+
+def test_a_head_beside_tied_embeddings_is_used_as_in_transformers(tmp_path: Path) -> None:
+    untied = write_tiny_model(tmp_path / "model", "llama", gain=GAIN, tie_word_embeddings=False)
+    config = json.loads((untied / "config.json").read_text())
+    (untied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    oracle = Oracle(untied)
+    original = Original(
+        FAMILIES["llama"], untied, False, {key: oracle.logits(ids) for key, ids in SEQUENCES.items()}, []
+    )
+    engine = engine_of(untied, tmp_path, ConvertSpec(dtype="float32"), BUILD)
+    assert differences(original, on_openvino(engine.path)).max() < 1e-5
 
 
 def test_tied_embeddings_on_torch_are_one_tensor(tmp_path: Path) -> None:

@@ -96,6 +96,12 @@ def test_checkpoint_architecture_names_are_recognised() -> None:
         ("gemma3", {"attn_logit_softcapping": 50.0}, "sets attn_logit_softcapping"),
         ("gemma3", {"sliding_window": None}, "sliding_window = None"),
         ("gemma3", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "irregular"),
+        ("llama", {"layer_types": ["sliding_attention", "full_attention"]}, "other programs follow"),
+        ("mixtral", {"layer_types": ["full_attention"] * 2, "sliding_window": 64}, "sliding_window = 64 and"),
+        ("phi3", {"layer_types": ["full_attention"] * 2, "sliding_window": 64}, "sliding_window = 64 and"),
+        ("starcoder2", {"layer_types": ["full_attention"] * 2, "sliding_window": 64}, "sliding_window = 64 and"),
+        ("llama", {"is_causal": False}, "is_causal = false"),
+        ("gpt2", {"is_causal": False}, "is_causal = false"),
         ("gpt2", {"n_layer": 0}, "n_layer = 0"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"activation_function": "tanh"}, "'tanh'"),
@@ -288,10 +294,7 @@ def test_phi3_accepts_older_names_of_longrope(name: str) -> None:
     ("architecture", "advice"),
     [
         ("GPTBigCodeForCausalLM", r"supports it from TensorRT-LLM 0\.12: --converter upstream"),
-        (
-            "Gemma3nForConditionalGeneration",
-            r"closest is Gemma3ForCausalLM\. .* --trtllm-script FOLDER\. .* --runtime llmapi",
-        ),
+        ("Qwen3_5ForCausalLM", r"one of these in its config\.json\. .* --trtllm-script FOLDER\. .* --runtime llmapi"),
         ("MambaForCausalLM", r"Choose a model with one of these .* from TensorRT-LLM 0\.12: --converter upstream"),
         ("RwkvForCausalLM", r"Choose a model with one of these .* If TensorRT-LLM has a .* --trtllm-script FOLDER"),
     ],
@@ -301,4 +304,4 @@ def test_unsupported_architecture_error_suggests_alternatives(architecture: str,
         convertible_family({"architectures": [architecture]})
     assert re.search(advice, str(caught.value.hint))
     # A folder has to be named of what no table here has.
-    assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("Gemm", "Rwkv"))
+    assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("Qwen", "Rwkv"))

@@ -25,6 +25,11 @@ def supported_family(hf: HfConfig) -> Architecture:
     hf = text_model(hf)
     module = family(architecture_of(hf))
     source_quantization(hf)
+    if hf.get("is_causal") is False:
+        raise UnsupportedModelError(
+            "config.json has is_causal = false: every token attends to later ones too, so the model cannot generate.",
+            hint="Choose a model that was trained to generate text.",
+        )
     content = module.checkpoint_config(hf)
     require_sizes(content, "head_size", "num_key_value_heads", "intermediate_size")
     require_numbers(content, *_NUMBERS)

@@ -79,7 +79,7 @@ class OwnConversion:
     placement: Placement
     vision_bytes: int = 0  # tensors for images, which are left out
     narrow_cache: bool = False  # the model has an 8-bit KV cache, whose scales are left out
-    tied: tuple[SourceTensor, SourceTensor] | None = None  # the embedding and a stored head that it replaces
+    untied: bool = False  # config.json ties the head to the embedding, but the files hold another one
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -157,11 +157,11 @@ class OwnConversion:
             )
         if self.spec.trtllm_version is None:
             _report_releases(self, progress)
-        if self.tied is not None and not reused and not same_values(*self.tied):
-            embedding, head = (tensor.name for tensor in self.tied)
+        if self.untied and not reused:
             progress.warn(
-                f"{head} differs from {embedding}, but config.json ties them: {embedding} is used for both, as in "
-                "transformers. If the model has a head of its own, set tie_word_embeddings to false in its config.json."
+                "The output head differs from the embedding, but config.json ties them: the stored head is used, as in "
+                "transformers 5. Earlier releases, TensorRT-LLM's converters and vLLM use the embedding; for the same "
+                "answers everywhere set tie_word_embeddings to false in config.json, or remove the head."
             )
         if self.narrow_cache:
             progress.step(
@@ -219,6 +219,10 @@ def plan_own_conversion(
         spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
     config = checkpoint_config(hf, spec)
     sources = read_source(files, family.BASE_PREFIX)
+    untied = False
+    if not headers_only and _has_other_head(family.targets(architectures.described(hf, config)), sources):
+        hf, untied = {**hf, "tie_word_embeddings": False}, True
+        config = checkpoint_config(hf, spec)
     described = architectures.described(hf, config)
     wanted = [
         replace(target, name=name_in_release(target.name, config.architecture, spec.trtllm_version))
@@ -253,17 +257,17 @@ def plan_own_conversion(
         vision_bytes=vision_bytes(sources),
         narrow_cache=narrow_cache,
         left_out=left_out,
-        tied=_tied(wanted, sources),
+        untied=untied,
     )
 
 
-def _tied(targets: Sequence[Target], sources: Mapping[str, SourceTensor]) -> tuple[SourceTensor, SourceTensor] | None:
-    """Return the embedding and the head of a tied model whose files hold both."""
+def _has_other_head(targets: Sequence[Target], sources: Mapping[str, SourceTensor]) -> bool:
+    """Return whether the files of a tied model hold a head that differs from the embedding."""
     head = next((name for name in ("lm_head.weight", "embed_out.weight") if name in sources), None)
     embedding = next((target.sources[0] for target in targets if target.name == HEAD), None)
     if head is None or embedding in (None, head) or embedding not in sources:
-        return None
-    return sources[embedding], sources[head]
+        return False
+    return not same_values(sources[embedding], sources[head])
 
 
 def _split_targets(

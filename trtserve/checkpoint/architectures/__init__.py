@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import re
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target
@@ -59,19 +58,14 @@ _RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
 
 class UnknownArchitectureError(UnsupportedModelError):
-    """No family has this architecture; the hint names the closest one that is supported."""
+    """No family has this architecture."""
 
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
-        stems = {_stem(name): name for name in FAMILIES}
-        near = max((each for each in stems if _stem(architecture).startswith(each)), key=len, default=None)
-        closest = f"The closest is {stems[near]}." if near else "Choose a model with one of these in its config.json."
-        supported = ", ".join(FAMILIES)
-        super().__init__(f"Architecture {architecture} is not supported. Supported: {supported}.", hint=closest)
-
-
-def _stem(architecture: str) -> str:
-    return re.split("For|LMHead", architecture, maxsplit=1)[0]  # Qwen3ForCausalLM → Qwen3
+        super().__init__(
+            f"Architecture {architecture} is not supported. Supported: {', '.join(FAMILIES)}.",
+            hint="Choose a model with one of these in its config.json.",
+        )
 
 
 def family(architecture: str) -> Architecture:

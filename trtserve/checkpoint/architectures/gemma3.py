@@ -98,7 +98,11 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
 def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
     """Return base and scaling of the layers without a window, and the base of the layers with one."""
     nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
-    full = {**hf, "rope_parameters": nested.get("full_attention")}
+    common = {key: value for key, value in nested.items() if not isinstance(value, Mapping)}
+    merged = dict[str, Any]()
+    for part in (common, nested.get("full_attention"), hf.get("rope_scaling")):  # the last wins, as in transformers
+        merged |= rope_parameters({"rope_parameters": part})
+    full = {**hf, "rope_parameters": merged, "rope_scaling": None}
     local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": nested.get("sliding_attention")}
     for each in (full, local):
         require_whole_heads(each)

@@ -10,7 +10,7 @@ from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, de
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, require_whole_heads, rotary
-from trtserve.checkpoint.architectures.parts.windows import attention_windows
+from trtserve.checkpoint.architectures.parts.windows import attention_windows, uniform_window
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
@@ -41,6 +41,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "mlp_bias": bool(hf.get("mlp_bias", False)),
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **_constants(),
+        **uniform_window(hf, None),
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import HfConfig
 from trtserve.checkpoint.architectures.llama import decoder, targets, unused
-from trtserve.checkpoint.architectures.parts.windows import window_keys
+from trtserve.checkpoint.architectures.parts.windows import layer_kinds, window_keys, windows_of
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
@@ -19,5 +19,7 @@ _DEFAULT_WINDOW = 4096
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Return Llama's config and the window."""
-    return llama.checkpoint_config(hf) | window_keys([hf.get("sliding_window", _DEFAULT_WINDOW)])
+    """Return Llama's config and the windows; with `layer_types` transformers computes a Mistral as a Ministral."""
+    window, kinds = hf.get("sliding_window", _DEFAULT_WINDOW), layer_kinds(hf)
+    windows = [window] if kinds is None else windows_of(kinds, window)
+    return llama.checkpoint_config({**hf, "layer_types": None}) | window_keys(windows)

@@ -11,7 +11,7 @@ from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, mo
 from trtserve.checkpoint.architectures.llama import unused
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, ExpertNames, expert_counts, experts_of
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.windows import window_keys
+from trtserve.checkpoint.architectures.parts.windows import uniform_window
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
@@ -41,10 +41,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     require_activation(hf.get("hidden_act", "silu"), "silu")
     experts, chosen = expert_counts(hf, "num_local_experts")
     return {
-        **llama.checkpoint_config(hf),
+        **llama.checkpoint_config({**hf, "layer_types": None}),
         "hidden_act": "swiglu",
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED),
-        **window_keys([hf.get("sliding_window")]),
+        **uniform_window(hf, hf.get("sliding_window")),
     }
 
 

@@ -16,7 +16,7 @@ from trtserve.checkpoint.architectures.parts.positions import (
     scaling_type,
     unscaled_base,
 )
-from trtserve.checkpoint.architectures.parts.windows import attention_windows, window_keys
+from trtserve.checkpoint.architectures.parts.windows import attention_windows, uniform_window
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
@@ -65,7 +65,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "rotary_scaling": None,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
         **(_long_rope_keys(hf, int(head_size * part) // 2) if scaled else {}),
-        **window_keys([hf.get("sliding_window")]),
+        **uniform_window(hf, hf.get("sliding_window")),
     }
 
 

@@ -11,7 +11,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, unscaled_base
-from trtserve.checkpoint.architectures.parts.windows import attention_windows, window_keys
+from trtserve.checkpoint.architectures.parts.windows import attention_windows, uniform_window
 
 BASE_PREFIX = "model."
 TIED = True
@@ -50,7 +50,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "bias": bool(hf.get("use_bias", True)),
         "rotary_base": unscaled_base(hf),
         **_constants(),
-        **window_keys([hf.get("sliding_window")]),
+        **uniform_window(hf, hf.get("sliding_window")),
     }
 
 

@@ -26,7 +26,7 @@ _NUMBERS = (
 
 
 def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
-    """Return base and scaling, read from `rope_theta` and `rope_scaling`, or from transformers 5's `rope_parameters`.
+    """Return base and scaling, read from `rope_scaling` or transformers 5's `rope_parameters`, and from `rope_theta`.
 
     The scaling is TensorRT-LLM's `rotary_scaling`, or None. Raises UnsupportedModelError for any scaling other than
     linear, dynamic and llama3.
@@ -48,8 +48,8 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
             f"config.json's rotary scaling {kind!r} lacks {', '.join(missing)}.",
             hint="Use the config.json that was published with the weights.",
         )
-    # transformers 4 adds rope_type next to type before TensorRT-LLM's converters read the config.
-    return base, {**parameters, "rope_type": kind}
+    # TensorRT-LLM reads `type` first. Its converters find both, because transformers 4 adds `rope_type`.
+    return base, {**parameters, **({"type": kind} if "type" in parameters else {}), "rope_type": kind}
 
 
 def _refuse_typeless(parameters: Mapping[str, Any]) -> None:
@@ -62,8 +62,11 @@ def _refuse_typeless(parameters: Mapping[str, Any]) -> None:
 
 
 def rope_parameters(hf: HfConfig) -> dict[str, Any]:
-    """Return the rotary embedding's parameters. Raises UnsupportedModelError when they are not an object of numbers."""
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    """Return the rotary embedding's parameters; as in transformers, `rope_scaling` wins over `rope_parameters`.
+
+    Raises UnsupportedModelError when they are not an object of numbers.
+    """
+    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise UnsupportedModelError(
             f"config.json has rope_scaling = {parameters!r}; expected an object.",
@@ -74,8 +77,8 @@ def rope_parameters(hf: HfConfig) -> dict[str, Any]:
 
 
 def scaling_type(scaling: Mapping[str, Any] | None) -> str:
-    """Return the scaling's `type` or `rope_type`; "default" without one."""
-    return str((scaling or {}).get("type") or (scaling or {}).get("rope_type") or "default")
+    """Return the scaling's `rope_type`, or its older name `type`; "default" without either."""
+    return str((scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default")
 
 
 def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | None) -> tuple[float, ...]:

@@ -30,6 +30,21 @@ def window_keys(windows: Sequence[int | None]) -> dict[str, Any]:
     return {} if all(window is None for window in windows) else {_KEY: list(windows)}
 
 
+def uniform_window(hf: HfConfig, window: int | None) -> dict[str, Any]:
+    """Return the keys for a family with one window for all layers, as transformers computes it.
+
+    Other programs follow a `layer_types` there, so one that says otherwise raises UnsupportedModelError.
+    """
+    kinds = set(layer_kinds(hf) or ())
+    if kinds - {"full_attention" if window is None else "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"config.json has sliding_window = {window} and, in layer_types, {' and '.join(sorted(kinds))}. For "
+            f"{hf.get('model_type', 'this family')} transformers ignores layer_types, and other programs follow it.",
+            hint="Make the two agree: remove layer_types, or set sliding_window to null if no layer has a window.",
+        )
+    return window_keys([window])
+
+
 def attention_windows(config: CheckpointConfig) -> tuple[int | None, ...]:
     """Return the windows (see Decoder.windows) in a checkpoint's config or in its `runtime_defaults`."""
     if config.max_attention_window:
