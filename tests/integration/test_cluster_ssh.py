@@ -17,15 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from tests.support.double_engines import core_config, write_engine_folder
+from tests.support.cluster_jobs import documents, manifest_of, relocatable
 from tests.support.doubles import Doubles
 from tests.support.waiting import wait_until
-from trtserve.artifacts import ModelRepository
 from trtserve.host.ports import free_ports
 from trtserve.server.launch.cluster import write_job
-from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
 from trtserve.server.triton.tritonserver import Address, is_ready, shared_memory_regions, sweep_shared_memory
 from trtserve.specs import ServerSpec
 
@@ -54,17 +51,13 @@ class Group:
         self.ssh_port, http, grpc, metrics = free_ports(HOST, 4)
         self.address = Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)
         # A unique name: each pod has its own shared memory, but here all tests share this machine's.
-        repository = ModelRepository(path=folder / f"pods{self.ssh_port}")
+        repository = relocatable(folder / f"pods{self.ssh_port}")
         self.prefix = f"trtserve_{repository.path.name}_"
-        model = repository.path / "tensorrt_llm"
-        write_engine_folder(model / "1", tp=4, container="25.04")
-        (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1"), encoding="utf-8")
         spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics)
-        given: dict[str, Any] = {"claim": "models", "mount_path": str(folder), "nodes": 2, "ssh_secret": "keys"}
-        cluster = KubernetesSpec(worker_timeout=worker_timeout, **given)
-        job = plan_job(repository, spec, cluster, folder / "server.yaml")
+        given: dict[str, Any] = {"mount_path": str(folder), "nodes": 2, "ssh_secret": "keys"}
+        job = manifest_of(repository, spec, worker_timeout=worker_timeout, **given)
         write_job(job)
-        objects = {each["kind"]: each for each in yaml.safe_load_all(job.script.read_text())}
+        objects = documents(job)
         self.scripts, workers = objects["ConfigMap"]["data"], objects["LeaderWorkerSet"]
         pods = workers["spec"]["leaderWorkerTemplate"]
         self.containers = {pod: pods[f"{pod}Template"]["spec"]["containers"][0] for pod in ("leader", "worker")}

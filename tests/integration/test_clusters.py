@@ -14,9 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from tests.support.double_engines import core_config, write_engine_folder
+from tests.support.cluster_jobs import documents, manifest_of, relocatable
 from tests.support.doubles import Doubles
 from tests.support.launches import llmapi_repository
 from tests.support.waiting import wait_until
@@ -24,7 +23,6 @@ from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.host.ports import free_ports
 from trtserve.server.launch.cluster import write_job
-from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
 from trtserve.server.triton.tritonserver import Address, is_ready, shared_memory_regions, sweep_shared_memory
 from trtserve.specs import ServerSpec
 
@@ -40,11 +38,7 @@ def jobs(doubles: Doubles) -> Iterator[None]:
 
 
 def repository_of(tmp_path: Path, tp: int = 4, container: str = "25.04", **parameters: str) -> ModelRepository:
-    """Write a repository with the engine inside, as trtllm-build left it for 8 GPUs per node."""
-    model = tmp_path / "repository" / "tensorrt_llm"
-    write_engine_folder(model / "1", tp=tp, container=container)
-    (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1", **parameters), encoding="utf-8")
-    return ModelRepository(path=tmp_path / "repository")
+    return relocatable(tmp_path / "repository", tp, container, **parameters)
 
 
 def submit(repository: Path, folder: Path, *flags: str) -> tuple[str, Address]:
@@ -195,10 +189,9 @@ def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
     repository = repository_of(tmp_path)
     http, grpc, metrics = free_ports(HOST, 3)
     spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics)
-    given = {"claim": "models", "mount_path": str(tmp_path), "nodes": 2, "ssh_secret": "keys"}
-    job = plan_job(repository, spec, KubernetesSpec(**given), tmp_path / "server.yaml")  # type: ignore[arg-type]
+    job = manifest_of(repository, spec, mount_path=str(tmp_path), nodes=2, ssh_secret="keys")
     write_job(job)
-    objects = {each["kind"]: each for each in yaml.safe_load_all(job.script.read_text())}
+    objects = documents(job)
     script = objects["ConfigMap"]["data"]["leader.sh"]
     for name, text in {"ssh": SSH, "ssh-keygen": "#!/bin/sh\necho key\n"}.items():
         (doubles.bin / name).write_text(text, encoding="utf-8")
@@ -254,13 +247,9 @@ class Pod:
         self.address = Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)
         # This machine may have fewer cores than the pod has ranks.
         spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics, oversubscribe=True)
-        mount = str(repository.path.parent)
-        cluster = KubernetesSpec(claim="models", mount_path=mount)
-        job = plan_job(repository, spec, cluster, log.with_name("server.yaml"))
+        job = manifest_of(repository, spec, mount_path=str(repository.path.parent))
         write_job(job)
-        objects = yaml.safe_load_all(job.script.read_text())
-        deployment = next(each for each in objects if each["kind"] == "Deployment")
-        (self.container,) = deployment["spec"]["template"]["spec"]["containers"]
+        (self.container,) = documents(job)["Deployment"]["spec"]["template"]["spec"]["containers"]
         # The image's own server, which this machine does not have at that place.
         there, here = "/opt/tritonserver/bin/tritonserver", str(doubles.bin / "tritonserver")
         command = [here if word == there else word for word in self.container["command"]]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.cluster_jobs import repository_of
 from tests.support.hub import Hub, running_hub
-from tests.support.slurm_jobs import repository_of
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.app import run
 from trtserve.server.doctor.stub import write_probe_repository

@@ -9,8 +9,8 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
+from tests.support.cluster_jobs import documents, manifest_of, relocatable
 from tests.support.double_engines import core_config, write_core_model, write_engine_folder
 from tests.support.recorded_progress import Lines
 from trtserve.artifacts import ModelRepository
@@ -43,24 +43,7 @@ LEADER_WORKER_SET: dict[str, Any] = {
 
 
 def repository_of(tmp_path: Path, tp: int = 4) -> ModelRepository:
-    """A relocatable repository: its engine is inside, and its paths are relative."""
-    engine = write_engine_folder(tmp_path / "engine", tp=tp)
-    write_core_model(tmp_path / "My_Model", "tensorrt_llm", "tensorrt_llm/1")
-    for file in engine.iterdir():
-        file.rename(tmp_path / "My_Model" / "tensorrt_llm" / "1" / file.name)
-    return ModelRepository(path=tmp_path / "My_Model")
-
-
-def planned(repository: ModelRepository, spec: ServerSpec | None = None, **given: Any) -> ClusterJob:
-    cluster = KubernetesSpec(claim="models", **given)
-    return plan_job(repository, spec or ServerSpec(), cluster, repository.path.parent / "server.yaml")
-
-
-def documents(manifest: ClusterJob) -> dict[str, dict[str, Any]]:
-    """Objects of the file by kind, as a cluster would read them."""
-    read = list(yaml.safe_load_all(manifest.files[manifest.script]))
-    assert [document["kind"] for document in read] == manifest.record["objects"]
-    return {document["kind"]: document for document in read}
+    return relocatable(tmp_path / "My_Model", tp)
 
 
 def require_core(document: Mapping[str, Any]) -> None:
@@ -85,8 +68,9 @@ def require_fields(content: Mapping[str, Any], fields: Mapping[str, Any]) -> Non
 
 def test_one_node_is_a_deployment_and_a_service(tmp_path: Path) -> None:
     repository = repository_of(tmp_path)
-    found = documents(planned(repository, hf_secret="hub", pull_secret="registry", namespace="serving", replicas=2))
-    assert set(found) == {"Deployment", "Service", "NetworkPolicy"}
+    job = manifest_of(repository, hf_secret="hub", pull_secret="registry", namespace="serving", replicas=2)
+    found = documents(job)
+    assert list(found) == job.record["objects"] == ["Deployment", "Service", "NetworkPolicy"]
     for document in found.values():
         require_core(document)
         assert document["metadata"]["namespace"] == "serving"
@@ -117,7 +101,7 @@ def test_one_node_is_a_deployment_and_a_service(tmp_path: Path) -> None:
 
 def test_probes_ask_tritons_health_pages_and_look_for_dead_stubs(tmp_path: Path) -> None:
     spec = ServerSpec(http_port=9000, grpc_port=9001, metrics_port=9002)
-    found = documents(planned(repository_of(tmp_path, 1), spec, ready_timeout=905))
+    found = documents(manifest_of(repository_of(tmp_path, 1), spec, ready_timeout=905))
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
     for kind, page in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
         bash, flag, script = container[kind]["exec"]["command"]
@@ -140,7 +124,7 @@ def require_few_rights(pod: dict[str, Any], container: dict[str, Any]) -> None:
 
 
 def test_pods_have_few_rights_and_no_neighbours_from_elsewhere(tmp_path: Path) -> None:
-    found = documents(planned(repository_of(tmp_path, 1)))
+    found = documents(manifest_of(repository_of(tmp_path, 1)))
     pod = found["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     require_few_rights(pod["spec"], container)
@@ -153,8 +137,9 @@ def test_pods_have_few_rights_and_no_neighbours_from_elsewhere(tmp_path: Path) -
 
 
 def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
-    found = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys", replicas=3))
-    assert set(found) == {"ConfigMap", "LeaderWorkerSet", "Service", "NetworkPolicy"}
+    job = manifest_of(repository_of(tmp_path), nodes=2, ssh_secret="keys", replicas=3)
+    found = documents(job)
+    assert list(found) == job.record["objects"] == ["ConfigMap", "LeaderWorkerSet", "Service", "NetworkPolicy"]
     require_core(found["ConfigMap"])
     require_core(found["Service"])
     workers = found["LeaderWorkerSet"]
@@ -179,17 +164,14 @@ def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
 
 
 def orchestrated(tmp_path: Path, devices: str = "0,1") -> ModelRepository:
-    model = tmp_path / "repository" / "tensorrt_llm"
-    write_engine_folder(model / "1", tp=4, container="25.05")
     nodes = {} if devices.count(",") == 3 else {"num_nodes": "2"}
-    given = {"gpu_device_ids": devices, "participant_ids": "1,2,3,4", **nodes}
-    (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1", **given), encoding="utf-8")
-    return ModelRepository(path=tmp_path / "repository")
+    given: dict[str, Any] = {"gpu_device_ids": devices, "participant_ids": "1,2,3,4", **nodes}
+    return relocatable(tmp_path / "repository", container="25.05", **given)
 
 
 def test_an_orchestrator_is_one_rank_more_on_the_first_node(tmp_path: Path) -> None:
     spec = ServerSpec(multi_model=True, spawn_processes=False)
-    found = documents(planned(orchestrated(tmp_path), spec, nodes=2, ssh_secret="keys"))
+    found = documents(manifest_of(orchestrated(tmp_path), spec, nodes=2, ssh_secret="keys"))
     script = found["ConfigMap"]["data"]["leader.sh"]
     hosts = [line.split('"')[1] for line in script.splitlines() if "--host" in line]
     assert hosts == ["${hosts[0]}:3"] * 3 + ["${hosts[1]}:3"] * 2
@@ -200,20 +182,20 @@ def test_an_orchestrator_is_one_rank_more_on_the_first_node(tmp_path: Path) -> N
 def test_gpus_of_a_pod_count_from_0_in_each_pod(tmp_path: Path) -> None:
     spec = ServerSpec(multi_model=True, spawn_processes=False)
     with pytest.raises(RepositoryError, match="wants GPU 2; each node has 2, numbered 0 … 1"):
-        planned(orchestrated(tmp_path / "two", "0,1,2,3"), spec, nodes=2, ssh_secret="keys")
+        manifest_of(orchestrated(tmp_path / "two", "0,1,2,3"), spec, nodes=2, ssh_secret="keys")
     with pytest.raises(RepositoryError, match="wants GPU 4; the job has 4"):
-        planned(orchestrated(tmp_path / "one", "2,3,4,5"), spec)
+        manifest_of(orchestrated(tmp_path / "one", "2,3,4,5"), spec)
 
 
 def test_the_engine_is_told_how_many_gpus_a_pod_has(tmp_path: Path) -> None:
     repository = repository_of(tmp_path)
     config = repository.path / "tensorrt_llm" / "1" / "config.json"
-    manifest = planned(repository, nodes=2, ssh_secret="keys")
+    manifest = manifest_of(repository, nodes=2, ssh_secret="keys")
     assert json.loads(config.read_text())["pretrained_config"]["mapping"]["gpus_per_node"] == 8
     write_job(manifest)
     assert json.loads(config.read_text())["pretrained_config"]["mapping"]["gpus_per_node"] == 2
     assert any("to the volume again" in note for note in manifest.notes)
-    assert not any("again" in note for note in planned(repository, nodes=2, ssh_secret="keys").notes)
+    assert not any("again" in note for note in manifest_of(repository, nodes=2, ssh_secret="keys").notes)
 
 
 def test_files_that_only_the_volume_has_are_not_checked(tmp_path: Path) -> None:
@@ -238,7 +220,7 @@ def test_an_image_of_nvidia_has_no_sshd_for_several_pods(tmp_path: Path) -> None
 
 def test_the_leaders_probe_waits_as_long_as_its_script_and_its_models(tmp_path: Path) -> None:
     given: dict[str, Any] = {"nodes": 2, "ssh_secret": "keys", "ready_timeout": 300.0, "worker_timeout": 900.0}
-    found = documents(planned(repository_of(tmp_path), **given))
+    found = documents(manifest_of(repository_of(tmp_path), **given))
     template = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
     probe = template["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 1200
@@ -246,7 +228,9 @@ def test_the_leaders_probe_waits_as_long_as_its_script_and_its_models(tmp_path: 
 
 
 def test_hosts_keep_their_whole_names(tmp_path: Path) -> None:
-    script = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"]["leader.sh"]
+    script = documents(manifest_of(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"][
+        "leader.sh"
+    ]
     exports = next(line for line in script.splitlines() if line.startswith("export OMPI_"))
     assert exports.split()[1:] == ["OMPI_MCA_orte_keep_fqdn_hostnames=1", "PRTE_MCA_prte_keep_fqdn_hostnames=1"]
     assert script.index(exports) < script.index("exec ")
@@ -254,7 +238,7 @@ def test_hosts_keep_their_whole_names(tmp_path: Path) -> None:
 
 def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this server is one process") as caught:
-        planned(orchestrated(tmp_path), ServerSpec(multi_model=True), nodes=2, ssh_secret="keys")
+        manifest_of(orchestrated(tmp_path), ServerSpec(multi_model=True), nodes=2, ssh_secret="keys")
     assert "--disable-spawn-processes" in str(caught.value.hint)
 
 
@@ -273,15 +257,15 @@ def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
 )
 def test_impossible_options_are_refused(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
-        planned(repository_of(tmp_path), **wrong)
+        manifest_of(repository_of(tmp_path), **wrong)
 
 
 def test_paths_outside_of_the_volume_are_refused(tmp_path: Path) -> None:
     write_core_model(tmp_path / "repository", "tensorrt_llm", str(write_engine_folder(tmp_path / "engine")))
     repository = ModelRepository(path=tmp_path / "repository")
     with pytest.raises(UsageError, match="not below /models"):
-        planned(repository)
-    container = documents(planned(repository, mount_path=str(tmp_path)))["Deployment"]["spec"]["template"]["spec"]
+        manifest_of(repository)
+    container = documents(manifest_of(repository, mount_path=str(tmp_path)))["Deployment"]["spec"]["template"]["spec"]
     assert container["containers"][0]["workingDir"] == str(repository.path)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.doubles.slurm_options import SBATCH, SRUN, parse, script_options
+from tests.support.cluster_jobs import TAG, planned, repository_of, srun_lines
 from tests.support.double_engines import core_config, write_core_model, write_engine_folder
 from tests.support.recorded_progress import Lines
-from tests.support.slurm_jobs import TAG, planned, repository_of, srun_lines
 from tests.support.upstream_repositories import write_upstream_llmapi
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
