@@ -141,8 +141,6 @@ def require_gpus(wanted: int, available: int, gpus: Sequence[int] = ()) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """The GPUs that CUDA shows."""
-
     devices: tuple[int, ...]
     """nvidia-smi's numbers, in CUDA's order."""
     stopped: str = ""
@@ -192,8 +190,6 @@ def _is_uuid(entry: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """An NVIDIA driver."""
-
     version: str
     cuda: tuple[int, int] | None = None
     """The newest CUDA that it reports to run; None: unknown."""
@@ -227,8 +223,6 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """A driver and its GPUs."""
-
     driver: Driver
     devices: tuple[Device, ...]
     source: str

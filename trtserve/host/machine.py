@@ -66,7 +66,6 @@ class AddressSpace:
 
     @property
     def left(self) -> int:
-        """Bytes that are left."""
         return max(0, self.limit - self.used)
 
 
@@ -199,8 +198,6 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _MemoryGroup:
-    """A cgroup with a memory limit, in bytes."""
-
     limit: int
     used: int
     """Without the page cache that the kernel can drop."""

@@ -66,8 +66,6 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """A command that has ended."""
-
     code: int
     """Exit code; negative: the signal that killed it."""
     stdout: str
@@ -126,7 +124,6 @@ class ProcessId:
         return cls(pid=pid, started=int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK"))
 
     def matches(self, other: ProcessId) -> bool:
-        """Return whether both are the same process."""
         return (self.pid, self.started) == (other.pid, other.started)
 
     def alive(self) -> bool:
@@ -316,8 +313,6 @@ def environment_of(identity: ProcessId) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Memory and CPU use of a process."""
-
     memory: int
     """Resident memory in bytes."""
     cpu: float

@@ -175,7 +175,6 @@ def _owner(port: int, store: Store) -> str:
 
 
 def announce(plan: ServerPlan, progress: Progress) -> None:
-    """Describe what is served, and how."""
     served = plan.served
     policy, other = transaction_policy(served.streaming), transaction_policy(not served.streaming)
     progress.step(f"{plan.name}: serving {served.model}, transaction policy {policy}")
@@ -220,7 +219,6 @@ def access_warnings(spec: ServerSpec, address: str, *, embedded: bool) -> list[s
 
 
 def announce_commands(plan: ServerPlan, progress: Progress) -> None:
-    """Show the commands of the ranks, and that of the reverse proxy."""
     if plan.runs_ranks:
         for instance in plan.instances:
             progress.step(f"Command: {instance.launch.command}")

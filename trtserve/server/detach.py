@@ -73,7 +73,6 @@ class StartReport:
         self._close()
 
     def failed(self, error: TrtserveError) -> None:
-        """Report why the server does not become ready."""
         self._send(Report(kind=type(error).__name__, text=error.message, hint=error.hint, log=error.log))
         self._close()
 

@@ -42,8 +42,6 @@ _LAST_LINES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayPlan:
-    """A gateway before it runs."""
-
     settings: GatewaySettings
     file: Path
     """Where the settings are written."""
@@ -191,8 +189,6 @@ def _absolute(path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyPlan:
-    """A reverse proxy before it runs."""
-
     file: Path
     """The configuration; nginx keeps its working files next to it."""
     content: str
@@ -205,7 +201,6 @@ class ProxyPlan:
 
     @property
     def command(self) -> Command:
-        """The command that runs it."""
         name = NGINX if self.executable is None else str(self.executable)
         return Command(argv=(name, "-e", "stderr", "-p", str(self.file.parent), "-c", str(self.file)))
 

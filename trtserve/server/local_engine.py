@@ -51,15 +51,12 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError, AttributeError)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEngine:
-    """An engine to query in this process."""
-
     path: Path
     config: EngineConfig  # config.json
     tokenizer: Path | None
 
     @property
     def ranks(self) -> int:
-        """Number of processes it needs."""
         return 1 if merges_ranks(self.config) else self.config.mapping.ranks
 
     def needs_mpi(self) -> bool:
@@ -80,7 +77,6 @@ class LocalEngine:
 
     @property
     def rank(self) -> int:
-        """Rank of this process; 0 is the leader."""
         return int(os.environ.get(_RANK, "0"))
 
     def under_mpirun(self, arguments: Sequence[str]) -> Command:
@@ -223,7 +219,6 @@ class LocalClient:
         return self._description
 
     def model_names(self) -> list[str]:
-        """Return the name of the core model."""
         return [self._description.name]
 
     def infer(

@@ -50,7 +50,6 @@ class ServerNeeds:
 
     @property
     def total(self) -> int:
-        """Memory of all processes with a full cache."""
         return self.processes + self.engine + self.kv
 
 

@@ -32,8 +32,6 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class InstancePlan:
-    """One launch of the server."""
-
     address: Address
     """Where it listens."""
     log: Path
@@ -65,7 +63,6 @@ class ServerPlan:
 
     @property
     def mode(self) -> str:
-        """Launch mode of each instance."""
         return self.instances[0].launch.mode
 
     @property

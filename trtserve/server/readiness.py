@@ -72,7 +72,6 @@ class _Loading:
         self._begin = self._reported = time.monotonic()
 
     def report(self, log: str) -> None:
-        """Show what the log says is being loaded."""
         loading, now = server_log.still_loading(log), time.monotonic()
         if not loading or (loading == self._shown and now - self._reported < _REPORT):
             return
@@ -125,8 +124,6 @@ def require_ranks(server: Server, plan: ServerPlan) -> None:
 
 
 class _Waiting:
-    """One instance that is starting, with the ranks that have been seen."""
-
     def __init__(self, root: ProcessId, planned: InstancePlan, own: frozenset[str]) -> None:
         self.root = root
         self.planned = planned
@@ -140,7 +137,6 @@ class _Waiting:
         self._ready_since: float | None = None
 
     def ready(self) -> bool:
-        """Return whether it is ready. Raises ServerStartError when it never will be."""
         planned = self.planned
         contained = planned.container is not None
         try:

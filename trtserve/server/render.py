@@ -30,7 +30,6 @@ def render(template: str, **values: object) -> str:
 
 
 def shell_value(value: object) -> str:
-    """Return a value as one word of a shell command."""
     return value if isinstance(value, Verbatim) else shlex.quote(str(value))
 
 
@@ -47,7 +46,6 @@ def yaml_value(value: object) -> str:
 
 
 def nginx_value(value: object) -> str:
-    """Return a value as one argument of an nginx directive."""
     text = str(value)
     if isinstance(value, Verbatim) or re.fullmatch(r"[A-Za-z0-9/._:-]+", text):
         return text

@@ -64,7 +64,6 @@ class GatewayState:
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended."""
         return not self.process.alive()
 
 
@@ -111,7 +110,6 @@ class ProxyState:
 
     @property
     def dead(self) -> bool:
-        """Whether nginx was started and has ended."""
         return self.process is not None and not self.process.alive()
 
 
@@ -159,7 +157,6 @@ class Server:
 
     @property
     def address(self) -> Address:
-        """Interface and ports of the first instance."""
         return self.instances[0].address
 
     @property
@@ -206,7 +203,6 @@ def transaction_policy(streaming: bool) -> str:
 
 
 def state_file(name: str, store: Store) -> Path:
-    """Return the path of the state file of the server `name`."""
     return child(store.servers, f"{name}.json")
 
 
@@ -227,7 +223,6 @@ def run_folder(name: str, store: Store) -> Path:
 
 
 def write_state(server: Server, store: Store) -> None:
-    """Replace the server's state file."""
     write_json(state_file(server.name, store), asdict(server))
 
 
@@ -269,7 +264,6 @@ def recorded_servers(store: Store | None = None) -> list[Server]:
 
 
 def list_servers(store: Store | None = None) -> list[Server]:
-    """Return all servers with a running process."""
     return [server for server in recorded_servers(store) if server.alive()]
 
 

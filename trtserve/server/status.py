@@ -139,8 +139,6 @@ def died_error(server: Server, end: Ended) -> ServerDiedError:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """One server now."""
-
     server: Server
     state: State
     reason: str
@@ -246,8 +244,6 @@ def _served(server: Server) -> ServedRepository | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSource:
-    """Where metrics come from."""
-
     name: str
     address: Address
     server: Server | None = None
@@ -257,8 +253,6 @@ class MetricsSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One reading of a server's metrics."""
-
     seconds: float
     """Monotonic time of the reading."""
     text: str

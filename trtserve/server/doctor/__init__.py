@@ -28,8 +28,6 @@ NONE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The result of one check."""
-
     group: Group
     name: str
     state: State

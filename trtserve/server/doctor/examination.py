@@ -35,8 +35,6 @@ from trtserve.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """The findings on this machine, judged for one runtime."""
-
     runtime: str
     reason: str
     """Why this runtime was chosen."""
@@ -50,8 +48,6 @@ class Examination:
 
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
-    """Facts that several checks need."""
-
     gpus: Gpus | None
     here: Installed | None
     """The installed TensorRT-LLM."""
@@ -60,7 +56,6 @@ class _Machine:
 
     @property
     def count(self) -> int:
-        """Number of GPUs."""
         return len(self.gpus.devices) if self.gpus else 0
 
     @property

@@ -74,14 +74,12 @@ _LLMAPI = report_for("tensorrt_llm", LLMAPI)
 
 
 def check_no_driver(error: MachineError) -> CheckResult:
-    """Report why no GPU can be used here."""
     found = on_the_bus()
     bus = f"; {counted(found, 'NVIDIA GPU') if found else 'no NVIDIA GPU'} on the PCI bus"
     return _GPU("driver", "failed", f"none ({error.message}){bus}", error.hint or "")
 
 
 def check_driver(gpus: Gpus) -> CheckResult:
-    """Report the driver and the newest CUDA that it supports."""
     if not gpus.devices:
         return _GPU(
             "driver",
@@ -297,7 +295,6 @@ def check_installed(here: Installed | None, asked: Installed | None, *, suited: 
 
 
 def check_engine_path(found: Installed) -> CheckResult:
-    """Check whether this release builds and runs engines."""
     try:
         require_engine_path(found.version)
     except UsageError as error:
@@ -317,7 +314,6 @@ def check_builder(found: Installed) -> CheckResult:
 
 
 def check_backend() -> CheckResult:
-    """Find a tritonserver that can load engines."""
     name = "tensorrtllm backend"
     try:
         triton = find_triton(frozenset({"tensorrtllm"}), system_first=True)

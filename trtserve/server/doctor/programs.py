@@ -81,8 +81,6 @@ def _version(mpirun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRanks:
-    """Two ranks that have ended."""
-
     code: int | None
     """Exit code of mpirun, or None when it was stopped after the timeout."""
     output: str
@@ -157,7 +155,6 @@ def _runtimes() -> set[str]:
 
 
 def check_slurm() -> CheckResult:
-    """Check Slurm's programs, and whether its controller answers."""
     submit = _run("sbatch", "--version")
     if submit is None:
         return _absent("Slurm", "`start --slurm` writes scripts without it; only --submit needs it.")
@@ -172,7 +169,6 @@ def check_slurm() -> CheckResult:
 
 
 def check_version(name: str) -> CheckResult:
-    """Report the version of one of `VERSIONS`."""
     arguments, without = VERSIONS[name]
     program = find_sbin_program(name)  # as `start` finds nginx
     ended = None if program is None else _run(str(program), *arguments)

@@ -78,13 +78,11 @@ class TritonPythonModel:
 
 
 def quick_checks() -> list[CheckResult]:
-    """Run all checks except the round trip, in a fraction of a second."""
     facts = _stub_python()
     return [check_triton(), check_stub(), check_libpython(), check_python(facts), check_numpy(facts)]
 
 
 def check_triton() -> CheckResult:
-    """Find a tritonserver with the python backend."""
     try:
         triton = installation.find_triton()
     except MissingDependencyError as error:
@@ -169,7 +167,6 @@ def check_store(store: Store) -> CheckResult:
 
 
 def has_triton() -> bool:
-    """Return whether any tritonserver is installed."""
     return bool(installation.installed())
 
 

@@ -54,14 +54,11 @@ class ClusterJob:
 
     @property
     def next_steps(self) -> Sequence[str]:
-        """Lines that say how to start it."""
         return (f"Start it: {self.command}",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A job that the cluster has accepted."""
-
     number: str
     next_steps: Sequence[str]
     """Lines that say how to follow it."""

@@ -60,8 +60,6 @@ class LaunchSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch of one server."""
-
     mode: str
     """A key of `modes.MODES`."""
     command: Command
@@ -156,7 +154,6 @@ def under_mpirun(
 
 
 def without_mpi(setup: LaunchSetup, mode: str, group: tuple[str, ...]) -> Launch:
-    """Return a launch of one process without mpirun."""
     return Launch(mode=mode, command=_command(setup, group, {}), groups=(group,))
 
 

@@ -38,8 +38,6 @@ _LONGEST_NAME = 50
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSpec(KubernetesOptions):
-    """What Kubernetes is asked for."""
-
     nodes: int = option(1, help="Pods of one server.", minimum=1)
     gpus_per_node: int | None = None
     """GPUs of each pod; None: one for each rank."""
@@ -64,7 +62,6 @@ class KubernetesSpec(KubernetesOptions):
 
 
 def settings(cluster: ClusterSpec, options: KubernetesOptions, spec: ServerSpec) -> KubernetesSpec:
-    """Return the settings of a manifest."""
     return KubernetesSpec(
         **vars(options),
         nodes=cluster.nodes,
@@ -75,7 +72,6 @@ def settings(cluster: ClusterSpec, options: KubernetesOptions, spec: ServerSpec)
 
 
 def stop_command(place: Path) -> str:
-    """Return what removes the objects of a manifest."""
     return f"kubectl delete -f {place}"
 
 

@@ -29,8 +29,6 @@ from trtserve.specs import ServerSpec
 
 
 class LaunchMode(ABC):
-    """How the processes of one server are started."""
-
     name: str
     """What `start --dry-run` and the state file call it."""
 

@@ -67,7 +67,6 @@ class Image:
 
 
 def settings(cluster: ClusterSpec, options: SlurmOptions, spec: ServerSpec) -> SlurmSpec:
-    """Return the settings of a job."""
     del spec
     return SlurmSpec(**vars(options), nodes=cluster.nodes, ntasks_per_node=cluster.ntasks_per_node)
 
@@ -198,7 +197,6 @@ def _quoted(part: str) -> str:
 
 
 def stop_command(place: Path) -> str:
-    """Return what ends a job, whose number sbatch printed."""
     del place
     return "scancel NUMBER"
 

@@ -25,8 +25,6 @@ _ALLOWED = re.compile(r"[A-Za-z0-9_./+,:@%=-]")
 
 @dataclass(frozen=True, kw_only=True)
 class Triton:
-    """An installed tritonserver."""
-
     executable: Path
     backends: Path
     """Folder with one folder per backend."""

@@ -79,12 +79,10 @@ def fatal(text: str) -> LoadFailure | None:
 
 
 def loaded(text: str) -> set[str]:
-    """Return the models that have been loaded."""
     return set(_LOADED.findall(text))
 
 
 def still_loading(text: str) -> list[str]:
-    """Return the models that are still loading."""
     done = loaded(text)
     return [name for name in dict.fromkeys(_LOADING.findall(text)) if name not in done]
 
@@ -134,8 +132,6 @@ def plain(line: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """The first rank that ended."""
-
     rank: int
     code: int
     """Exit code, negative for a signal."""
@@ -153,7 +149,6 @@ def rank_of(line: str) -> int | None:
 
 
 def untagged(line: str) -> str:
-    """Strip the rank tag from a line."""
     return _TAG.sub("", line)
 
 

@@ -46,8 +46,6 @@ def unique_prefix(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Interface and ports of one server."""
-
     host: str
     http_port: int
     """Port that HTTP clients use."""
@@ -168,7 +166,6 @@ def kv_blocks(address: Address) -> Mapping[str, int]:
 
 
 def metrics_page(address: Address) -> str | None:
-    """Return the metrics page, or None without an answer."""
     return _request(address.metrics_host, address.metrics_port, "GET", "/metrics")
 
 
@@ -178,7 +175,6 @@ def client_host(host: str) -> str:
 
 
 def shared_memory_regions(prefix: str) -> list[Path]:
-    """Return the shared-memory regions of one server."""
     return sorted(SHARED_MEMORY.glob(f"{prefix}*")) if prefix else []
 
 
