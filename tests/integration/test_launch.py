@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -40,9 +41,12 @@ def test_the_answer_of_another_server_on_the_port_does_not_count(address: Addres
         assert stop(ours, grace=1)
 
 
-def test_an_answer_counts_when_the_owner_of_the_port_is_invisible(
+def test_the_answer_of_the_process_itself_counts_and_that_of_an_invisible_owner(
     address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    myself = ProcessId.of(os.getpid())
+    assert myself is not None
+    tritonserver.wait_until_ready(myself, address, tmp_path / "log", timeout=1)
     monkeypatch.setattr(tritonserver, "listeners", lambda _port: [])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         identity = ProcessId.of(other.pid)

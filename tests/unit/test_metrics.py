@@ -114,14 +114,14 @@ def reading(seconds: float, **counters: float) -> Reading:
     return Reading(seconds=seconds, text="", core=(core,), models=())
 
 
-def test_rates_are_growth_per_second() -> None:
-    before, after = reading(10, tokens=100, iterations=5), reading(12, tokens=150, iterations=30)
-    assert rates(before, after) == {"core": {"generated_tokens": 25.0, "iterations": 12.5}}
-
-
-def test_a_counter_that_was_set_back_has_no_rate() -> None:
-    before, after = reading(10, tokens=100, iterations=5), reading(12, tokens=150, iterations=0)
-    assert rates(before, after) == {"core": {"generated_tokens": 25.0}}
+@pytest.mark.parametrize(
+    ("iterations", "expected"),
+    [(30, {"generated_tokens": 25.0, "iterations": 12.5}), (0, {"generated_tokens": 25.0})],
+    ids=["grown", "set back"],
+)
+def test_rates_are_growth_per_second(iterations: float, expected: dict[str, float]) -> None:
+    before, after = reading(10, tokens=100, iterations=5), reading(12, tokens=150, iterations=iterations)
+    assert rates(before, after) == {"core": expected}
 
 
 def test_watching_pauses_between_readings() -> None:

@@ -62,14 +62,9 @@ def test_the_rank_that_was_silent_the_longest() -> None:
     assert server_log.silent_longest(LOG, 4) == 3
 
 
-def own_process() -> ProcessId:
-    found = ProcessId.of(os.getpid())
-    assert found is not None
-    return found
-
-
 def test_a_rank_without_process_is_the_missing_one() -> None:
-    me = own_process()
+    me = ProcessId.of(os.getpid())
+    assert me is not None
     all_there = {0: me, 1: me, 2: me}
     assert ranks.kept_waiting({0: me, 2: me}, 3, LOG) == "Rank 1 keeps the others waiting:"
     assert ranks.kept_waiting(all_there, 3, LOG).startswith("Rank 1 has been silent for the longest time and probably")

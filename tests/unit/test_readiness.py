@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +13,6 @@ from trtserve.errors import ServerStartError
 from trtserve.process import ProcessId
 from trtserve.server import readiness
 from trtserve.server.readiness import Standstill
-from trtserve.server.triton import tritonserver
-from trtserve.server.triton.tritonserver import Address
 
 STUBS = [ProcessId(pid=11, started=0.0), ProcessId(pid=12, started=0.0)]
 
@@ -86,17 +82,3 @@ def test_another_stub_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now = 61
     assert not looker.lasts(STUBS)
     assert not looker.lasts(STUBS)
-
-
-@pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
-    """A port on which this very process listens, and which answers that it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        monkeypatch.setattr(tritonserver, "is_ready", lambda _address: True)
-        yield Address(host="127.0.0.1", http_port=held.getsockname()[1], grpc_port=2, metrics_port=3)
-
-
-def test_the_answer_of_the_process_itself_counts(address: Address, tmp_path: Path) -> None:
-    myself = ProcessId.of(os.getpid())
-    assert myself is not None
-    tritonserver.wait_until_ready(myself, address, tmp_path / "log", timeout=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,28 +18,20 @@ from trtserve.specs import ServerSpec
 DIED = ServerDiedError("it died")
 
 
-def test_never_means_never() -> None:
-    restarts = _Restarts(ServerSpec())
+@pytest.mark.parametrize(
+    ("policy", "limit", "delays"),
+    [
+        ("never", 3, [None]),
+        ("on-failure", 3, [1, 2, 4, None]),
+        ("always", 1, [1, 2, 4, 8, 16, 32, 60, 60]),
+    ],
+)
+def test_delays_grow_until_the_limit(policy: Any, limit: int, delays: list[float | None]) -> None:
+    restarts = _Restarts(ServerSpec(restart=policy, restart_limit=limit))
     restarts.became_ready()
-    assert restarts.delay(DIED) is None
-
-
-def test_delays_grow_until_the_limit() -> None:
-    restarts = _Restarts(ServerSpec(restart="on-failure", restart_limit=3))
-    restarts.became_ready()
-    assert [restarts.delay(error) for error in (DIED, ServerStartError("x"), PortInUseError("x"), DIED)] == [
-        1,
-        2,
-        4,
-        None,
-    ]
-    assert restarts.count == 3
-
-
-def test_always_has_no_limit_but_a_longest_delay() -> None:
-    restarts = _Restarts(ServerSpec(restart="always", restart_limit=1))
-    restarts.became_ready()
-    assert [restarts.delay(DIED) for _ in range(9)][-3:] == [60, 60, 60]
+    errors = itertools.cycle((DIED, ServerStartError("x"), PortInUseError("x")))
+    assert [restarts.delay(next(errors)) for _ in delays] == delays
+    assert restarts.count == sum(delay is not None for delay in delays)
 
 
 def test_a_long_service_begins_a_new_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +51,8 @@ def test_a_first_start_is_repeated_only_when_it_was_killed() -> None:
 
 
 @pytest.mark.parametrize(("policy", "delay"), [("on-failure", None), ("always", 1)])
-def test_a_server_that_ends_with_code_0(policy: str, delay: float | None) -> None:
-    restarts = _Restarts(ServerSpec(restart=policy))  # type: ignore[arg-type]
+def test_a_server_that_ends_with_code_0(policy: Any, delay: float | None) -> None:
+    restarts = _Restarts(ServerSpec(restart=policy))
     restarts.became_ready()
     restarts.exit_code = 0
     assert restarts.delay(DIED) == delay

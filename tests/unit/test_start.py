@@ -59,6 +59,9 @@ def recorded(store: Store, name: str, repository: Path, imported: str) -> None:
 
 def test_the_last_import_is_the_default(tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_repository(store=store)
+    assert caught.value.hint == "Import a model: trtserve import demo"
     first, second = (write_probe_repository(tmp_path / name) for name in ("first", "second"))
     recorded(store, "first", first, "2026-01-01")
     recorded(store, "second", second, "2026-01-02")
@@ -81,13 +84,6 @@ def test_a_repository_made_by_repo_is_found_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         find_repository("third", store=store)
     assert caught.value.hint == "Made by `trtserve repo`: fast."
-
-
-def test_without_an_import_the_hint_imports_one(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError) as caught:
-        find_repository(store=Store(tmp_path))
-    assert caught.value.hint is not None
-    assert "trtserve import demo" in caught.value.hint
 
 
 @pytest.mark.parametrize(("source", "words"), [("fast", "fast"), ("acme/fast", "acme/fast --name fast")])
@@ -123,13 +119,10 @@ def test_plan_writes_nothing(repository: ModelRepository, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["../x", "", "a b", ".hidden"])
 def test_names_that_cannot_be_files_are_refused(repository: ModelRepository, name: str, tmp_path: Path) -> None:
     named = ModelRepository(path=repository.path, manifest=Manifest(kind="repository", name=name, fingerprint="0"))
-    with pytest.raises(UsageError, match="cannot name a server"):
-        plan_server(named, ServerSpec(), store=Store(tmp_path))
-
-
-def test_an_empty_server_name_is_not_the_default(repository: ModelRepository, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'' cannot name a server"):
-        plan_server(repository, ServerSpec(name=""), store=Store(tmp_path))
+    # An empty --name is not the default.
+    for of, spec in ((named, ServerSpec()), (repository, ServerSpec(name=name))):
+        with pytest.raises(UsageError, match="cannot name a server"):
+            plan_server(of, spec, store=Store(tmp_path))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
@@ -146,28 +139,25 @@ def test_shards_of_the_openvino_runtime_need_one_process(repository: ModelReposi
     assert plan.served.engine_bytes == 100
 
 
-def test_placeholder_is_named_with_file_and_line(repository: ModelRepository) -> None:
-    config = repository.path / "probe" / "config.pbtxt"
-    config.write_text(config.read_text().replace("count: 1", "count: ${count}"))
-    with pytest.raises(RepositoryError, match=r"config\.pbtxt, line 11: the placeholder \$\{count\}"):
+@pytest.mark.parametrize(
+    ("file", "before", "after", "words"),
+    [
+        ("config.pbtxt", "count: 1", "count: ${count}", r"config\.pbtxt, line 11: the placeholder \$\{count\}"),
+        ("config.pbtxt", "backend:", "backendd:", "backendd"),
+        ("1/model.py", None, "", r"The model probe has no .*1/model\.py"),
+        ("config.pbtxt", None, "", "holds no model"),
+    ],
+)
+def test_a_repository_that_triton_would_reject(
+    file: str, before: str | None, after: str, words: str, repository: ModelRepository
+) -> None:
+    path = repository.path / "probe" / file
+    if before is None:
+        path.unlink()
+    else:
+        path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(RepositoryError, match=words):
         inspect_repository(repository)
-
-
-def test_unreadable_configuration(repository: ModelRepository) -> None:
-    (repository.path / "probe" / "config.pbtxt").write_text('name: "probe"\nbackendd: "python"\n')
-    with pytest.raises(RepositoryError, match="backendd"):
-        inspect_repository(repository)
-
-
-def test_missing_program(repository: ModelRepository) -> None:
-    (repository.path / "probe" / "1" / "model.py").unlink()
-    with pytest.raises(RepositoryError, match=r"The model probe has no .*1/model\.py"):
-        inspect_repository(repository)
-
-
-def test_folder_without_models(tmp_path: Path) -> None:
-    with pytest.raises(RepositoryError, match="holds no model"):
-        inspect_repository(ModelRepository(path=tmp_path))
 
 
 def test_alias_and_precision_come_from_the_files(repository: ModelRepository) -> None:
@@ -253,13 +243,9 @@ def test_dry_run_prints_the_whole_command(repository: ModelRepository, capsys: p
     assert f"cd {repository.path} && env PATH=" in printed
     assert "--log-verbose=1\ngateway: " in printed
     assert " -m trtserve.gateway " in printed.splitlines()[-1]
-
-
-def test_dry_run_as_json(repository: ModelRepository, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["start", "--model-repository", str(repository.path), "--dry-run", "--json", "--name", "x"]) == 0
     result = json.loads(capsys.readouterr().out)["result"]
-    assert result["name"] == "x"
-    assert result["processes"] == 1
+    assert (result["name"], result["processes"]) == ("x", 1)
 
 
 def test_a_path_where_a_name_is_expected_is_explained(repository: ModelRepository, tmp_path: Path) -> None:
