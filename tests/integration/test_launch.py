@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import PortInUseError, ServerStartError
+from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
 from trtserve.process import Command, ProcessId, spawn, stop
 from trtserve.server.doctor.stub import write_probe_repository
+from trtserve.server.front import await_gateway
 from trtserve.server.plan import plan_server
 from trtserve.server.start import start_server
+from trtserve.server.state import GatewayState
 from trtserve.server.triton import tritonserver
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
@@ -82,3 +85,32 @@ def test_a_foreign_triton_on_a_port_is_recognised(tmp_path: Path, repository: Mo
         with pytest.raises(PortInUseError, match="a Triton server that was not started from this store, process"):
             start_server(plan_server(repository, ServerSpec(http_port=port), store=store))
         process.communicate("\n", timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "words", "killed"),
+    [
+        ("raise SystemExit(31)", PortInUseError, r"HTTP port \d+ cannot be opened", None),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            ServerStartError,
+            "gateway, which answers HTTP requests, has ended",
+            True,
+        ),
+        ("raise SystemExit('no')", ServerStartError, "has ended. Last lines:\n  no", False),
+    ],
+)
+def test_a_gateway_that_ends_says_why(
+    program: str,
+    kind: type[TrtserveError],
+    words: str,
+    killed: bool | None,
+    tmp_path: Path,
+    repository: ModelRepository,
+) -> None:
+    planned = plan_server(repository, free_spec(gateway=True), store=Store(tmp_path / "home")).instances[0].gateway
+    assert planned is not None
+    process = spawn(Command(argv=(sys.executable, "-c", program)), log=planned.log)
+    with pytest.raises(kind, match=words) as caught:
+        await_gateway(planned, GatewayState(process=process, log=planned.log, settings=planned.file))
+    assert getattr(caught.value, "killed", None) == killed
