@@ -1,4 +1,4 @@
-"""What `start` knows before it launches anything, and the commands around it."""
+"""What `start` knows before it launches anything, what it says of the risks, and the commands around it."""
 
 from __future__ import annotations
 
@@ -324,3 +324,65 @@ def test_a_crash_of_the_python_backend_is_by_chance(tmp_path: Path) -> None:
     error = start_error(ProcessId(pid=2**22 + 1, started=0.0), log)
     assert isinstance(error, ServerStartError)
     assert error.by_chance
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], []),
+        (["--raw-http"], ["--raw-http: Triton itself answers on --http-port"]),
+        (["--host", "0.0.0.0", "--no-auth"], ["can reach 0.0.0.0, and need no API key. Nothing is encrypted. "]),
+        (["--host", "0.0.0.0", "--api-key", "k" * 20, "--no-tls"], ["can reach 0.0.0.0. Nothing is encrypted. "]),
+        (["--host", "0.0.0.0", "--no-auth", "--raw-http"], ["--raw-http: Triton", "can reach 0.0.0.0, and need no"]),
+    ],
+)
+@pytest.mark.parametrize("instead", [["--dry-run"], ["--systemd", "--out", "x.service"]])
+def test_a_dry_run_and_a_unit_warn_as_a_start_does(
+    repository: ModelRepository,
+    flags: list[str],
+    words: list[str],
+    instead: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["start", "--model-repository", str(repository.path), *flags, *instead]
+    assert run(line) == (2 if "--systemd" in instead and "--api-key" in flags else 0)
+    said = " ".join(capsys.readouterr().err.split())
+    assert all(each in said for each in words), said
+    assert ("can reach" in said) == any("can reach" in each for each in words)
+    assert ("--raw-http" in said) == ("--raw-http" in flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "0.0.0.0"], "would answer everyone"),
+        (["--host", "0.0.0.0", "--api-key-file", "key"], "the API key and all prompts would be readable"),
+        (["--host", "0.0.0.0", "--raw-http"], "lets everyone on the network crash this server"),
+        (["--api-key-file", "absent"], "absent"),
+    ],
+)
+@pytest.mark.parametrize("instead", [["--dry-run"], ["--systemd", "--out", "x.service"]])
+def test_a_dry_run_and_a_unit_refuse_what_a_start_refuses(
+    repository: ModelRepository,
+    flags: list[str],
+    message: str,
+    instead: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["start", "--model-repository", str(repository.path), *flags, *instead]) == UsageError.code
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "x.service").exists()
+
+
+def test_a_dry_run_warns_of_a_taken_port(repository: ModelRepository, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert run(["start", "--model-repository", str(repository.path), "--http-port", port, "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"A start on this machine would be refused: --http-port {port} is taken by" in said

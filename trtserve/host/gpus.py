@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
+from trtserve.host.machine import read_system_file
 from trtserve.process import Command, run
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -360,10 +361,9 @@ def query_nvidia_smi() -> tuple[Device, ...]:
     command = Command(argv=(NVIDIA_SMI, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"))
     try:
         ended = run(command, timeout=_TIMEOUT)
-    except MissingDependencyError as error:
-        raise _no_driver("not installed", NVIDIA_SMI) from error
-    except TimeoutError as error:
-        raise _no_driver(str(error), NVIDIA_SMI) from error
+    except (MissingDependencyError, TimeoutError) as error:
+        reason = "not installed" if isinstance(error, MissingDependencyError) else str(error)
+        raise _no_driver(reason, NVIDIA_SMI) from error
     if ended.code != 0:
         raise _no_driver(" ".join((ended.stdout + ended.stderr).split()), NVIDIA_SMI)
     rows = (line.split(", ", len(_FIELDS) - 1) for line in ended.stdout.splitlines() if line.strip())
@@ -417,12 +417,7 @@ def on_the_bus() -> int:
     """Return the number of NVIDIA GPUs on the PCI bus, with or without a driver."""
     devices = _PCI.iterdir() if _PCI.is_dir() else ()
     return sum(
-        _read(device / "vendor") == _VENDOR and _read(device / "class").startswith(_DISPLAY) for device in devices
+        read_system_file(device / "vendor") == _VENDOR
+        and (read_system_file(device / "class") or "").startswith(_DISPLAY)
+        for device in devices
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

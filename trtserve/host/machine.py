@@ -74,7 +74,7 @@ def address_space() -> AddressSpace | None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None
-    pages = (_read(_OWN_SIZE) or "0").split()[0]
+    pages = (read_system_file(_OWN_SIZE) or "0").split()[0]
     return AddressSpace(limit=limit, used=int(pages) * resource.getpagesize())
 
 
@@ -211,7 +211,7 @@ def _memory_groups() -> Iterator[_MemoryGroup]:
                 break
             highest, used = _number(folder / limit), _number(folder / usage)
             if highest is not None and highest < _UNLIMITED and used is not None:
-                pairs = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+                pairs = (line.split() for line in (read_system_file(folder / "memory.stat") or "").splitlines())
                 used -= next((int(value) for key, value in pairs if key in ("inactive_file", "total_inactive_file")), 0)
                 yield _MemoryGroup(limit=highest, used=used)
 
@@ -221,7 +221,7 @@ def _hierarchies() -> Iterator[tuple[Path, Path, str, str]]:
 
     In a container the host's path may not exist; there the root is the container's own group.
     """
-    lines = (line.split(":", 2) for line in (_read(_OWN_CGROUPS) or "").splitlines())
+    lines = (line.split(":", 2) for line in (read_system_file(_OWN_CGROUPS) or "").splitlines())
     paths = {controllers: path for _, controllers, path in (line for line in lines if len(line) == 3)}
     memory = next((path for names, path in paths.items() if "memory" in names.split(",")), "/")
     for root, path, limit, usage in (
@@ -233,11 +233,12 @@ def _hierarchies() -> Iterator[tuple[Path, Path, str, str]]:
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path)
+    text = read_system_file(path)
     return int(text) if text is not None and text.isdigit() else None
 
 
-def _read(path: Path) -> str | None:
+def read_system_file(path: Path) -> str | None:
+    """Return a file of the kernel without the line's end, or None where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
