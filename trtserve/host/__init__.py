@@ -1,1 +1,1 @@
-"""What this machine has: memory, disk, CPU features, ports, GPUs, mpirun and containers."""
+"""What this machine has: memory, disk, CPU features, ports and GPUs."""

@@ -28,7 +28,7 @@ from trtserve.repository.core_models import CoreModel
 from trtserve.server.doctor import raise_failed
 from trtserve.server.doctor.examination import require_machine
 from trtserve.server.doctor.system import check_shared_memory
-from trtserve.server.engine_fit import require_fitting_engine, require_release
+from trtserve.server.engine_fit import require_fitting_engine
 from trtserve.server.front import ProxyPlan, is_loopback
 from trtserve.server.launch.devices import EngineNodes, claimed_gpus, fit_engines
 from trtserve.server.memory import require_servable
@@ -102,7 +102,9 @@ def check_before_launch(plan: ServerPlan, progress: Progress) -> Sequence[Engine
         require_devices(plan)
         require_gpu_memory(plan)
         require_workers(plan, progress)
-        require_fitting_engine(plan.served, plan.spec, progress, repository=repository, store=plan.store)
+        require_fitting_engine(
+            plan.served, plan.spec, progress, repository=repository, store=plan.store, gpus=list_gpus()
+        )
     require_environment(plan, progress)
     return engines
 
@@ -137,7 +139,7 @@ def rehearse(plan: ServerPlan, progress: Progress) -> None:
     _warn_if_refused(progress, lambda: require_ports(plan), lambda: require_servable(plan.served, plan.name, progress))
     if plan.served.needs_gpus:
         fit_engines(repository, plan.served.core_models, progress)
-        require_release(plan.served, plan.spec, progress, repository=repository)
+        require_fitting_engine(plan.served, plan.spec, progress, repository=repository, store=plan.store)
         announce_oversubscription(plan, progress)
         if list_gpus():  # a machine without GPUs will certainly not serve
             _warn_if_refused(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import ArtifactError, MissingDependencyError, UsageError, counted
-from trtserve.host.gpus import list_gpus
+from trtserve.host.gpus import Device
 from trtserve.nvidia.containers import installed_in
 from trtserve.nvidia.releases import NEWEST, order
 from trtserve.nvidia.releases.installed import Installed, installed, require_engine_path
@@ -65,21 +65,20 @@ def gpu_triton(served: ServedRepository, *, on_this_machine: bool = True) -> Tri
         return CONTAINER_TRITON
 
 
-def require_release(served: ServedRepository, spec: ServerSpec, progress: Progress, *, repository: Path) -> None:
-    """Raise RepositoryError for an engine of another TensorRT-LLM than the one that will serve."""
-    found = installed_for(spec)
-    if found is not None:
-        there = Installation(tensorrt_llm=found.version, tensorrt=found.tensorrt, sm=None, gpu=None)
-        command = _remake_command(repository, served, spec, Store())
-        require_matching(served, there, progress, remake_command=command, container=spec.container)
-
-
 def require_fitting_engine(
-    served: ServedRepository, spec: ServerSpec, progress: Progress, *, repository: Path, store: Store
+    served: ServedRepository,
+    spec: ServerSpec,
+    progress: Progress,
+    *,
+    repository: Path,
+    store: Store,
+    gpus: Sequence[Device] = (),
 ) -> None:
-    """Raise RepositoryError, with the command that builds it again, for an engine of other versions or another GPU."""
+    """Raise RepositoryError, with the command that builds it again, for an engine of other versions or another GPU.
+
+    `gpus` are those of the machine that will serve; none where it is another one.
+    """
     found = installed_for(spec)
-    gpus = list_gpus()
     first = spec.gpus[0] if spec.gpus and spec.gpus[0] < len(gpus) else 0
     installation = Installation(
         tensorrt_llm=found.version if found else None,
@@ -87,15 +86,10 @@ def require_fitting_engine(
         sm=gpus[first].capability if gpus else None,
         gpu=gpus[first].name if gpus else None,
     )
-    command = _remake_command(repository, served, spec, store)
+    command = import_again(repository, store)
+    if command is None and served.core_models:
+        command = remake_command(repository, served.core_models[0], container=spec.container)
     require_matching(served, installation, progress, remake_command=command, container=spec.container)
-
-
-def _remake_command(repository: Path, served: ServedRepository, spec: ServerSpec, store: Store) -> str | None:
-    """Return the command that makes a repository again with its engine: the import's, else `trtserve repo`'s."""
-    if (command := import_again(repository, store)) is not None or not served.core_models:
-        return command
-    return remake_command(repository, served.core_models[0], container=spec.container)
 
 
 def require_world_size(served: ServedRepository, spec: ServerSpec, repository: ModelRepository, needed: int) -> None:

@@ -14,13 +14,14 @@ from trtserve.files import writing
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository, inspect_repository
-from trtserve.server.engine_fit import require_release, require_world_size
+from trtserve.server.engine_fit import require_fitting_engine, require_world_size
 from trtserve.server.launch.devices import EngineNodes, fit_engines, require_node_devices
 from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.state import server_name
 from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, ClusterSpec
 from trtserve.specs.options import given_flags
+from trtserve.store import Store
 
 # The random part of `unique_prefix`.
 _TOKEN = re.compile(r"(?<=_)[0-9a-f]{8}(?![0-9A-Za-z])")
@@ -111,7 +112,7 @@ def inspect_for_cluster(
     mode.check(served, spec, on_this_machine=False)
     require_world_size(served, spec, repository, mode.ranks(served, spec))
     if not served.embedded:
-        require_release(served, spec, progress, repository=repository.path)
+        require_fitting_engine(served, spec, progress, repository=repository.path, store=Store())
     return name, served
 
 
