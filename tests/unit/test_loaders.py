@@ -151,7 +151,7 @@ def test_a_head_that_differs_from_the_tied_embedding_is_reported(tmp_path: Path)
         write_safetensors(folder / "model.safetensors", tensors | {"lm_head.weight": head})
         lines = Lines()
         convert(folder, tmp_path / f"out-{differs}", lines)
-        told = [line for line in lines.warnings if "lm_head.weight" in line and "model.embed_tokens.weight" in line]
+        told = [line for line in lines.warnings if "The output head differs from the embedding" in line]
         assert bool(told) == differs
 
 
