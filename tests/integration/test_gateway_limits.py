@@ -196,14 +196,50 @@ def test_too_many_requests_get_503_and_a_hint(gateway: RunningGateway, triton: T
         assert [connection.getresponse().status for connection in busy] == [200, 200]
 
 
-def test_more_connections_than_allowed_are_closed(gateway: RunningGateway) -> None:
+def idle(gateway: RunningGateway, stack: ExitStack, **headers: str) -> http.client.HTTPConnection:
+    """A connection that has had an answer."""
+    connection = stack.enter_context(gateway.connected())
+    connection.request("GET", "/v2/health/live", headers=headers)
+    connection.getresponse().read()
+    return connection
+
+
+def test_idle_connections_give_way_to_new_ones(gateway: RunningGateway, triton: Triton) -> None:
     with ExitStack() as stack:
-        for _ in range(LIMITS.connections):
-            connection = stack.enter_context(gateway.connected())
-            connection.request("GET", "/v2/health/live")
-            connection.getresponse().read()
-        assert gateway.status("/v2/health/live") is None
-    wait_until(lambda: gateway.status("/v2/health/live") == 200)
+        busy = stack.enter_context(gateway.connected())
+        begin(busy, "hang")
+        first = idle(gateway, stack)
+        for _ in range(LIMITS.connections + 5):
+            idle(gateway, stack)
+        assert gateway.status("/v2/health/live") == 200
+        assert first.sock.recv(1) == b""
+        triton.release.set()
+        assert busy.getresponse().status == 200
+
+
+def test_strangers_take_nothing_from_clients_with_the_key(triton: Triton, tmp_path: Path) -> None:
+    """Connections that are idle or unfinished, and bodies for the pages that need no key."""
+    key = tmp_path / "key"
+    key.write_text("a-key-of-this-test")
+    key.chmod(0o600)
+    authorization = {"Authorization": "Bearer a-key-of-this-test"}
+    with (
+        running_gateway(tmp_path, triton.server_port, model="m", limits=LIMITS, key_file=key) as gateway,
+        ExitStack() as stack,
+    ):
+        known = stack.enter_context(gateway.connected())
+        known.request("GET", "/v2/models/m/config", headers=authorization)
+        assert known.getresponse().read()
+        for path in ("/", "/health", "/v2/health/live", GENERATE):
+            for _ in range(LIMITS.connections // 2):
+                stranger = stack.enter_context(socket.create_connection((HOST, gateway.port)))
+                head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 400000\r\n\r\n"
+                stranger.sendall(head.encode() + b"x" * 1000)
+        for _ in range(3):
+            known.request("GET", "/v2/models/m/config", headers=authorization)
+            answer = known.getresponse()
+            assert (answer.status, bool(answer.read())) == (200, True)
+        assert gateway.status("/v2/health/live") == 200
 
 
 def test_connections_wait_while_no_file_descriptor_is_left(gateway: RunningGateway) -> None:

@@ -14,6 +14,7 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.tensors import ModelDescription, Reply, Tensor
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
+from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 
@@ -33,6 +34,9 @@ class ScriptedTriton(Backend):
         core = described("tensorrt_llm", decoupled=decoupled)
         bls = described("tensorrt_llm_bls", decoupled=decoupled)
         self.files = files
+        encoder = Encoder(files)
+        for lane in (encoder._short, encoder._long):  # unit tests start no process
+            lane.process = None
         self._served = (
             ServedModel(
                 name=NAME,
@@ -40,6 +44,7 @@ class ScriptedTriton(Backend):
                 core=core,
                 files=files,
                 decoder=AnchoredDecoder(files.tokenizer, skip_special_tokens=True),
+                encoder=encoder,
                 adds_special=True,
                 vocab_size=len(files.tokenizer),
                 max_seq_len=512,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from llguidance import LLMatcher
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -17,6 +18,7 @@ from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.waiting import wait_until
 from trtserve.gateway.openai.answering import Measures
+from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +88,12 @@ def test_a_stop_string_is_not_part_of_the_text(
     assert triton.requests[0]["stop_words_list"]
 
 
-def test_a_stop_string_ends_the_request_in_the_engine(client: TestClient, triton: ScriptedTriton) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_the_request_in_the_engine(client: TestClient, triton: ScriptedTriton, stream: bool) -> None:
     triton.script, triton.pause = ("Hello" * 40,), 0.002
-    assert complete(client, stop="lo", stream=True).status_code == 200
+    answer = complete(client, stop="lo", stream=stream)
+    assert answer.status_code == 200
+    assert stream or answer.json()["usage"]["completion_tokens"] < 10
     wait_until(lambda: len(triton.stops) >= 1)
 
 
@@ -191,12 +196,24 @@ def test_guides(client: TestClient, triton: ScriptedTriton) -> None:
     chat(client, guided_choice=["a.b", "c"])
     chat(client, guided_regex="@/etc/passwd")
     chat(client, response_format={"type": "text"}, guided_grammar="start: 'a'")
+    chat(client, structured_outputs={"json": schema, "whitespace_pattern": " "})
+    chat(client, structured_outputs={"choice": ["x"]})
     kinds = [sent["guided_decoding_guide_type"] for sent in triton.requests]
     guides = [sent["guided_decoding_guide"][0] for sent in triton.requests]
-    assert kinds == [["json_schema"], ["json_schema"], ["regex"], ["regex"], ["ebnf_grammar"]]
+    assert kinds == [
+        ["json_schema"],
+        ["json_schema"],
+        ["regex"],
+        ["regex"],
+        ["ebnf_grammar"],
+        ["json_schema"],
+        ["regex"],
+    ]
     assert json.loads(guides[0]) == {"type": "object"}
     assert json.loads(guides[1]) == schema
-    assert guides[2:] == [r"a\.b|c", "@/etc/passwd", "start: 'a'"]
+    assert guides[2:5] == [r"a\.b|c", "@/etc/passwd", "start: 'a'"]
+    assert json.loads(guides[5]) == {**schema, "x-guidance": {"whitespace_pattern": " "}}
+    assert guides[6] == "x"
 
 
 def test_tools_are_in_the_prompt_and_their_calls_in_the_answer(client: TestClient, triton: ScriptedTriton) -> None:
@@ -229,9 +246,55 @@ def test_a_prescribed_tool_is_a_guide(client: TestClient, triton: ScriptedTriton
     choice = chat(client, tools=[WEATHER], tool_choice=named).json()["choices"][0]
     assert (choice["finish_reason"], choice["message"]["tool_calls"][0]["function"]["arguments"]) == ("stop", "{}")
     schema = json.loads(triton.requests[0]["guided_decoding_guide"][0])
-    assert schema["properties"]["name"] == {"const": "weather"}
+    assert schema["anyOf"][0]["properties"]["name"] == {"const": "weather"}
     choice = chat(client, tools=[WEATHER], tool_choice="required").json()["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    triton.script = ('{"name": "weather", "argum',)
+    assert chat(client, tools=[WEATHER], tool_choice="required").json()["choices"][0]["message"]["content"] == ""
+
+
+def test_definitions_of_a_tool_are_found_where_its_schema_is_part_of_a_guide(
+    client: TestClient, triton: ScriptedTriton
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"colour": {"$ref": "#/$defs/Colour"}, "itself": {"$ref": "#"}},
+        "$defs": {"Colour": {"enum": ["red", "blue"]}},
+    }
+    tool = {"type": "function", "function": {"name": "paint", "parameters": parameters}}
+    triton.script = ('{"name": "paint", "arguments": {}}',)
+    chat(client, tools=[WEATHER, tool], tool_choice="required")
+    schema = json.loads(triton.requests[0]["guided_decoding_guide"][0])
+    assert schema["anyOf"][1]["properties"]["arguments"] == {"$ref": "#/$defs/1"}
+    places = schema["$defs"]["1"]["properties"]
+    assert (places["colour"], places["itself"]) == ({"$ref": "#/$defs/1/$defs/Colour"}, {"$ref": "#/$defs/1"})
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)) == ""
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}, "{}", {"city": "Ulm"}, '{"city": "Ul'])
+def test_any_arguments_of_a_past_call_are_taken(client: TestClient, arguments: object) -> None:
+    function = {"name": "weather"} if arguments is None else {"name": "weather", "arguments": arguments}
+    past = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    asked = {"role": "user", "content": "Hi"}
+    assert chat(client, messages=[asked, past, refusal, asked]).status_code == 200
+
+
+def test_models_of_nvidias_front_end_are_the_alias(client: TestClient) -> None:
+    for name in ("tensorrt_llm_bls", "ensemble"):
+        assert complete(client, model=name).json()["model"] == name
+
+
+def test_max_tokens_of_zero_returns_the_prompt_alone(client: TestClient) -> None:
+    answer = complete(client, prompt="Say", max_tokens=0, echo=True).json()
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("Say", "length")
+
+
+def test_parts_of_characters_have_their_own_bytes() -> None:
+    parts = [TokenLogProb(token=Token("\ufffd", raw), log_prob=-1.0) for raw in (b"\xc3", b"\xa9")]
+    parts.append(TokenLogProb(token=Token("x", b"x"), log_prob=-1.0))
+    assert completion_log_probs(parts, 2)["text_offset"] == [2, 2, 3]
+    assert parts[0].chat()["bytes"] == [0xC3]
 
 
 def test_a_conversation_with_parts_and_earlier_calls(client: TestClient, triton: ScriptedTriton) -> None:

@@ -13,6 +13,8 @@ from fastapi.testclient import TestClient
 from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import NAME, ScriptedTriton, refused
 from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.openai import request
+from trtserve.gateway.openai.bodies import _NEUTRAL
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,16 @@ def client(triton: ScriptedTriton) -> Iterator[TestClient]:
         ({"best_of": 1, "n": 2}, 400, "best_of must be at least n", None),
         ({"prompt": ["a"] * 21, "n": 100}, 400, "must be at most 2048", None),
         ({"stop": ["a"] * 65}, 400, "at most 64 stop strings", "stop"),
+        ({"stop": ["b", "a" * 1025]}, 400, "has 1025 characters; at most 1024 are allowed", "stop"),
+        ({"stop_token_ids": [*range(1025)]}, 400, "at most 1024 items", "stop_token_ids"),
+        ({"logit_bias": {"1" * 5000: 1}}, 400, "not a token id", "logit_bias"),
+        ({"logit_bias": {"²": 1}}, 400, "not a token id", "logit_bias"),
+        ({"logit_bias": dict.fromkeys(map(str, range(4097)), 1)}, 400, "at most 4096 biases", "logit_bias"),
+        ({"max_tokens": 0}, 400, "max_tokens is 0, which needs echo", None),
+        ({"prompt": [5] * 3000}, 400, "3000 tokens, which exceeds the maximum input length", None),
+        ({"prompt": "a" * 1_000_000}, 400, "1000000 characters, which exceeds the maximum input length", None),
+        ({"return_token_ids": True}, 400, "over Triton's protocol", "return_token_ids"),
+        ({"guided_json": "[", "guided_whitespace_pattern": " "}, 400, "the schema is not JSON", None),
         ({"best_of": 2, "stream": True}, 400, "best_of must equal n", None),
         ({"stop": ""}, 400, "must not be empty", "stop"),
         ({"logit_bias": {"cat": 1}}, 400, "not a token id", "logit_bias"),
@@ -80,7 +92,8 @@ def test_a_wrong_completion(
         ({"tools": [{"type": "web_search"}]}, "'function'"),
         ({"response_format": {"type": "json_schema"}}, "needs it"),
         ({"response_format": {"type": "xml"}}, "json_object"),
-        ({"functions": []}, "replaced by tools"),
+        ({"functions": [{"name": "f"}]}, "replaced by tools"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
         ({"audio": {"voice": "x"}}, "text only"),
         ({"modalities": ["audio"]}, "'text'"),
     ],
@@ -91,13 +104,14 @@ def test_a_wrong_chat(client: TestClient, body: dict[str, Any], words: str) -> N
     assert words in message
 
 
-def test_log_probs_of_a_prompt_need_logits_of_the_engine(folder: Path) -> None:
+def test_log_probs_of_a_prompt_need_logits_of_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"echo": True, "logprobs": 0}
     triton = ScriptedTriton(folder)
     triton.returns_context = False
     with endpoint_of(triton) as client:
         assert "did not return the logits of the prompt" in error(complete(client, **asked))[1]
-        assert "allowed for" in error(complete(client, prompt=[5] * 3000, n=128, **asked))[1]
+        monkeypatch.setattr(request, "_MOST_LOGITS", 1000)
+        assert "allowed for" in error(complete(client, prompt=[5] * 500, **asked))[1]
     with endpoint_of(ScriptedTriton(folder, context_logits=False)) as client:
         status, text, param = error(complete(client, **asked))
         assert (status, param) == (400, "echo")
@@ -112,6 +126,24 @@ def test_keys_of_openais_own_service_have_no_effect(client: TestClient) -> None:
     assert chat(client, **ignored, **nulls, parallel_tool_calls=True).status_code == 200
 
 
+def test_keys_that_ask_for_what_happens_anyway_are_taken(client: TestClient) -> None:
+    for ask in (complete, chat):
+        assert ask(client, **{key: values[0] for key, values in _NEUTRAL.items()}).status_code == 200
+    assert chat(client, top_logprobs=0, logprobs=False).status_code == 200
+    assert complete(client, stream=True, stream_options={"continuous_usage_stats": True}).status_code == 200
+
+
+@pytest.mark.parametrize("place", ["model", "user", "prompt", "stop", "guided_regex", "messages", "metadata"])
+def test_text_that_is_not_unicode_is_refused(client: TestClient, place: str) -> None:
+    for text in (r"\ud800", r"a\udc00b", r"\ud800\u0041"):
+        value = f'[{{"role": "user", "content": "{text}"}}]' if place == "messages" else f'"{text}"'
+        body = '{"model": "%s", "prompt": "a", "%s": %s}' % (NAME, place, value)  # noqa: UP031 - braces are JSON's
+        path = "chat/completions" if place == "messages" else "completions"
+        answer = client.post(f"/v1/{path}", content=body.encode(), headers={"Content-Type": "application/json"})
+        assert error(answer)[0] == 400
+        assert "not valid JSON" in error(answer)[1]
+
+
 def test_other_paths(client: TestClient) -> None:
     assert error(client.post("/v1/embeddings", json={"input": "x"}))[:2] == (
         400,
@@ -121,7 +153,7 @@ def test_other_paths(client: TestClient) -> None:
     json_type = {"Content-Type": "application/json"}
     for body in (b"{", b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"):
         refusal = error(client.post("/v1/completions", content=body, headers=json_type))
-        assert refusal[:2] == (400, "The body is not valid JSON.")
+        assert (refusal[0], refusal[1].startswith("The body is not valid JSON")) == (400, True)
     assert "Content-Type" in error(client.post("/v1/completions", content=b"{}"))[1]
     assert "JSON object" in error(client.post("/v1/completions", json=[]))[1]
     assert error(client.post("/v1/completions", json={"model": NAME}))[1] == "Missing required parameter: 'prompt'."

@@ -16,8 +16,11 @@ from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.settings import RequestLimits
 from trtserve.host.machine import give_memory_back
 
-_OPEN_PATHS: Final = ("/", "/health", "/v2/health/live", "/v2/health/ready")
-"""Load balancers ask these without a key, and browsers ask for the page; they reveal nothing."""
+OPEN_PATHS: Final = ("/", "/health", "/health/ready", "/v2/health/live", "/v2/health/ready")
+"""Load balancers ask these without a key, and browsers ask for the page; they reveal nothing.
+
+Such requests take no place, and their bodies are not read.
+"""
 _SWEEP = 0.5
 # Bytes of bodies at the same time after which glibc may keep much that is free again.
 _MANY_BYTES = 16 << 20
@@ -41,7 +44,7 @@ class Access:
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise RefusedError(403, "pages of other sites may not use this server")
-        if self._key is not None and path not in _OPEN_PATHS and not self._has_key(headers):
+        if self._key is not None and path not in OPEN_PATHS and not self._has_key(headers):
             text = "send the API key of this server: Authorization: Bearer KEY"
             raise RefusedError(401, text, headers={"www-authenticate": "Bearer"})
 

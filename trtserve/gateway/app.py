@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 
 from trtserve._version import __version__
-from trtserve.gateway.admission import Access, Exchange, Gate
+from trtserve.gateway.admission import OPEN_PATHS, Access, Exchange, Gate
 from trtserve.gateway.asgi import (
     Message,
     Receive,
@@ -40,6 +40,8 @@ from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
 
 HANG_UP = "trtserve.hang_up"
 """ASGI extension of our listener: a function that closes the connection without waiting for the client."""
+LET_IN = "trtserve.let_in"
+"""Another one: a function that keeps the connection when others need room, because its client may use the server."""
 
 _LOG = logging.getLogger(__name__)
 _READY = TritonPath(operation="ready", path="/v2/health/ready", model=None)
@@ -89,7 +91,8 @@ class Gateway:
             stack.enter_context(self.gate.watch(exchange))
             try:
                 self._access.check(scope["path"], headers_of(scope))
-                if scope["path"] != "/health" and not scope["path"].startswith("/v2/health/"):
+                if scope["path"] not in OPEN_PATHS:
+                    scope.get("extensions", {}).get(LET_IN, lambda: None)()
                     stack.enter_context(self.gate.enter(exchange))
                 await self._serve(scope, receive, answer, exchange)
             except RefusedError as refusal:
@@ -106,6 +109,9 @@ class Gateway:
         scope["state"] = {**scope.get("state", {}), "exchange": exchange}
         if path == "/v2" or path.startswith("/v2/"):
             await self._relay(scope, receive, send)
+            return
+        if path in OPEN_PATHS:
+            await self._routes(scope, replayed(b"", receive), send)
             return
         if path.startswith("/v1/"):
             exchange.needs = self._needed
@@ -140,6 +146,7 @@ class Gateway:
         async def refuse(_request: object, refusal: RefusedError) -> Response:
             return JSONResponse({"error": refusal.text}, refusal.status, refusal.headers)
 
+        @routes.get("/health/ready")  # of NVIDIA's OpenAI front end
         @routes.get("/health")
         async def health() -> Response:
             """Return 200 when every model can answer, else 503 with the reason."""

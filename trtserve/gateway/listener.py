@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from trtserve.gateway.app import HANG_UP, Gateway
-from trtserve.gateway.settings import GatewaySettings, RequestLimits
+from trtserve.gateway.app import HANG_UP, LET_IN, Gateway
+from trtserve.gateway.settings import GatewaySettings
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -148,24 +148,35 @@ class _Acceptor:
 class _BoundedProtocol(HttpToolsProtocol):
     """One connection, with what uvicorn lacks: limits on headers, on chunks, on their time, and on connections."""
 
+    _giving_way: ClassVar[dict[_BoundedProtocol, None]] = {}
+    """Connections that are closed when there are too many, the oldest first."""
+
     def __init__(self, config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        self._limits: RequestLimits = config.app.settings.limits  # type: ignore[union-attr]
+        settings: GatewaySettings = config.app.settings  # type: ignore[union-attr]
+        self._limits, self._has_key = settings.limits, settings.key_file is not None
         self._timer: TimerHandle | None = None
         self._in_headers = False
         self._header_bytes = 0
         self._chunks = 0
         self._unanswered: deque[RequestResponseCycle] = deque()
+        self._let_in = False
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._limits.connections:
-            transport.abort()
-            return
+            # The oldest one makes room that waits for a request, or whose client has not shown the key.
+            oldest = next(iter(self._giving_way), self)
+            oldest.transport.abort()
+            self._giving_way.pop(oldest, None)
+            if oldest is self:
+                return
+        self._giving_way[self] = None
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._giving_way.pop(self, None)
         # uvicorn tells only the last of several requests that were sent without waiting for answers.
         for cycle in self._unanswered:
             cycle.disconnected = True
@@ -184,7 +195,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: self.transport.abort}  # type: ignore[dict-item]
+        self.scope["extensions"] = {HANG_UP: self.transport.abort, LET_IN: self._keep}  # type: ignore[dict-item]
         self._in_headers, self._header_bytes, self._chunks = True, 0, 0
         self._start_timer()
 
@@ -197,6 +208,15 @@ class _BoundedProtocol(HttpToolsProtocol):
         while self._unanswered and self._unanswered[0].response_complete:
             self._unanswered.popleft()
         self._unanswered.append(self.cycle)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self._let_in and self._has_key) and not self.transport.is_closing():
+            self._giving_way[self] = None
+
+    def _keep(self) -> None:
+        self._let_in = True
+        self._giving_way.pop(self, None)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:

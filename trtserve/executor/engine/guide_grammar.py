@@ -24,6 +24,9 @@ FIRST_SECONDS = 0.5
 TOKEN_SECONDS = 0.02
 
 _ANY_OBJECT = '{"type": "object"}'
+# Without a bound an unsure model writes blanks until its answer is full. A schema may have another pattern, in
+# `x-guidance`.
+_JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,32}"}
 _LONGEST_REASON = 500
 # What llguidance says when a limit ends a guide → the limit.
 _LIMIT_ERRORS = (
@@ -113,10 +116,10 @@ def grammar_of(kind: GuideType, guide: str) -> str:
 
     grammar: str
     if kind is GuideType.JSON:
-        grammar = LLMatcher.grammar_from_json_schema(_ANY_OBJECT)
+        grammar = LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_OPTIONS)
     elif kind is GuideType.JSON_SCHEMA:
-        json.loads(guide)
-        grammar = LLMatcher.grammar_from_json_schema(guide)
+        takes_options = isinstance(json.loads(guide), dict)
+        grammar = LLMatcher.grammar_from_json_schema(guide, defaults=_JSON_OPTIONS if takes_options else None)
     elif kind is GuideType.REGEX:
         grammar = LLMatcher.grammar_from_regex(guide)
     elif kind is GuideType.EBNF_GRAMMAR:

@@ -26,6 +26,7 @@ from trtserve.gateway.openai.answers import (
     event,
     usage_json,
 )
+from trtserve.gateway.openai.bodies import Sampling, StreamOptions
 from trtserve.gateway.openai.errors import ApiError, api_error
 from trtserve.gateway.openai.generation import generate
 from trtserve.gateway.openai.request import EngineRequest
@@ -61,15 +62,15 @@ class Answering:
     kept: int
     """Choices of each prompt that are returned."""
 
-    async def respond(self, request: Request, *, stream: bool, usage_in_stream: bool) -> Response:
+    async def respond(self, request: Request, body: Sampling) -> Response:
         """Return the response. A client that goes away ends the sequences in the engine.
 
         Raises ApiError or TrtserveError for an error before the first token.
         """
         headers = {"x-request-id": self.envelope.id}
         try:
-            if stream:
-                events = self._events(usage_in_stream=usage_in_stream)
+            if body.stream:
+                events = self._events(body.stream_options or StreamOptions())
                 first = await while_connected(request.receive, _next(events))
                 return EventStream(_from(first, events), headers)
             await while_connected(request.receive, self._collect())
@@ -101,9 +102,9 @@ class Answering:
             async for sequence, piece in pieces:
                 sequence.choice.add(piece)
 
-    async def _events(self, *, usage_in_stream: bool) -> AsyncGenerator[bytes, None]:
+    async def _events(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error is raised before the first event, and is an event after it."""
-        more: Json = {"usage": None} if usage_in_stream else {}
+        more: Json = {"usage": None} if options.include_usage else {}
         watches = {each.choice.index: self.measures.stopwatch() for each in self.sequences}
         begun = False
         try:
@@ -112,13 +113,15 @@ class Answering:
                     watches[sequence.choice.index].piece()
                     if choices := sequence.choice.add(piece):
                         begun = True
+                        if options.continuous_usage_stats:
+                            more = {"usage": self._usage()}
                         yield b"".join(self.envelope.chunk([choice], **more) for choice in choices)
         except (ApiError, TrtserveError) as error:
             if not begun:
                 raise
             yield event((api_error(error) if isinstance(error, TrtserveError) else error).body)
         else:
-            if usage_in_stream:
+            if options.include_usage:
                 yield self.envelope.chunk([], usage=self._usage())
         yield DONE
 

@@ -6,8 +6,9 @@ import json
 import re
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from trtserve.files import parse_json
 
 DONE = b"data: [DONE]\n\n"
 Json = dict[str, Any]
-TokenText = Callable[[int], str]
 _LOWEST = -9999.0
 """What OpenAI writes for a token that cannot come: JSON has no infinity."""
 _OPENING = "<tool_call>"
@@ -74,6 +74,8 @@ class Completion:
     echoed: str = ""
     """The prompt, if the answer repeats it."""
     shows_log_probs: bool = False
+    only_echoed: bool = False
+    """Whether the client wants no token; the engine makes at least one."""
     text: str = ""
     prompt: list[TokenLogProb] = field(default_factory=list)
     """The tokens of the prompt, if the answer has their log-probabilities."""
@@ -87,6 +89,8 @@ class Completion:
 
     def add(self, piece: TextPiece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
+        if self.only_echoed:
+            piece = replace(piece, text="", tokens=[], finish_reason=piece.finish_reason and "length")
         text = piece.text if self.text else self.echoed + piece.text
         choice = self._choice(text, piece.tokens, start=len(self.text), finish_reason=piece.finish_reason)
         self.text += text
@@ -184,44 +188,55 @@ class Envelope:
         return {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
 
+@dataclass(frozen=True)
+class Token:
+    """A token as it is shown."""
+
+    text: str
+    raw: bytes
+    """Its bytes, which may be a part of a character."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenLogProb:
     """One token, its log-probability, and the likeliest tokens in its place."""
 
-    text: str
+    token: Token
     log_prob: float | None
     """None for the first token of a prompt, which nothing precedes."""
-    tops: tuple[tuple[str, float], ...] = ()
+    tops: tuple[tuple[Token, float], ...] = ()
     special: bool = False
     """Whether it is a special token of the prompt, which is not part of the text."""
 
     def chat(self) -> dict[str, Any]:
         """Return the entry of `choices[].logprobs.content`."""
-        tops = [_entry(text, log_prob) for text, log_prob in self.tops]
+        tops = [_entry(token, log_prob) for token, log_prob in self.tops]
         assert self.log_prob is not None  # chats have no echo
-        return {**_entry(self.text, self.log_prob), "top_logprobs": tops}
+        return {**_entry(self.token, self.log_prob), "top_logprobs": tops}
 
 
-def _entry(text: str, log_prob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+def _entry(token: Token, log_prob: float) -> dict[str, Any]:
+    return {"token": token.text, "logprob": log_prob, "bytes": list(token.raw)}
 
 
 def completion_log_probs(tokens: Sequence[TokenLogProb], start: int) -> dict[str, Any]:
     """Return `choices[].logprobs` of a completion; `start` is the length of the text before these tokens."""
     offsets = []
-    for token in tokens:
+    decoder = getincrementaldecoder("utf-8")("replace")  # a character counts where its last byte is
+    for each in tokens:
         offsets.append(start)
-        start += 0 if token.special else len(token.text)
+        start += 0 if each.special else len(decoder.decode(each.token.raw))
+    tops = [{token.text: log_prob for token, log_prob in each.tops} or None for each in tokens]
     return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.log_prob for token in tokens],
-        "top_logprobs": [dict(token.tops) or None for token in tokens] if any(token.tops for token in tokens) else None,
+        "tokens": [each.token.text for each in tokens],
+        "token_logprobs": [each.log_prob for each in tokens],
+        "top_logprobs": tops if any(tops) else None,
         "text_offset": offsets,
     }
 
 
 def token_log_probs(
-    outputs: Mapping[str, NDArray[Any]], ids: Sequence[int], *, before: int, tops: int, text: TokenText
+    outputs: Mapping[str, NDArray[Any]], ids: Sequence[int], *, before: int, tops: int, token: Callable[[int], Token]
 ) -> list[TokenLogProb]:
     """Return the entries of new tokens, of which `before` came earlier in the same stream.
 
@@ -233,29 +248,31 @@ def token_log_probs(
     if tops:
         logits = outputs["generation_logits"]
         rows = logits.reshape(-1, logits.shape[-1])[: len(ids)].astype(np.float64)
-        return [_with_tops(row, token, tops, text) for row, token in zip(rows, ids, strict=True)]
+        return [_with_tops(row, each, tops, token) for row, each in zip(rows, ids, strict=True)]
     values = outputs["output_log_probs"].reshape(-1).tolist()
     new = values[before : before + len(ids)] or values[: len(ids)]
     return [
-        TokenLogProb(text=text(token), log_prob=max(value, _LOWEST)) for token, value in zip(ids, new, strict=False)
+        TokenLogProb(token=token(each), log_prob=max(value, _LOWEST)) for each, value in zip(ids, new, strict=False)
     ]
 
 
-def prompt_log_probs(logits: NDArray[Any], ids: Sequence[int], *, tops: int, text: TokenText) -> list[TokenLogProb]:
+def prompt_log_probs(
+    logits: NDArray[Any], ids: Sequence[int], *, tops: int, token: Callable[[int], Token]
+) -> list[TokenLogProb]:
     """Return the entries of a prompt; the row of a token in `logits` [..., token, vocabulary] is for the next one."""
     rows = logits.reshape(-1, logits.shape[-1])
-    rest = [_with_tops(row.astype(np.float64), token, tops, text) for row, token in zip(rows, ids[1:], strict=False)]
-    return [TokenLogProb(text=text(ids[0]), log_prob=None), *rest]
+    rest = [_with_tops(row.astype(np.float64), each, tops, token) for row, each in zip(rows, ids[1:], strict=False)]
+    return [TokenLogProb(token=token(ids[0]), log_prob=None), *rest]
 
 
-def _with_tops(logits: NDArray[np.float64], token: int, tops: int, text: TokenText) -> TokenLogProb:
+def _with_tops(logits: NDArray[np.float64], chosen: int, tops: int, token: Callable[[int], Token]) -> TokenLogProb:
     highest = float(logits.max())
     log_probs = np.maximum(logits - highest - np.log(np.exp(logits - highest).sum()), _LOWEST)
     best = np.argsort(-log_probs, kind="stable")[:tops] if tops else ()
     return TokenLogProb(
-        text=text(token),
-        log_prob=float(log_probs[token]),
-        tops=tuple((text(int(each)), float(log_probs[each])) for each in best),
+        token=token(chosen),
+        log_prob=float(log_probs[chosen]),
+        tops=tuple((token(int(each)), float(log_probs[each])) for each in best),
     )
 
 
@@ -265,9 +282,10 @@ class CallReader:
     Text is released as it comes until a call may begin; the rest waits for the end.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        """`names` are the tools; without any, all is text."""
+    def __init__(self, names: Collection[str], *, required: bool = False) -> None:
+        """`names` are the tools; without any, all is text. With `required` nothing is: a call that was cut is none."""
         self._names = names
+        self._required = required
         self._text = ""
         self._released = 0
 
@@ -282,7 +300,8 @@ class CallReader:
         """Return the rest of the text, and the calls."""
         at = self._start()
         calls = [] if at is None else self._calls(self._text[at:])
-        return (self._release(len(self._text)) if at is not None and not calls else ""), calls
+        rest = at is not None and not calls and not self._required
+        return (self._release(len(self._text)) if rest else ""), calls
 
     def _release(self, end: int) -> str:
         start, self._released = self._released, max(self._released, end)

@@ -1,13 +1,14 @@
 """The bodies of requests: OpenAI's keys, the extensions that vLLM made common, and their ranges.
 
-A key with the value null counts as absent. Keys that only concern OpenAI's own service are accepted and have no effect.
-Any other key is refused, so that a misspelt one is not silently ignored.
+A key with the value null counts as absent, and so does one whose value asks for what happens anyway. Keys that only
+concern OpenAI's own service have no effect. Any other key is refused, so that a misspelt one is not silently ignored.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -17,8 +18,40 @@ from trtserve.files import parse_json
 MOST_SEQUENCES = 128
 _MOST_ANSWERS = 2048
 _MOST_STOPS = 64
+_LONGEST_STOP = 1024  # characters
+_MOST_STOP_IDS = 1024
+_MOST_BIASES = 4096
+_LONGEST_ID = 10  # digits
+# Keys that this server does not have → the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": ({},),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": ({},),
+}
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Guide = tuple[str, str]
 """Guide type of TensorRT-LLM, and the guide."""
 
@@ -29,20 +62,25 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        asked = {key: each for key, each in value.items() if each is not None}
+        neutral = [key for key in asked.keys() & _NEUTRAL.keys() if asked[key] in _NEUTRAL[key]]
+        return {key: each for key, each in asked.items() if key not in neutral or key in cls.model_fields}
 
 
 class StreamOptions(_Body):
     """What a stream contains besides the answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with every chunk
     include_obfuscation: bool = False  # no effect: nothing is padded
 
 
 class JsonSchema(_Body):
     """A named schema."""
 
-    name: str
+    name: str = ""
     json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
     description: str = ""
     strict: bool = True
@@ -61,6 +99,17 @@ class ResponseFormat(_Body):
         return self
 
 
+class StructuredOutputs(_Body):
+    """vLLM's other form of the guided_ parameters."""
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+
+
 class Sampling(_Body):
     """What completions and chat have in common."""
 
@@ -68,7 +117,7 @@ class Sampling(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MOST_SEQUENCES)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -81,12 +130,14 @@ class Sampling(_Body):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     repetition_penalty: float | None = Field(None, gt=0)
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_IDS)
     ignore_eos: bool = False
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # No effect: they concern OpenAI's own service.
     user: str = ""
@@ -102,18 +153,23 @@ class Sampling(_Body):
     @field_validator("stop")
     @classmethod
     def _not_empty(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if value is not None and not all([value] if isinstance(value, str) else value):
-            raise ValueError("a stop string must not be empty")
-        if isinstance(value, list) and len(value) > _MOST_STOPS:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > _MOST_STOPS:
             raise ValueError(f"there can be at most {_MOST_STOPS} stop strings")
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        if (longest := max(map(len, stops), default=0)) > _LONGEST_STOP:
+            raise ValueError(f"a stop string has {longest} characters; at most {_LONGEST_STOP} are allowed")
         return value
 
     @field_validator("logit_bias")
     @classmethod
     def _token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if len(value or {}) > _MOST_BIASES:
+            raise ValueError(f"there can be at most {_MOST_BIASES} biases")
         for key, bias in (value or {}).items():
-            if not key.isdecimal():
-                raise ValueError(f"{key!r} is not a token id")
+            if not (key.isascii() and key.isdecimal() and len(key) <= _LONGEST_ID):
+                raise ValueError(f"{key[:50]!r} is not a token id")
             if not (math.isfinite(bias) and -100 <= bias <= 100):
                 raise ValueError(f"the bias of {key} is {bias}; it must be from -100 to 100")
         return value
@@ -132,27 +188,32 @@ class Sampling(_Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def usage_in_stream(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def guide(self) -> Guide | None:
         """What the answer must match, in TensorRT-LLM's words."""
         return next(iter(self._guides()), None)
 
     def _guides(self) -> list[Guide]:
-        found = []
-        if self.guided_json is not None:
-            schema = self.guided_json if isinstance(self.guided_json, str) else json.dumps(self.guided_json)
-            found.append(("json_schema", schema))
-        if self.guided_regex is not None:
-            found.append(("regex", self.guided_regex))
-        if self.guided_choice is not None:
-            found.append(("regex", "|".join(map(_literal, self.guided_choice))))
-        if self.guided_grammar is not None:
-            found.append(("ebnf_grammar", self.guided_grammar))
+        other = self.structured_outputs or StructuredOutputs.model_construct()
+        schemas = (self.guided_json, other.json_schema, _ANY_OBJECT if other.json_object else None)
+        found = [("json_schema", self._schema(schema)) for schema in schemas if schema is not None]
+        found += [("regex", regex) for regex in (self.guided_regex, other.regex) if regex is not None]
+        choices = (choice for choice in (self.guided_choice, other.choice) if choice is not None)
+        found += [("regex", "|".join(map(_literal, choice))) for choice in choices]
+        found += [("ebnf_grammar", text) for text in (self.guided_grammar, other.grammar) if text is not None]
         return found
+
+    def _schema(self, schema: str | dict[str, Any]) -> str:
+        """Return the text of a schema; llguidance reads the pattern of its white space from the schema itself."""
+        pattern = self.guided_whitespace_pattern
+        if pattern is None and self.structured_outputs is not None:
+            pattern = self.structured_outputs.whitespace_pattern
+        if pattern is None:
+            return schema if isinstance(schema, str) else json.dumps(schema)
+        try:
+            content = parse_json(schema) if isinstance(schema, str) else schema
+        except ValueError as error:
+            raise ValueError(f"the schema is not JSON: {error}") from None
+        return json.dumps({**content, "x-guidance": {"whitespace_pattern": pattern}})
 
 
 class CompletionBody(Sampling):
@@ -167,6 +228,8 @@ class CompletionBody(Sampling):
     def _possible(self) -> CompletionBody:
         if not self.prompts or any(not prompt for prompt in self.prompts):
             raise ValueError("the prompt must not be empty")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which needs echo; expected 1 or more")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError("best_of must be at least n")
         if self.stream and (self.best_of or self.n) > self.n:
@@ -248,7 +311,9 @@ class ChatBody(Sampling):
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.max_tokens == 0:
+            raise ValueError("max_tokens is 0; expected 1 or more")
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.tool_names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
@@ -280,24 +345,26 @@ class ChatBody(Sampling):
         """What the answer must match; a call that is required is a JSON object with a name and arguments."""
         if not self.must_call:
             return super().guide
+        tools = [tool.function for tool in self.usable_tools]
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": tool.function.parameters},
+                "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{number}"}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for tool in self.usable_tools
+            for number, tool in enumerate(tools)
         ]
-        return "json_schema", json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+        # References of a tool's schema begin at its own root, which is below $defs here.
+        definitions = {str(number): _moved(tool.parameters, f"#/$defs/{number}") for number, tool in enumerate(tools)}
+        return "json_schema", self._schema({"anyOf": calls, "$defs": definitions})
 
     def _guides(self) -> list[Guide]:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return super()._guides()
-        if wanted.json_schema is None:
-            return [*super()._guides(), ("json_schema", json.dumps({"type": "object"}))]
-        return [*super()._guides(), ("json_schema", json.dumps(wanted.json_schema.json_schema))]
+        schema = _ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.json_schema
+        return [*super()._guides(), ("json_schema", self._schema(schema))]
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -311,26 +378,48 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def _moved(schema: Any, root: str) -> Any:
+    """Return a schema with its local references below `root`."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(each, root) for key, each in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
 def _text(number: int, content: Any) -> str:
     if content is None:
         return ""
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"message {number} has a part of type {kind!r}; this model reads text only")
     if isinstance(content, list):
-        return "".join(part["text"] for part in content)
+        return "".join(_part(number, part) for part in content)
     if not isinstance(content, str):
         raise ValueError(f"the content of message {number} must be a text or a list of parts")  # noqa: TRY004
     return content
 
 
+def _part(number: int, part: Any) -> str:
+    """Return the text of a part: what somebody said, or why an assistant refused to answer."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise ValueError(f"message {number} has a part of type {str(kind)[:50]!r}; this model reads text only")  # noqa: TRY004
+    return text
+
+
 def _call(number: int, call: Any) -> dict[str, Any]:
-    try:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(f"message {number} has a tool call without a function whose arguments are JSON") from None
+    """Return a past call with its arguments as an object; a text that was cut stays a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"message {number} has a tool call without a function")  # noqa: TRY004 - pydantic reports ValueError
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = parse_json(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _literal(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -10,11 +11,13 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from trtserve.errors import ServerUnreachableError, TrtserveError
 from trtserve.gateway.asgi import RefusedError
 
+_LOG = logging.getLogger(__name__)
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -41,6 +44,8 @@ _REFUSED = {
     "prediction": "predicted outputs are not available",
     "web_search_options": "the server does not search the web",
     "min_p": "TensorRT-LLM's Triton models have no such input",
+    "skip_special_tokens": "special tokens are never part of the text",
+    "return_token_ids": "ask the model `tensorrt_llm` over Triton's protocol for token ids",
     "use_beam_search": "ask with temperature 0, or use `trtserve query --beam-width`",
 }
 
@@ -90,6 +95,8 @@ class OpenAIRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
+                if self.body_field is not None and (body := await request.body()):
+                    _require_readable(body)
                 return await handler(request)
             except RequestValidationError as error:
                 return _of_validation(error.errors(), error.body).response()
@@ -104,8 +111,19 @@ class OpenAIRoute(APIRoute):
                 return ApiError("The body is not valid JSON.", status=error.status_code).response()
             except TrtserveError as error:
                 return api_error(error).response()
+            except Exception:  # noqa: BLE001 - clients read only OpenAI's JSON
+                _LOG.exception("%s %s failed", request.method, request.url.path)
+                return ApiError("The request failed; the gateway's log says why.", status=500).response()
 
         return answer
+
+
+def _require_readable(body: bytes) -> None:
+    """Raise ApiError for JSON that other code would trip over: nested too deeply, or text that is not Unicode."""
+    try:
+        from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"The body is not valid JSON: {str(error)[:200]}.") from None
 
 
 def _of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

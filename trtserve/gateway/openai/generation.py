@@ -88,7 +88,7 @@ class _IdsReader:
             new = _ids(reply)[self._skip :]
             if self._request.tops is not None:
                 piece.tokens += token_log_probs(
-                    reply.outputs, new, before=self._generated, tops=self._request.tops, text=self._served.token_text
+                    reply.outputs, new, before=self._generated, tops=self._request.tops, token=self._served.token
                 )
             self._generated += len(new)
             ids += new
@@ -111,9 +111,7 @@ class _TextReader:
         self._model, self._request, self._usage = served.model, request, usage
         self._cumulative = request.streams and served.model.flag("accumulate_tokens")
         self._seen = ""
-        if served.files is not None and request.prompt.text is not None:
-            special = served.adds_special
-            usage.prompt_tokens = len(served.files.encode(request.prompt.text, special=special))
+        usage.prompt_tokens = request.prompt.tokens
 
     def read(self, replies: Sequence[Reply]) -> TextPiece:
         """Return what these responses add."""
@@ -148,7 +146,7 @@ def _prompt_log_probs(served: ServedModel, request: EngineRequest, replies: Sequ
     if logits is None or logits.size // logits.shape[-1] < len(ids):
         raise RequestError("The engine did not return the logits of the prompt, which echo with logprobs needs.")
     special = set(served.require_tokenizer("echo").tokenizer.all_special_ids)
-    found = prompt_log_probs(logits, ids, tops=tops, text=served.token_text)
+    found = prompt_log_probs(logits, ids, tops=tops, token=served.token)
     return [replace(entry, special=token in special) for entry, token in zip(found, ids, strict=True)]
 
 

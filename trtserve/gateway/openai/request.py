@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,12 @@ from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import ChatBody, NamedTool, Sampling
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.served import ServedModel
-from trtserve.programs.preprocessing.word_lists import Spellings, word_list
+from trtserve.programs.preprocessing.word_lists import Encode, Spellings, word_list
 
 _UINT64 = 2**64
 _NO_END = -1
 # Values of 4 bytes in the response of the engine: 256 MiB.
 _MOST_LOGITS = 2**26
-# Encoding a longer text would hold up the answers of everybody else.
-_LONG = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class EngineRequest:
         return tuple(wanted)
 
 
-def engine_requests(
+async def engine_requests(
     served: ServedModel,
     body: Sampling,
     prompt: Prompt,
@@ -87,7 +86,8 @@ def engine_requests(
         token_ids=(prompt.ids,) if prompt.ids else (),
         prompts=() if prompt.ids else (prompt.text or "",),
         options=options,
-        stream=body.stream,
+        # A stop string may begin or end inside a token: only who reads along can end the request there.
+        stream=body.stream or (bool(body.stops) and served.model.decoupled),
     )
     prompts = PreparedPrompts(
         token_ids=spec.token_ids, texts=spec.prompts, end_id=_end_id(served) if prompt.ids else None
@@ -96,7 +96,8 @@ def engine_requests(
         spec=spec, model=served.model, prompts=prompts, tokenizer=served.files, repository=repository
     )
     tensors = {tensor.name: tensor for tensor in request_tensors(context)}
-    tensors |= {**_stop_tensors(served, context, body, prompt), **_bias(served, context, body), **_guide(context, body)}
+    stops = await _stop_tensors(served, context, body)
+    tensors |= {**stops, **_bias(served, context, body), **_guide(context, body)}
     if adapter is not None and served.adapters is not None:
         by_name = served.model.has("lora_name")
         tensors |= (
@@ -184,23 +185,33 @@ def _end_id(served: ServedModel) -> int | None:
     return eos if eos is not None else next(iter(files.end_ids()), None)
 
 
-def _stop_tensors(served: ServedModel, context: RequestContext, body: Sampling, prompt: Prompt) -> dict[str, Tensor]:
+async def _stop_tensors(served: ServedModel, context: RequestContext, body: Sampling) -> dict[str, Tensor]:
     """Return the words that end the answer in the engine; the text itself is cut at stop strings later."""
     if not served.takes_ids:
         if body.stop_token_ids:
             raise ApiError("stop_token_ids needs a model that takes token ids.", param="stop_token_ids")
-        ends = end_words(served.files) if prompt.chat and served.files and not body.ignore_eos else ()
+        ends = end_words(served.files) if served.files and not body.ignore_eos else ()
         words = [*body.stops, *ends]
         return context.list_input(words, "stop_words") if words else {}
     files = served.require_tokenizer("A stop string")
-    others = [end for end in files.end_ids() if end != _end_id(served)] if prompt.chat and not body.ignore_eos else []
+    others = [] if body.ignore_eos else [end for end in files.end_ids() if end != _end_id(served)]
     tokens = [[token] for token in dict.fromkeys([*body.stop_token_ids, *others])]
     if not tokens and not body.stops:
         return {}
-    spellings = Spellings(lambda text: files.encode(text, special=False))
-    spelled: dict[str, list[list[int]]] = {stop: spellings.of(stop) for stop in body.stops}
+    spelled = await _spelled(served, body.stops) if body.stops else {}
     table = word_list([["", *spelled]], lambda word: spelled[word] if word else tokens)
     return {"stop_words_list": context.model.tensor("stop_words_list", table[0])}
+
+
+async def _spelled(served: ServedModel, stops: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Return the spellings of stop strings."""
+    assert served.encoder is not None
+
+    def spell(encode: Encode) -> dict[str, list[list[int]]]:
+        spellings = Spellings(encode)
+        return {stop: spellings.of(stop) for stop in stops}
+
+    return await served.encoder.run(spell)
 
 
 def _bias(served: ServedModel, context: RequestContext, body: Sampling) -> dict[str, Tensor]:
@@ -239,20 +250,21 @@ class Prompt:
     ids: tuple[int, ...] = ()
     """Its token ids, or empty where the server encodes the text."""
     chat: bool = False
-    """Whether it is a conversation, whose turn may end with any of the model's end tokens."""
+    """Whether it is a conversation, whose answer begins without a space."""
+    tokens: int | None = None
+    """How many tokens it has, as far as that is known here."""
 
 
 async def completion_prompt(served: ServedModel, prompt: str | list[int]) -> Prompt:
     """Return a prompt to continue."""
     if isinstance(prompt, str):
-        if not served.takes_ids:
-            return Prompt(text=prompt)
-        return Prompt(text=prompt, ids=await _encode(served, prompt, special=served.adds_special))
+        return await _text_prompt(served, prompt, special=served.adds_special)
+    served.require_room(prompt)
     if served.takes_ids:
         return Prompt(ids=tuple(prompt))
     # The model takes text: special tokens in it would be added twice.
     files = served.require_tokenizer("A prompt of token ids")
-    return Prompt(text=files.decode(prompt))
+    return await _text_prompt(served, files.decode(prompt), special=served.adds_special)
 
 
 async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
@@ -277,15 +289,16 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
         raise ApiError(error.message, param="messages") from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ApiError(f"The model's chat template cannot render these messages: {error}", param="messages") from None
-    if not served.takes_ids:
-        return Prompt(
-            text=without_bos(text, files, tokens.get("bos_token")) if served.adds_special else text, chat=True
-        )
-    return Prompt(text=text, ids=await _encode(served, text, special=False), chat=True)
+    added = served.adds_special and not served.takes_ids
+    if added:
+        text = without_bos(text, files, tokens.get("bos_token"))
+    return replace(await _text_prompt(served, text, special=added), chat=True)
 
 
-async def _encode(served: ServedModel, text: str, *, special: bool) -> tuple[int, ...]:
-    files = served.require_tokenizer("A prompt")
-    if len(text) > _LONG:
-        return tuple(await asyncio.to_thread(files.encode, text, special=special))
-    return tuple(files.encode(text, special=special))
+async def _text_prompt(served: ServedModel, text: str, *, special: bool) -> Prompt:
+    """Return a text with its token ids, or with their number where the server encodes it."""
+    served.require_room(text)
+    if served.encoder is None:
+        return Prompt(text=text)
+    (ids,) = await served.encoder.encode([text], special=special)
+    return Prompt(text=text, ids=tuple(ids) if served.takes_ids else (), tokens=len(ids))

@@ -78,15 +78,20 @@ class Paths:
         prompts = [await completion_prompt(served, prompt) for prompt in body.prompts]
         count = body.best_of or body.n
         tops = 0 if body.logprobs is None and count > body.n else body.logprobs
-        max_tokens = body.max_tokens or COMPLETION_TOKENS
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sequences: list[Sequenced] = []
         for prompt in prompts:
             echoed = _echoed(served, prompt) if body.echo else ""
-            requests = self._requests(
-                served, body, prompt, count, max_tokens, adapter, tops, echoes_log_probs=body.echoes_log_probs
+            requests = await self._requests(
+                served, body, prompt, count, max(1, max_tokens), adapter, tops, echoes_log_probs=body.echoes_log_probs
             )
             for each in requests:
-                choice = Completion(index=len(sequences), echoed=echoed, shows_log_probs=body.logprobs is not None)
+                choice = Completion(
+                    index=len(sequences),
+                    echoed=echoed,
+                    shows_log_probs=body.logprobs is not None,
+                    only_echoed=max_tokens == 0,
+                )
                 sequences.append(Sequenced(request=each, choice=choice))
         kind = "text_completion"
         envelope = Envelope(prefix="cmpl", kind=kind, chunk_kind=kind, model=body.model)
@@ -102,8 +107,11 @@ class Paths:
         tops = (body.top_logprobs or 0) if body.logprobs else None
         names, named = [tool.function.name for tool in body.usable_tools], isinstance(body.tool_choice, NamedTool)
         sequences = [
-            Sequenced(request=each, choice=ChatAnswer(index=index, calls=CallReader(names), named=named))
-            for index, each in enumerate(self._requests(served, body, prompt, body.n, max_tokens, adapter, tops))
+            Sequenced(
+                request=each,
+                choice=ChatAnswer(index=index, calls=CallReader(names, required=body.must_call), named=named),
+            )
+            for index, each in enumerate(await self._requests(served, body, prompt, body.n, max_tokens, adapter, tops))
         ]
         kind = "chat.completion"
         envelope = Envelope(prefix="chatcmpl", kind=kind, chunk_kind=f"{kind}.chunk", model=body.model)
@@ -123,7 +131,7 @@ class Paths:
             await self._require(request, served.model.name)
         return served, adapter
 
-    def _requests(
+    async def _requests(
         self,
         served: ServedModel,
         body: Sampling,
@@ -135,7 +143,7 @@ class Paths:
         *,
         echoes_log_probs: bool = False,
     ) -> list[EngineRequest]:
-        return engine_requests(
+        return await engine_requests(
             served,
             body,
             prompt,
@@ -166,7 +174,7 @@ class Paths:
             prompts=prompts,
             kept=body.n,
         )
-        return await answering.respond(request, stream=body.stream, usage_in_stream=body.usage_in_stream)
+        return await answering.respond(request, body)
 
 
 def _key_check(keys: Collection[str]) -> Callable[[Request], None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,8 @@ from trtserve.client.tokenizer import PREPROCESSING, TokenizerFiles, find_tokeni
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.files import read_json_object
+from trtserve.gateway.openai.answers import Token
+from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 from trtserve.programs.shared.lora_names import LoraNames
@@ -27,6 +30,14 @@ _DESCRIBED_WITHIN = 30.0
 _RETRY = 0.5
 # How the names of the models begin that are in every repository; the others are aliases.
 _STANDARD = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble")
+_TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
+"""Clients of NVIDIA's front end name these; the alias does the same."""
+# What stands for each byte in the tokens of byte-level tokenizers: itself where it can be printed, else the next free
+# character from 256 on, as GPT-2 has it.
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + number): byte for number, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))
+}
 _SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
@@ -42,6 +53,7 @@ class ServedModel:
     """The model that stops requests in the engine, or None where that is not known."""
     files: TokenizerFiles | None
     decoder: AnchoredDecoder | None
+    encoder: Encoder | None
     adds_special: bool
     """Whether prompts get the tokenizer's special tokens, such as BOS."""
     vocab_size: int | None
@@ -70,11 +82,38 @@ class ServedModel:
         assert self.decoder is not None
         return self.decoder.decode([[id]])[0] or str(self.files.tokenizer.convert_ids_to_tokens(id))
 
+    def token(self, id: int) -> Token:  # noqa: A002 - the field's word
+        """Return the text and the bytes of a token, which may be a part of a character."""
+        text = self.token_text(id)
+        if "\ufffd" not in text:
+            return Token(text, text.encode())
+        assert self.files is not None
+        spelled = str(self.files.tokenizer.convert_ids_to_tokens(id))
+        if re.fullmatch("<0x[0-9A-F]{2}>", spelled):  # SentencePiece
+            return Token(text, bytes.fromhex(spelled[3:5]))
+        if all(character in _BYTES for character in spelled):
+            return Token(text, bytes(_BYTES[character] for character in spelled))
+        return Token(text, text.encode())
+
     def require_tokenizer(self, what: str) -> TokenizerFiles:
         """Return the tokenizer. Raises ApiError if the endpoint has none, because `what` needs it."""
         if self.files is None:
             raise ApiError(f"{what} needs the model's tokenizer; start `trtserve gateway` with --tokenizer DIR.")
         return self.files
+
+    def require_room(self, prompt: str | Sequence[int]) -> None:
+        """Raise ApiError for a prompt that is certainly too long, before any work on it."""
+        if self.max_seq_len is None or self.encoder is None:
+            return
+        longest, unit = self.max_seq_len, "tokens"
+        if isinstance(prompt, str):
+            longest, unit = longest * self.encoder.longest_token, "characters"
+        if len(prompt) > longest:
+            raise ApiError(
+                f"The prompt has {len(prompt)} {unit}, which exceeds the maximum input length: at most {longest} fit "
+                f"into {self.max_seq_len} tokens.",
+                code="context_length_exceeded",
+            )
 
 
 class Backend:
@@ -105,6 +144,9 @@ class Backend:
         """Wait a moment for requests that are being stopped, then close the connection."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT)
+        for encoder in {served.encoder for served in self._served}:
+            if encoder is not None:
+                encoder.close()
         await self.client.close()
 
     @property
@@ -130,6 +172,8 @@ class Backend:
     async def find(self, name: str) -> tuple[ServedModel, str | None]:
         """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither."""
         models = await self.models()
+        if name in _TEXT_MODELS:
+            name = models[0].name
         for served in models:
             if name in served.names:
                 return served, None if name == served.name else name
@@ -155,10 +199,18 @@ def _describe_all(endpoint: Endpoint, tokenizer: Path | None) -> tuple[ServedMod
             texts = texts or [describe_model(client, endpoint.model)]
         except UsageError:  # nothing but the core model
             texts = [client.describe(CORE_MODEL)]
-        return tuple(_describe(text, endpoint, tokenizer, client) for text in texts)
+        encoders: dict[Path, Encoder] = {}
+        return tuple(_describe(text, endpoint, tokenizer, client, encoders) for text in texts)
 
 
-def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None, client: SyncClient) -> ServedModel:
+def _describe(
+    text: ModelDescription,
+    endpoint: Endpoint,
+    tokenizer: Path | None,
+    client: SyncClient,
+    encoders: dict[Path, Encoder],
+) -> ServedModel:
+    """Describe one model; models with the same tokenizer share its encoder."""
     names = text.parameters
     core_name = names.get("tensorrt_llm_model_name") or CORE_MODEL
     preprocessing = names.get("preprocessing_model_name") or PREPROCESSING
@@ -167,6 +219,8 @@ def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None
     except RequestError:  # the text model runs the engine itself
         core = None
     files = find_tokenizer(tokenizer, endpoint, client, preprocessing=preprocessing)
+    if files is not None and files.folder not in encoders:
+        encoders[files.folder] = Encoder(files)
     ids = core is not None and IDS_INPUT in core.inputs and files is not None
     engine: dict[str, Any] = {}
     if endpoint.repository is not None and (path := endpoint.repository / core_name / "1" / "config.json").is_file():
@@ -179,6 +233,7 @@ def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None
         core=core,
         files=files,
         decoder=None if files is None else AnchoredDecoder(files.tokenizer, skip_special_tokens=True),
+        encoder=None if files is None else encoders[files.folder],
         adds_special=server_adds_special_tokens(client, preprocessing=preprocessing),
         vocab_size=vocab_size or (None if files is None else len(files.tokenizer)),
         max_seq_len=engine.get("build_config", {}).get("max_seq_len"),
