@@ -63,9 +63,7 @@ class Encoder:
         except TimeoutError:
             answer = {"error": f"it takes more than {lane.seconds:g} s"}
         except ChildProcessError as error:
-            answer = {
-                "error": f"it needs more than {_MEMORY >> 20} MiB of memory, or more than the tokenizer bears ({error})"
-            }
+            answer = {"error": f"the process that encodes it, in at most {_MEMORY >> 20} MiB of memory, {error}"}
         if "error" in answer:
             raise ApiError(f"The text cannot be encoded: {answer['error']}.")
         ids: list[list[int]] = answer["ids"]
