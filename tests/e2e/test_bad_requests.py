@@ -256,7 +256,15 @@ def test_max_tokens_beyond_the_engine_is_cut(features: ModelServer) -> None:
 
 
 TEXT: dict[str, tuple[dict[str, Any], str]] = {
-    "a megabyte": ({"text_input": "x" * 1_000_000}, TOO_LONG),
+    "a megabyte": ({"text_input": "x" * 1_000_000}, "exceeds maximum input length: at most"),
+    "more than fits": ({"text_input": "x" * 10 * MAX_SEQ_LEN}, "exceeds maximum input length"),
+    "stop words": ({"stop_words": ["x"] * 1025}, "stop_words has 1025 words; at most 1024 are allowed"),
+    "a stop word": ({"stop_words": ["x" * 1025]}, "stop_words has a word of 1025 bytes; at most 1024 are allowed"),
+    "bad words": ({"bad_words": ["x"] * 1025}, "bad_words has 1025 words"),
+    "bias words": (
+        {"embedding_bias_words": ["x"] * 1025, "embedding_bias_weights": [1.0] * 1025},
+        "embedding_bias_words has 1025 words",
+    ),
     "no tokens wanted": ({"max_tokens": 0}, "max_tokens"),
     "fewer than none": ({"max_tokens": -5}, "max_tokens"),
     "temperature": ({"temperature": -1.0}, "temperature is -1.0; it must be 0 or more"),

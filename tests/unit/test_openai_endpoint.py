@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,18 @@ def test_stop_ids_and_bias_reach_the_engine(client: TestClient, triton: Scripted
     (sent,) = triton.requests
     assert sent["stop_words_list"] == [7, 9, 1, 2]
     assert (sent["embedding_bias"][5], sent["embedding_bias"][6], sum(sent["embedding_bias"])) == (-100, 2.5, -97.5)
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_every_end_id_of_the_model_ends_an_answer(ask: Callable[..., Any], tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 11, 12]}')
+    triton = ScriptedTriton(folder)
+    with endpoint_of(triton) as client:
+        ask(client)
+        ask(client, ignore_eos=True)
+    assert triton.requests[0]["stop_words_list"] == [11, 12, 1, 2]
+    assert "stop_words_list" not in triton.requests[1]
 
 
 def test_sampling_has_the_defaults_of_openai(client: TestClient, triton: ScriptedTriton) -> None:

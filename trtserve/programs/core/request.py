@@ -15,6 +15,8 @@ from .executor_module import ExecutorModule
 
 Inputs = dict[str, NDArray[Any]]
 
+_MOST_WORD_IDS = 1 << 16  # of a request's stop words, and of its bad words
+
 
 class Row:
     """One batch row; it remembers which tensors were read, so that unsupported ones can be refused."""
@@ -80,6 +82,8 @@ class Row:
         value = self.array(name)
         if value is None:
             return None
+        if value.shape[-1] > _MOST_WORD_IDS:
+            raise ValueError(f"{name} has {value.shape[-1]} ids; at most {_MOST_WORD_IDS} are allowed.")
         if value.ndim != 2 or value.shape[0] != 2:
             raise ValueError(f"{name} has shape [batch, {', '.join(map(str, value.shape))}]; expected [batch, 2, n].")
         ids, ends = value.tolist()
@@ -89,7 +93,7 @@ class Row:
         rising = all(start < end for start, end in zip(starts, used, strict=False))
         if padded or not rising or (used and used[-1] > len(ids)):
             raise ValueError(
-                f"{name} has offsets {ends}; they must rise, end within the {len(ids)} ids, and be padded with -1."
+                f"{name} has offsets {ends[:100]}; they must rise, end within the {len(ids)} ids, and be padded by -1."
             )
         return [ids[start:end] for start, end in zip(starts, used, strict=False)] or None
 

@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 from ..shared.lora_names import LoraNames, name_of
 from ..shared.parameters import ModelParameters, check_classes
 from ..shared.run_folder import require_not_draining
-from ..shared.tokenizer import end_and_pad_id, load_tokenizer
+from ..shared.tokenizer import end_ids, load_tokenizer, pad_id
 from .word_lists import Spellings, embedding_bias, empty_word_list, word_list
 
 Tensors = dict[str, NDArray[Any]]
 
+_MOST_WORDS, _LONGEST_WORD = 1024, 1024  # words of a row, and bytes of a word
+_MOST_BYTES = 8 << 20  # of a text, where nobody says how many tokens fit
+_SLICE = 8  # times as many characters as tokens may fit are encoded first: encoding takes 300 bytes for each byte
 _TENSORS = ("LORA_TASK_ID", "LORA_WEIGHTS", "LORA_CONFIG")
 
 
@@ -74,9 +77,14 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from error
         self._tokenizer = load_tokenizer(folder)
         self._add_special_tokens = parameters.choice("add_special_tokens", default=True)
-        self._end_id, self._pad_id = end_and_pad_id(self._tokenizer, folder)
+        self._end_id, *self._more_ends = end_ids(self._tokenizer, folder) or [-1]
+        self._pad_id = pad_id(self._tokenizer, self._end_id)
         self._spellings = Spellings(self._encode_word)
-        self._vocab_size = _engine_vocabulary(parameters.path("gpt_model_path")) or len(self._tokenizer)
+        engine = _engine_config(parameters.path("gpt_model_path"))
+        self._vocab_size = int(engine.get("pretrained_config", {}).get("vocab_size") or len(self._tokenizer))
+        self._most_tokens: int | None = engine.get("build_config", {}).get("max_seq_len")
+        longest = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
+        self._most_bytes = _MOST_BYTES if self._most_tokens is None else self._most_tokens * longest
         self._outputs = {output["name"]: output["data_type"] for output in config["output"]}
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -99,7 +107,7 @@ class TritonPythonModel:
                 raise ValueError(
                     f"{client_name} was given, but this repository serves a text model without vision parts."
                 )
-        prompts = [row[0] for row in _texts(inputs, "QUERY", "text_input")]
+        prompts = self._prompts(inputs, "QUERY", "text_input")
         batch = len(prompts)
         end_ids = _per_row(inputs, "END_ID", self._end_id, batch)
         pad_ids = _per_row(inputs, "PAD_ID", self._pad_id, batch)
@@ -109,14 +117,14 @@ class TritonPythonModel:
             "REQUEST_INPUT_LEN": _lengths(token_ids),
             "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"].astype(np.int32, copy=False),
             "BAD_WORDS_IDS": self._words(inputs, "BAD_WORDS_DICT", "bad_words", batch),
-            "STOP_WORDS_IDS": self._words(inputs, "STOP_WORDS_DICT", "stop_words", batch),
+            "STOP_WORDS_IDS": self._stop_words(inputs, batch),
             "EMBEDDING_BIAS": self._bias(inputs, batch),
             "OUT_END_ID": end_ids,
             "OUT_PAD_ID": pad_ids,
         }
         token_ids = [[int(pad)] for pad in pad_ids[:, 0]]
         if "DECODER_QUERY" in inputs:
-            texts = [row[0] for row in _texts(inputs, "DECODER_QUERY", "decoder_text_input")]
+            texts = self._prompts(inputs, "DECODER_QUERY", "decoder_text_input")
             token_ids = [self._encode_prompt(text) if text else pad for text, pad in zip(texts, token_ids, strict=True)]
         outputs.update(
             {"DECODER_INPUT_ID": _padded(token_ids, pad_ids), "REQUEST_DECODER_INPUT_LEN": _lengths(token_ids)}
@@ -131,11 +139,36 @@ class TritonPythonModel:
             outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = rows.astype(np.uint64)
         return outputs
 
+    def _prompts(self, inputs: Inputs, name: str, client_name: str) -> list[str]:
+        """Return one text per row. Raises ValueError for one that is certainly too long, before any work on it."""
+        longest = max((len(text) for text in inputs[name].reshape(-1)), default=0)
+        if longest > self._most_bytes:
+            tokens = "" if self._most_tokens is None else f", for {self._most_tokens} tokens"
+            raise ValueError(
+                f"{client_name} has {longest} bytes, which exceeds maximum input length: at most {self._most_bytes} "
+                f"bytes are allowed{tokens}."
+            )
+        return [row[0] for row in _texts(inputs, name, client_name)]
+
     def _encode_prompt(self, text: str) -> list[int]:
+        if self._most_tokens is not None:
+            self._require_room(text, self._most_tokens)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens)
         if not ids:
             raise ValueError("text_input has no tokens; the prompt must not be empty.")
         return ids
+
+    def _require_room(self, text: str, most: int) -> None:
+        """Encode longer and longer parts of a long text. Raises ValueError when one has too many tokens already."""
+        size = _SLICE * most
+        while size < len(text):
+            found = len(self._tokenizer.encode(text[:size], add_special_tokens=False))
+            if found > most + 1:  # the cut may have split a token
+                raise ValueError(
+                    f"Prompt length exceeds maximum input length ({most}): the first {size} of its {len(text)} "
+                    f"characters have {found} tokens."
+                )
+            size *= 2
 
     def _encode_word(self, word: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(word, add_special_tokens=False)
@@ -144,7 +177,19 @@ class TritonPythonModel:
     def _words(self, inputs: Inputs, name: str, client_name: str, batch: int) -> NDArray[Any]:
         if name not in inputs or inputs[name].size == 0:
             return empty_word_list(batch)
-        return word_list(_texts(inputs, name, client_name), self._spellings.of)
+        return word_list(_word_rows(inputs, name, client_name), self._spellings.of)
+
+    def _stop_words(self, inputs: Inputs, batch: int) -> NDArray[Any]:
+        """Return the client's stop words, and the model's further end ids unless the client chose its own end."""
+        if "END_ID" in inputs or not self._more_ends:
+            return self._words(inputs, "STOP_WORDS_DICT", "stop_words", batch)
+        rows: Sequence[Sequence[str]] = [[]] * batch
+        if "STOP_WORDS_DICT" in inputs and inputs["STOP_WORDS_DICT"].size:
+            rows = _word_rows(inputs, "STOP_WORDS_DICT", "stop_words")
+        ends = [[end] for end in self._more_ends]
+        return word_list(
+            [["", *filter(None, row)] for row in rows], lambda word: self._spellings.of(word) if word else ends
+        )
 
     def _bias(self, inputs: Inputs, batch: int) -> NDArray[Any]:
         words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
@@ -152,17 +197,27 @@ class TritonPythonModel:
             return np.zeros((batch, 0), dtype=np.float32)
         if words is None or weights is None:
             raise ValueError("embedding_bias_words and embedding_bias_weights must be given together.")
-        texts = _texts(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words")
+        texts = _word_rows(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words")
         return embedding_bias(texts, weights, self._encode_word, self._vocab_size)
 
 
-def _engine_vocabulary(engine: Path | None) -> int | None:
-    """Return the vocabulary size of the engine, which may exceed the tokenizer's, as in NVIDIA's model."""
+def _engine_config(engine: Path | None) -> dict[str, Any]:
+    """Return the engine's config: its vocabulary may exceed the tokenizer's. Empty where the engine is not known."""
     path = engine and engine / "config.json"
     if path is None or not path.is_file():
-        return None
-    size = json.loads(path.read_text(encoding="utf-8")).get("pretrained_config", {}).get("vocab_size")
-    return None if size is None else int(size)
+        return {}
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
+
+
+def _word_rows(inputs: Inputs, name: str, client_name: str) -> list[list[str]]:
+    """Return the words of each row. Raises ValueError for more than the bounds allow."""
+    for row in inputs[name]:
+        if row.size > _MOST_WORDS:
+            raise ValueError(f"{client_name} has {row.size} words; at most {_MOST_WORDS} are allowed.")
+        if (longest := max(map(len, row.reshape(-1)), default=0)) > _LONGEST_WORD:
+            raise ValueError(f"{client_name} has a word of {longest} bytes; at most {_LONGEST_WORD} are allowed.")
+    return _texts(inputs, name, client_name)
 
 
 def _texts(inputs: Inputs, name: str, client_name: str) -> list[list[str]]:

@@ -34,25 +34,14 @@ def token_ids(content: dict[str, Any]) -> dict[str, int]:
     return {**vocabulary, **{added["content"]: added["id"] for added in content.get("added_tokens", [])}}
 
 
-def end_and_pad_id(tokenizer: Any, folder: Path) -> tuple[int, int]:
-    """Return the ids that end and pad a sequence; -1, which never matches, where there is none.
-
-    The tokenizer's EOS comes first, then `generation_config.json`. Without a pad token the EOS pads.
-    """
-    end = tokenizer.eos_token_id
-    if end is None:
-        end = _generation_end_id(folder)
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = end
-    return int(end), int(pad)
-
-
-def _generation_end_id(folder: Path) -> int:
+def end_ids(tokenizer: Any, folder: Path) -> list[int]:
+    """Return the ids that end an answer: the tokenizer's EOS, then those of `generation_config.json`."""
     path = folder / "generation_config.json"
-    if not path.exists():
-        return -1
-    value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return -1 if value is None else int(value)
+    more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+    found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
+    return list(dict.fromkeys(int(each) for each in found if each is not None))
+
+
+def pad_id(tokenizer: Any, end: int) -> int:
+    """Return the id that pads a sequence: the tokenizer's, or the one that ends it."""
+    return end if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
