@@ -22,8 +22,8 @@ import numpy.typing as npt
 from tests.benchmarks import engines
 from tests.benchmarks.engines import make_engine
 from tests.benchmarks.results import Figure, benchmark_parser, finish
-from trtserve.executor.engine.lora_modules import LoraShape
 from trtserve.executor.engine.model import StepInputs
+from trtserve.executor.engine.shapes import LoraShape
 from trtserve.host.machine import free_memory
 
 SIZES = engines.SIZES["llama-135m"]

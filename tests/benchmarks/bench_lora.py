@@ -33,7 +33,7 @@ class AdapterSide(ExecutorSide):
     def send_adapters(self) -> None:
         """Let the executor cache the adapters; every request after this gives a task id only."""
         from tests.support.adapters import random_adapter
-        from trtserve.executor.engine.lora_modules import LoraShape, lora_shape
+        from trtserve.executor.engine.shapes import LoraShape, lora_shape
         from trtserve.executor.loaders import read_engine_config
 
         shape = lora_shape(read_engine_config(self.engine))

@@ -23,7 +23,7 @@ from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, c
 from trtserve.executor.torch import kernels
 from trtserve.executor.torch.draw_words import DrawWriter
 from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
-from trtserve.executor.torch.sampling_kernels import KernelSampler
+from trtserve.executor.torch.step_kernels import KernelSampler
 
 Tensor = Any
 PAGE = 16

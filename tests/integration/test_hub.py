@@ -21,7 +21,7 @@ import pytest
 from tests.support.hub import Hub, running_hub
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, load_artifact
-from trtserve.checkpoint import pickled_files
+from trtserve.checkpoint import tensor_files
 from trtserve.errors import (
     AccessDeniedError,
     CorruptFileError,
@@ -304,7 +304,7 @@ def test_an_unsupported_architecture_is_reported_before_the_weights(hub: Hub, ti
 def test_only_pickled_weights_are_refused_without_pytorch(
     hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pickled_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(tensor_files, "find_spec", lambda name: None)
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.checkpoint.pickled_files import PickledFile
+from trtserve.checkpoint.tensor_files import PickledFile
 from trtserve.errors import UnsupportedModelError
 
 

@@ -32,7 +32,7 @@ from tests.support.request_mix import (
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.executor import api
-from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.engine.shapes import LoraShape
 from trtserve.executor.openvino import paged_model
 from trtserve.executor.openvino.decode_padding import SIZES
 from trtserve.pipeline.build import build_engine

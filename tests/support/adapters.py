@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.tiny_decoders import TinyDecoder
-from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.engine.shapes import LoraShape
 
 Array = npt.NDArray[Any]
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trtserve.executor.engine.guide_grammar import read_tokenizer
-from trtserve.executor.engine.guide_process import try_guide
+from trtserve.executor.engine.guide_trial import read_tokenizer, try_guide
 from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.requests import GuideType
 
 
 class TrialInThisProcess:
-    """Answers as `guide_process` does."""
+    """Answers as the process of `guide_trial` does."""
 
     def __init__(self, settings: GuideTokenizer) -> None:
         self._tokenizer = read_tokenizer(settings)

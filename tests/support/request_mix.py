@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.adapters import random_adapter
 from trtserve.executor import api
-from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.engine.shapes import LoraShape
 
 VOCAB = 320
 HIDDEN = 64

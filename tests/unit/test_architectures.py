@@ -15,8 +15,7 @@ from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
-from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary
-from trtserve.checkpoint.architectures.parts.windows import attention_windows
+from trtserve.checkpoint.architectures.parts.positions import attention_windows, inverse_frequencies, rotary
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases.converters import convertible_family

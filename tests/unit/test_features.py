@@ -13,8 +13,8 @@ from trtserve.artifacts import Checkpoint, Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.cli import run
 from trtserve.errors import UsageError
-from trtserve.executor.engine.lora_modules import lora_modules
-from trtserve.executor.features import Features
+from trtserve.executor.embedded import Features
+from trtserve.executor.engine.shapes import lora_modules
 from trtserve.executor.openvino.runtime import OpenvinoPlan
 from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.pipeline.convert import convert_model

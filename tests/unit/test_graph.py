@@ -12,9 +12,9 @@ import pytest
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import ArtifactError, UnsupportedModelError
-from trtserve.executor.engine.sizes import Sizes
+from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph import build_graph, save_graph
-from trtserve.executor.openvino.weight_quantization import Packing
+from trtserve.executor.openvino.graph_parts import Packing
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 import trtserve
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.executor.engine import guided
-from trtserve.executor.engine.guide_grammar import PlainVocabulary
-from trtserve.executor.engine.guide_grammar import compiled as compile_grammar
+from trtserve.executor.engine.guide_trial import PlainVocabulary
+from trtserve.executor.engine.guide_trial import compiled as compile_grammar
 from trtserve.executor.engine.guided import Guide, GuideFactory
 from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.logits_processing import LogitsProcessor

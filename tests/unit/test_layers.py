@@ -60,7 +60,7 @@ CONFINED = {
         "executor/torch/",
         "pipeline/parity/original.py",
         "pipeline/parity/constants.py",
-        "checkpoint/pickled_files.py",
+        "checkpoint/tensor_files.py",
     ),
     "pynvml": ("host/gpus.py",),
 }

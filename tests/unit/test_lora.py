@@ -17,8 +17,8 @@ from tests.support.tiny_decoders import tiny_decoder
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.executor.engine.limits import AdapterOptions
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
-from trtserve.executor.engine.lora_modules import LoraShape, lora_modules
 from trtserve.executor.engine.requests import AdapterSource
+from trtserve.executor.engine.shapes import LoraShape, lora_modules
 
 MEMORY = 1 << 30
 MODULES = lora_modules(CheckpointConfig.of(tiny_decoder().config), ["attn_q", "attn_k", "attn_v"])

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.checkpoint.pickled_files import PickledFile
+from trtserve.checkpoint.tensor_files import PickledFile
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
 from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert_own import plan_own_conversion
@@ -151,7 +151,7 @@ def test_missing_torch_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def without(name: str) -> Any:
         return None if name == "torch" else find_spec(name)
 
-    monkeypatch.setattr("trtserve.checkpoint.pickled_files.find_spec", without)
+    monkeypatch.setattr("trtserve.checkpoint.tensor_files.find_spec", without)
     for use in (lambda: plan_own_conversion(Model(path=folder), ConvertSpec()), lambda: import_model(str(folder))):
         with pytest.raises(MissingDependencyError, match="only PyTorch can read") as caught:
             use()

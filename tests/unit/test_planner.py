@@ -17,7 +17,7 @@ from trtserve.artifacts import Model
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.openvino.memory import engine_needs, weight_bytes
-from trtserve.executor.steps import draft_memory, engine_needs_of
+from trtserve.executor.runtimes import draft_memory, engine_needs_of
 from trtserve.host.machine import AddressSpace
 from trtserve.pipeline.build import build_engine, plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config

@@ -20,10 +20,9 @@ from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures.base import Decoder
-from trtserve.checkpoint.quantized_source import SourceQuantization
 from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_source
-from trtserve.checkpoint.supported import supported_family
+from trtserve.checkpoint.supported import SourceQuantization, supported_family
 from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity.converted import changes_of
 from trtserve.specs import ConvertSpec

@@ -29,8 +29,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.kernel_layout import from_kernel, to_kernel
-from trtserve.checkpoint.quantized import unpack_int4
+from trtserve.checkpoint.quantized import from_kernel, to_kernel, unpack_int4
 from trtserve.checkpoint.quantized_tensors import require_divisible
 from trtserve.checkpoint.unified import CheckpointReader, read_config
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError

@@ -20,7 +20,8 @@ from trtserve.executor.api import (
 from trtserve.executor.engine.recorder import Recorder
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan
 from trtserve.executor.engine.sequence import Sequence
-from trtserve.executor.interface.convert import engine_options, iteration_stats, request_stats
+from trtserve.executor.interface.convert import engine_options
+from trtserve.executor.interface.results import iteration_stats, request_stats
 
 
 def _recorder(scheduler: Scheduler, **config: Any) -> Recorder:

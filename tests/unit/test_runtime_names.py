@@ -22,7 +22,7 @@ ALLOWED = {
     ("store/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
     ("pipeline/parity/converted.py", "openvino"): "the library",
     ("pipeline/convert_own.py", "torch"): "the library",
-    ("checkpoint/pickled_files.py", "torch"): "the library",
+    ("checkpoint/tensor_files.py", "torch"): "the library",
     ("pipeline/parity/original.py", "torch"): "the library",
     ("server/doctor/nvidia.py", "torch"): "the library",
 }

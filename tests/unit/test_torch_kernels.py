@@ -181,7 +181,7 @@ def test_devices_choose_the_tokens_of_the_host(kind: str, vocabulary: int) -> No
 
     from trtserve.executor.torch.choosing_model import PlainSampler
     from trtserve.executor.torch.draw_words import DrawWriter
-    from trtserve.executor.torch.sampling_kernels import KernelSampler
+    from trtserve.executor.torch.step_kernels import KernelSampler
 
     rows, generator = _rows(vocabulary), np.random.default_rng(1)
     count = len(rows)
@@ -213,7 +213,7 @@ def test_rows_without_a_token_say_why(kind: str) -> None:
     from trtserve.executor.engine.sampling import EXHAUSTED, UNDEFINED
     from trtserve.executor.torch.choosing_model import PlainSampler
     from trtserve.executor.torch.draw_words import DrawWriter
-    from trtserve.executor.torch.sampling_kernels import KernelSampler
+    from trtserve.executor.torch.step_kernels import KernelSampler
 
     parameters = SamplingParameters()
     every = [[token] for token in range(5)]

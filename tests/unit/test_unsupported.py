@@ -11,8 +11,8 @@ from tests.support.executors import answer_of, executors
 from tests.support.fake_model import FakeModel
 from trtserve.executor import api
 from trtserve.executor.engine.limits import EngineLimits
+from trtserve.executor.interface.convert import REQUEST_FEATURES, refuse_unsupported, refuse_unsupported_config
 from trtserve.executor.interface.executor import Executor
-from trtserve.executor.interface.unsupported import REQUEST_FEATURES, refuse_unsupported, refuse_unsupported_config
 
 ASKING: dict[str, Any] = {
     "sampling_config.beam_width_array": [2],

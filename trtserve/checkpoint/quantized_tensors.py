@@ -10,10 +10,10 @@ from typing import Any
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.placement import runs
 from trtserve.checkpoint.quantized import module_of
-from trtserve.checkpoint.quantized_source import SourceQuantization
 from trtserve.checkpoint.repacking import Repack
 from trtserve.checkpoint.sharding import shard
 from trtserve.checkpoint.source import SourceTensor
+from trtserve.checkpoint.supported import SourceQuantization
 from trtserve.errors import ConversionError, UnsupportedModelError, UsageError, listing
 
 # TensorRT-LLM quantises these matrices; it leaves embeddings, output head and routers as floats.

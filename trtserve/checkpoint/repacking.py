@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.kernel_layout import EXPERTS_GPU_SM, to_kernel
 from trtserve.checkpoint.placement import Placement, runs
-from trtserve.checkpoint.quantized_source import SourceQuantization
+from trtserve.checkpoint.quantized import EXPERTS_GPU_SM, to_kernel
 from trtserve.checkpoint.sharding import Piece, Shard
 from trtserve.checkpoint.source import SourceTensor
 from trtserve.checkpoint.streaming import RankFiles, write_at
+from trtserve.checkpoint.supported import SourceQuantization
 from trtserve.checkpoint.tensor_files import CODES, DTYPES, numpy_dtype
 from trtserve.errors import ConversionError, UnsupportedModelError
 

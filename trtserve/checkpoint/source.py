@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.checkpoint.architectures.gemma3 import VISION
-from trtserve.checkpoint.pickled_files import PICKLED_INDEX, PICKLED_SINGLE, PickledFile
-from trtserve.checkpoint.tensor_files import Entry, TensorFile
+from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, Entry, PickledFile, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
 from trtserve.files import is_below, read_json_object
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.kernel_layout import require_gpu_sm
-from trtserve.checkpoint.quantized import GPTQ
+from trtserve.checkpoint.quantized import GPTQ, require_gpu_sm
 from trtserve.errors import UnsupportedModelError
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.releases import RELEASES

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures.base import HfConfig
-from trtserve.checkpoint.kernel_layout import require_gpu_sm
-from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
+from trtserve.checkpoint.quantized import require_gpu_sm
 from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
+from trtserve.checkpoint.supported import SourceQuantization, source_quantization
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.nvidia.releases.installed import require_engine_path

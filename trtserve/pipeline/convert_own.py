@@ -18,7 +18,6 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.placement import Packed, Placement, excused, match, moves, unknown_sources
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
-from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.source import read_hf_config, read_source, same_values, vision_bytes
 from trtserve.checkpoint.streaming import (
     Move,
@@ -29,6 +28,7 @@ from trtserve.checkpoint.streaming import (
     needs_numpy,
     process_count,
 )
+from trtserve.checkpoint.supported import SourceQuantization, source_quantization
 from trtserve.checkpoint.tensor_files import DTYPES, TensorFile
 from trtserve.checkpoint.unified import HEAD
 from trtserve.errors import ConversionError, UsageError, counted, listing

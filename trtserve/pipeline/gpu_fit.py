@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.gemma3 import engine_problem
-from trtserve.checkpoint.kernel_layout import HOPPER
 from trtserve.checkpoint.memory import PRECISIONS, gpu_step_bytes, kv_bytes_per_token, rank_weights
-from trtserve.checkpoint.quantized import GPTQ, is_excluded
+from trtserve.checkpoint.quantized import GPTQ, HOPPER, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
 from trtserve.checkpoint.sharding import check_parallel_sizes
 from trtserve.errors import MemoryLimitError, UnsupportedModelError, UsageError, counted
-from trtserve.executor.runtimes import RUNTIMES, EnginePlan
-from trtserve.executor.steps import step_flags, usual_steps
+from trtserve.executor.runtimes import RUNTIMES, EnginePlan, step_flags, usual_steps
 from trtserve.host.gpus import list_gpus
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.gpu_findings import capability_words, kernels_note, larger_than_a_gpu

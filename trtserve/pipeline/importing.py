@@ -12,8 +12,7 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import DiskSpaceError, MemoryLimitError
-from trtserve.executor.runtimes import RUNTIMES, choose_runtime
-from trtserve.executor.steps import draft_memory
+from trtserve.executor.runtimes import RUNTIMES, choose_runtime, draft_memory
 from trtserve.host.machine import format_bytes, require_disk
 from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline import inventory

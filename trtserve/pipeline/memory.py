@@ -14,8 +14,7 @@ from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.quantized import FP8, GPTQ
 from trtserve.errors import TrtserveError
 from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
-from trtserve.executor.runtimes import EnginePlan, choose_runtime
-from trtserve.executor.steps import USUAL_TOKENS, smallest_step, step_flags, usual_steps
+from trtserve.executor.runtimes import USUAL_TOKENS, EnginePlan, choose_runtime, smallest_step, step_flags, usual_steps
 from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.server.memory import ServerNeeds, server_processes

@@ -162,7 +162,7 @@ def _weight_names(
     """Return the names of the weight files; reading PyTorch's here (`unpickled`) needs PyTorch."""
     for single, index in ((SINGLE, INDEX), (_PICKLED, _PICKLED_INDEX)):
         if unpickled and single == _PICKLED and (_PICKLED in files or _PICKLED_INDEX in files):
-            from trtserve.checkpoint.pickled_files import require_torch
+            from trtserve.checkpoint.tensor_files import require_torch
 
             require_torch()
         if single in files:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trtserve.artifacts import Adapter, looks_like
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.executor.engine.lora_modules import MODULE_IDS, LoraModule, lora_modules
+from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, lora_modules
 from trtserve.programs.shared.arrays import read_array
 from trtserve.repository.layout import VERSION, lora_table, model_names
 from trtserve.repository.profiles import CORE

@@ -69,8 +69,7 @@ def require_accepted(given: Mapping[str, Mapping[str, str]], release: str) -> No
 def _refusal(parameters: Mapping[str, str], engine: EngineConfig, release: str, max_queue_size: int) -> str | None:
     """Return why the core model or its executor refuses `parameters`, or None when they start."""
     from trtserve.executor.engine.limits import resolve_limits
-    from trtserve.executor.interface.convert import engine_options
-    from trtserve.executor.interface.unsupported import refuse_unsupported_config
+    from trtserve.executor.interface.convert import engine_options, refuse_unsupported_config
     from trtserve.programs.core.executor_module import load_embedded_executor
     from trtserve.programs.core.settings import executor_config
     from trtserve.programs.shared.parameters import ModelParameters

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import MemoryLimitError
-from trtserve.executor.runtimes import RUNTIMES
-from trtserve.executor.steps import draft_memory, engine_needs_of, fitting_step
+from trtserve.executor.runtimes import RUNTIMES, draft_memory, engine_needs_of, fitting_step
 from trtserve.host.machine import (
     address_space,
     available_memory,

@@ -9,8 +9,12 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, required
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
-from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, require_whole_heads, rotary
-from trtserve.checkpoint.architectures.parts.windows import attention_windows
+from trtserve.checkpoint.architectures.parts.positions import (
+    attention_windows,
+    inverse_frequencies,
+    require_whole_heads,
+    rotary,
+)
 from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]

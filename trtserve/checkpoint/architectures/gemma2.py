@@ -11,8 +11,7 @@ from trtserve.checkpoint.architectures import gemma
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target
 from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config, unused
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.positions import rotary
-from trtserve.checkpoint.architectures.parts.windows import layer_kinds, window_keys, windows_of
+from trtserve.checkpoint.architectures.parts.positions import layer_kinds, rotary, window_keys, windows_of
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 

@@ -18,12 +18,12 @@ from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets, llama_unused
 from trtserve.checkpoint.architectures.parts.positions import (
     inverse_frequencies,
+    layer_kinds,
     require_whole_heads,
     rope_parameters,
     rotary,
     scaling_type,
 )
-from trtserve.checkpoint.architectures.parts.windows import layer_kinds
 from trtserve.errors import UnsupportedModelError
 
 WITH_VISION = "Gemma3ForConditionalGeneration"

@@ -9,8 +9,13 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
-from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, require_whole_heads, rotary
-from trtserve.checkpoint.architectures.parts.windows import attention_windows, uniform_window
+from trtserve.checkpoint.architectures.parts.positions import (
+    attention_windows,
+    inverse_frequencies,
+    require_whole_heads,
+    rotary,
+    uniform_window,
+)
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 

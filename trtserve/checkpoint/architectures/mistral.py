@@ -7,7 +7,7 @@ from typing import Any
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import HfConfig
 from trtserve.checkpoint.architectures.llama import decoder, targets, unused
-from trtserve.checkpoint.architectures.parts.windows import layer_kinds, window_keys, windows_of
+from trtserve.checkpoint.architectures.parts.positions import layer_kinds, window_keys, windows_of
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 

@@ -11,7 +11,7 @@ from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, mo
 from trtserve.checkpoint.architectures.llama import unused
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, ExpertNames, expert_counts, experts_of
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.windows import uniform_window
+from trtserve.checkpoint.architectures.parts.positions import uniform_window
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 

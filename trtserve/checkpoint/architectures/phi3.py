@@ -10,13 +10,14 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, LongRope, Target, require_activation, required
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.checkpoint.architectures.parts.positions import (
+    attention_windows,
     inverse_frequencies,
     rope_parameters,
     rotary_fraction,
     scaling_type,
+    uniform_window,
     unscaled_base,
 )
-from trtserve.checkpoint.architectures.parts.windows import attention_windows, uniform_window
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."

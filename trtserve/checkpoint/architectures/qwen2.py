@@ -11,8 +11,13 @@ from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
 from trtserve.checkpoint.architectures.llama import unused
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.positions import require_whole_heads, rotary
-from trtserve.checkpoint.architectures.parts.windows import layer_kinds, window_keys, windows_of
+from trtserve.checkpoint.architectures.parts.positions import (
+    layer_kinds,
+    require_whole_heads,
+    rotary,
+    window_keys,
+    windows_of,
+)
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 

@@ -18,7 +18,7 @@ from trtserve.checkpoint.architectures.parts.expert_tensors import (
     experts_of,
 )
 from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.windows import layer_kinds, windows_of
+from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
 from trtserve.checkpoint.architectures.qwen2 import qwen_config
 from trtserve.errors import UnsupportedModelError
 

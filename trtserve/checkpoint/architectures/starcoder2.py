@@ -10,8 +10,12 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
 from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
-from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, unscaled_base
-from trtserve.checkpoint.architectures.parts.windows import attention_windows, uniform_window
+from trtserve.checkpoint.architectures.parts.positions import (
+    attention_windows,
+    inverse_frequencies,
+    uniform_window,
+    unscaled_base,
+)
 
 BASE_PREFIX = "model."
 TIED = True

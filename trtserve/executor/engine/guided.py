@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.guide_grammar import (
+from trtserve.executor.engine.guide_trial import (
     FIRST_SECONDS,
     TOKEN_SECONDS,
     compiled,
@@ -59,7 +59,7 @@ _REMEMBERED = 4096  # refused guides
 _STACK = 16 << 20  # of the threads that compile: more than in the process that tried the guide
 _RUN = """import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-from trtserve.executor.engine.guide_process import main
+from trtserve.executor.engine.guide_trial import main
 main()"""
 
 _Key = tuple[GuideType, bytes]

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.limits import AdapterOptions
-from trtserve.executor.engine.lora_modules import MODULE_IDS, LoraModule, LoraShape
 from trtserve.executor.engine.requests import AdapterSource
+from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, LoraShape
 from trtserve.programs.shared.arrays import read_array
 
 Array = npt.NDArray[Any]

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.lora import AdapterBatch
-from trtserve.executor.engine.lora_modules import LoraShape
 from trtserve.executor.engine.sampling import SamplingRow
+from trtserve.executor.engine.shapes import LoraShape
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

@@ -1,21 +1,22 @@
-"""Turn the interface's parameters into the engine's own data, and the engine's outputs and records into its results."""
+"""Turn the interface's parameters into the engine's own data, and refuse those that the engine does not support."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from datetime import datetime, timedelta
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any
 
 from trtserve.executor.engine.blocks import Retention, RetentionRules
 from trtserve.executor.engine.limits import (
     AdapterOptions,
     ContextChunkingPolicy,
-    EngineLimits,
     EngineOptions,
     GuideTokenizer,
     KvCacheOptions,
 )
-from trtserve.executor.engine.recorder import IterationRecord, RequestsRecord, SequenceRecord
 from trtserve.executor.engine.requests import (
     AdapterSource,
     DraftSource,
@@ -23,30 +24,20 @@ from trtserve.executor.engine.requests import (
     GuideSource,
     PostProcessor,
     PromptTable,
-    RequestMetrics,
-    RequestOutput,
 )
 from trtserve.executor.engine.sampling import SamplingParameters
-from trtserve.executor.interface.configs import BatchingType, ExecutorConfig, PeftCacheConfig
-from trtserve.executor.interface.requests import KvCacheRetentionConfig, Request, SamplingConfig
-from trtserve.executor.interface.results import (
-    InflightBatchingStats,
-    IterationStats,
-    KvCacheMetrics,
-    KvCacheStats,
-    RequestPerfMetrics,
-    RequestStats,
-    RequestStatsPerIteration,
-    Response,
-    Result,
-    SpecDecodingStats,
-    SpeculativeDecodingMetrics,
-    StaticBatchingStats,
-    TimingMetrics,
+from trtserve.executor.interface.configs import (
+    BatchingType,
+    CommunicationMode,
+    ExecutorConfig,
+    PeftCacheConfig,
+    RequestType,
 )
-from trtserve.executor.interface.unsupported import refuse_unsupported
+from trtserve.executor.interface.requests import KvCacheRetentionConfig, Request, SamplingConfig
 
 MAX_TOP_K = 1024
+
+logger = logging.getLogger(__name__)
 
 
 def engine_options(config: ExecutorConfig) -> EngineOptions:
@@ -217,140 +208,121 @@ def _seconds(duration: timedelta | None) -> float | None:
     return None if duration is None else duration.total_seconds()
 
 
-def response_of(output: RequestOutput) -> Response:
-    """Return the response that holds an output of the engine."""
-    if output.error is not None:
-        return Response(output.request_id, output.error, output.client_id)
-    result = Result(
-        is_final=output.is_last,
-        output_token_ids=output.tokens,
-        cum_log_probs=output.cum_log_probs,
-        log_probs=output.log_probs,
-        context_logits=output.context_logits,
-        generation_logits=output.generation_logits,
-        finish_reasons=output.reasons,
-        sequence_index=output.index,
-        is_sequence_final=output.ended,
-        decoding_iter=output.iterations,
-        request_perf_metrics=None if output.metrics is None else _perf_metrics(output.metrics),
-    )
-    return Response(output.request_id, result, output.client_id)
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
 
 
-def _perf_metrics(metrics: RequestMetrics) -> RequestPerfMetrics:
-    blocks = metrics.blocks
-    return RequestPerfMetrics(
-        TimingMetrics(
-            arrival_time=timedelta(seconds=metrics.arrival),
-            first_scheduled_time=timedelta(seconds=metrics.first_scheduled),
-            first_token_time=timedelta(seconds=metrics.first_token),
-            last_token_time=timedelta(seconds=metrics.last_token),
-        ),
-        KvCacheMetrics(
-            num_total_allocated_blocks=blocks.total,
-            num_new_allocated_blocks=blocks.new,
-            num_reused_blocks=blocks.reused,
-            num_missed_blocks=blocks.missed,
-            kv_cache_hit_rate=_hit_rate(blocks.reused, blocks.missed),
-        ),
-        SpeculativeDecodingMetrics(
-            acceptance_rate=metrics.accepted / metrics.drafted if metrics.drafted else 0.0,
-            total_accepted_draft_tokens=metrics.accepted,
-            total_draft_tokens=metrics.drafted,
-        ),
-        first_iter=metrics.first_iteration,
-        last_iter=metrics.last_iteration,
-        iter=metrics.last_iteration,
-    )
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
-def _hit_rate(reused: int, missed: int) -> float:
-    """Return the part of the context blocks that were reused, or 0 if there were none."""
-    return reused / (reused + missed) if reused + missed else 0.0
+def _is_empty(value: Any) -> bool:
+    """True for None, an empty tensor or list, or a list of empty lists."""
+    if value is None:
+        return True
+    if hasattr(value, "size"):
+        return bool(value.size == 0)
+    return all(hasattr(element, "__len__") and len(element) == 0 for element in value)
 
 
-def iteration_stats(record: IterationRecord, limits: EngineLimits) -> IterationStats:
-    """Return the statistics of an iteration."""
-    static, inflight, drafts = None, None, record.drafts
-    scheduled = record.contexts + record.generations
-    if record.empty_slots is not None:
-        static = StaticBatchingStats(
-            num_scheduled_requests=scheduled,
-            num_context_requests=record.contexts,
-            num_ctx_tokens=record.context_tokens,
-            num_gen_tokens=record.generated_tokens,
-            empty_gen_slots=record.empty_slots,
+@dataclass(frozen=True)
+class UnsupportedFeature:
+    """A parameter that is accepted but not supported."""
+
+    path: str
+    """Attribute path from the request or the configuration."""
+    neutral: Callable[[Any], bool]
+    """Returns True for values that request nothing."""
+    tensor: str = ""
+    """Its Triton input or parameter."""
+
+    def is_requested(self, record: Any) -> bool:
+        """True when `record` has a value that is not neutral."""
+        return not self.neutral(attrgetter(self.path)(record))
+
+    def message(self) -> str:
+        """Return the error for a request that uses it."""
+        name = self.path.rsplit(".", 1)[-1]
+        alias = f" (Triton: {self.tensor})" if self.tensor else ""
+        return f"{name}{alias} is not supported by the embedded executor; omit it or give its neutral value"
+
+
+REQUEST_FEATURES = (
+    UnsupportedFeature("sampling_config.beam_width_array", _is_empty),
+    UnsupportedFeature("output_config.return_encoder_output", _one_of(False)),
+    UnsupportedFeature("output_config.additional_model_outputs", _is_empty),
+    UnsupportedFeature("multimodal_input", _is_none),
+    UnsupportedFeature("multimodal_embedding", _is_none),
+    UnsupportedFeature("mrope_config", _is_none, "mrope_rotary_cos_sin"),
+    UnsupportedFeature("lookahead_config", _is_none, "lookahead_window_size"),
+    UnsupportedFeature("encoder_input_token_ids", _is_empty),
+    UnsupportedFeature("encoder_input_features", _is_empty),
+    UnsupportedFeature("type", _one_of(RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION)),
+    UnsupportedFeature("context_phase_params", _is_none),
+    UnsupportedFeature("cross_attention_mask", _is_empty),
+    UnsupportedFeature("eagle_config", _is_none),
+    UnsupportedFeature("skip_cross_attn_blocks", _is_empty),
+    UnsupportedFeature("language_adapter_uid", _is_none),
+)
+
+CONFIG_FEATURES = (
+    UnsupportedFeature("kv_cache_config.sink_token_length", _one_of(None, 0)),
+    UnsupportedFeature("additional_model_outputs", _is_empty),
+    UnsupportedFeature("use_variable_beam_width_search", _one_of(False)),
+)
+"""Generation logits, guided decoding and adapters are not listed: their settings only permit them to requests."""
+
+DECODING_FEATURES = (
+    UnsupportedFeature("medusa_choices", _is_empty),
+    UnsupportedFeature("lookahead_decoding_config", _is_none, "lookahead_window_size"),
+    UnsupportedFeature("eagle_config", _is_none, "eagle_choices"),
+)
+"""Fields of `decoding_config`."""
+
+
+def refuse_unsupported(request: Request) -> None:
+    """Raise RuntimeError that names the first unsupported feature that `request` uses."""
+    _refuse(REQUEST_FEATURES, request)
+
+
+def refuse_unsupported_config(config: ExecutorConfig) -> None:
+    """Raise RuntimeError that names the first unsupported setting of `config` that would change results."""
+    _refuse(CONFIG_FEATURES, config)
+    if config.ngram_max_draft_len < 0:
+        raise RuntimeError(f"ngram_max_draft_len is {config.ngram_max_draft_len}; expected 0 or more")
+    if config.parallel_config and config.parallel_config.communication_mode is CommunicationMode.ORCHESTRATOR:
+        raise RuntimeError("communication_mode ORCHESTRATOR is not supported by the embedded executor; use LEADER")
+    if config.decoding_config is not None:
+        _refuse(DECODING_FEATURES, config.decoding_config)
+    mode = config.decoding_config and config.decoding_config.decoding_mode
+    if mode and not (mode.isAuto() or mode.isTopKorTopP() or mode.isBeamSearch()):
+        raise RuntimeError(f"decoding_mode {mode.name} is not supported by the embedded executor; use auto")
+
+
+def warn_about_decoding_mode(config: ExecutorConfig) -> None:
+    """Log a warning if the decoding mode of `config` does not select the decoder.
+
+    TensorRT-LLM ignores beam search with one beam. A request that does not match an explicit mode has no sampler
+    there, and its tokens are undefined; here the request decides.
+    """
+    mode = config.decoding_config and config.decoding_config.decoding_mode
+    if not mode or mode.isAuto() or mode.isTopKandTopP():
+        return
+    if mode.isBeamSearch():
+        if config.max_beam_width == 1:
+            logger.warning("decoding_mode beam_search does not fit max_beam_width 1; using top_k_top_p")
+        return
+    name = "top_k" if mode.isTopK() else "top_p"
+    logger.warning("decoding_mode %s is ignored: each request is sampled by its own top_k and top_p", name)
+    if config.max_beam_width > 1:
+        logger.warning(
+            "decoding_mode %s does not fit max_beam_width %d: requests with beams use beam search",
+            name,
+            config.max_beam_width,
         )
-    else:
-        inflight = InflightBatchingStats(
-            num_scheduled_requests=scheduled,
-            num_context_requests=record.contexts,
-            num_gen_requests=record.generations,
-            num_paused_requests=record.paused,
-            num_ctx_tokens=record.context_tokens,
-            avg_num_decoded_tokens_per_iter=(
-                1 + record.right_guesses / record.generations if record.generations else 0.0
-            ),
-        )
-    return IterationStats(
-        # As upstream formats it: month-day-year, time with microseconds, local time zone.
-        timestamp=datetime.fromtimestamp(record.time).strftime("%m-%d-%Y %H:%M:%S.%f"),
-        iter=record.number,
-        iter_latency_ms=record.seconds * 1000.0,
-        new_active_requests_queue_latency_ms=record.queued_seconds * 1000.0,
-        num_new_active_requests=record.started,
-        num_active_requests=record.active,
-        num_queued_requests=record.queued,
-        num_completed_requests=record.completed,
-        max_num_active_requests=limits.max_batch_size,
-        cpu_mem_usage=record.memory,
-        kv_cache_stats=KvCacheStats(
-            max_num_blocks=record.blocks,
-            free_num_blocks=record.free_blocks,
-            used_num_blocks=record.blocks - record.free_blocks,
-            tokens_per_block=record.tokens_per_block,
-            alloc_total_blocks=record.use.total,
-            alloc_new_blocks=record.use.new,
-            reused_blocks=record.use.reused,
-            missed_blocks=record.use.missed,
-            cache_hit_rate=_hit_rate(record.use.reused, record.use.missed),
-        ),
-        static_batching_stats=static,
-        inflight_batching_stats=inflight,
-        specdec_stats=None
-        if drafts is None
-        else SpecDecodingStats(
-            num_draft_tokens=drafts.drafted,
-            num_accepted_tokens=drafts.accepted,
-            num_requests_with_draft_tokens=drafts.requests,
-            # The mean number of tokens that a request with drafts got: the accepted ones plus one.
-            acceptance_length=1 + drafts.accepted / drafts.requests if drafts.requests else 0.0,
-        ),
-        max_batch_size_static=limits.max_batch_size,
-        max_batch_size_runtime=limits.max_batch_size,
-        max_num_tokens_static=limits.max_num_tokens,
-        max_num_tokens_runtime=limits.max_num_tokens,
-    )
 
 
-def request_stats(record: RequestsRecord) -> RequestStatsPerIteration:
-    """Return the statistics of all requests at an iteration."""
-    return RequestStatsPerIteration(record.number, [_request_stats(each) for each in record.sequences])
-
-
-def _request_stats(record: SequenceRecord) -> RequestStats:
-    use = record.use
-    return RequestStats(
-        id=record.request_id,
-        stage=record.stage,
-        context_prefill_position=record.computed,
-        num_generated_tokens=record.generated,
-        avg_num_decoded_tokens_per_iter=record.generated / record.iterations if record.iterations else 0.0,
-        scheduled=record.scheduled,
-        paused=record.paused,
-        alloc_total_blocks_per_request=use.total,
-        alloc_new_blocks_per_request=use.new,
-        reused_blocks_per_request=use.reused,
-        missed_blocks_per_request=use.missed,
-        kv_cache_hit_rate_per_request=_hit_rate(use.reused, use.missed),
-    )
+def _refuse(features: Iterable[UnsupportedFeature], record: Any) -> None:
+    for feature in features:
+        if feature.is_requested(record):
+            raise RuntimeError(feature.message())

@@ -18,10 +18,9 @@ from trtserve.executor.interface.configs import ExecutorConfig, ModelType
 from trtserve.executor.interface.convert import (
     engine_options,
     engine_request,
-    iteration_stats,
     post_processors,
-    request_stats,
-    response_of,
+    refuse_unsupported_config,
+    warn_about_decoding_mode,
 )
 from trtserve.executor.interface.requests import Request
 from trtserve.executor.interface.results import (
@@ -29,8 +28,10 @@ from trtserve.executor.interface.results import (
     IterationStats,
     RequestStatsPerIteration,
     Response,
+    iteration_stats,
+    request_stats,
+    response_of,
 )
-from trtserve.executor.interface.unsupported import refuse_unsupported_config, warn_about_decoding_mode
 from trtserve.executor.loaders import load_model, read_engine_config
 
 logger = logging.getLogger(__name__)

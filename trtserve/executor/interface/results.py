@@ -1,16 +1,18 @@
-"""Results of a request, its performance metrics, and statistics of iterations and requests, with their JSON."""
+"""Results of a request, its performance metrics, and statistics of iterations and requests."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from trtserve.executor.engine.requests import FinishReason, RequestStage
+from trtserve.executor.engine.limits import EngineLimits
+from trtserve.executor.engine.recorder import IterationRecord, RequestsRecord, SequenceRecord
+from trtserve.executor.engine.requests import FinishReason, RequestMetrics, RequestOutput, RequestStage
 
 
 @dataclass(slots=True)
@@ -268,3 +270,142 @@ class RequestStatsPerIteration:
 class DebugTensorsPerIteration:
     iter: int = 0
     debug_tensors: dict[str, Any] = field(default_factory=dict)
+
+
+def response_of(output: RequestOutput) -> Response:
+    """Return the response that holds an output of the engine."""
+    if output.error is not None:
+        return Response(output.request_id, output.error, output.client_id)
+    result = Result(
+        is_final=output.is_last,
+        output_token_ids=output.tokens,
+        cum_log_probs=output.cum_log_probs,
+        log_probs=output.log_probs,
+        context_logits=output.context_logits,
+        generation_logits=output.generation_logits,
+        finish_reasons=output.reasons,
+        sequence_index=output.index,
+        is_sequence_final=output.ended,
+        decoding_iter=output.iterations,
+        request_perf_metrics=None if output.metrics is None else _perf_metrics(output.metrics),
+    )
+    return Response(output.request_id, result, output.client_id)
+
+
+def _perf_metrics(metrics: RequestMetrics) -> RequestPerfMetrics:
+    blocks = metrics.blocks
+    return RequestPerfMetrics(
+        TimingMetrics(
+            arrival_time=timedelta(seconds=metrics.arrival),
+            first_scheduled_time=timedelta(seconds=metrics.first_scheduled),
+            first_token_time=timedelta(seconds=metrics.first_token),
+            last_token_time=timedelta(seconds=metrics.last_token),
+        ),
+        KvCacheMetrics(
+            num_total_allocated_blocks=blocks.total,
+            num_new_allocated_blocks=blocks.new,
+            num_reused_blocks=blocks.reused,
+            num_missed_blocks=blocks.missed,
+            kv_cache_hit_rate=_hit_rate(blocks.reused, blocks.missed),
+        ),
+        SpeculativeDecodingMetrics(
+            acceptance_rate=metrics.accepted / metrics.drafted if metrics.drafted else 0.0,
+            total_accepted_draft_tokens=metrics.accepted,
+            total_draft_tokens=metrics.drafted,
+        ),
+        first_iter=metrics.first_iteration,
+        last_iter=metrics.last_iteration,
+        iter=metrics.last_iteration,
+    )
+
+
+def _hit_rate(reused: int, missed: int) -> float:
+    """Return the part of the context blocks that were reused, or 0 if there were none."""
+    return reused / (reused + missed) if reused + missed else 0.0
+
+
+def iteration_stats(record: IterationRecord, limits: EngineLimits) -> IterationStats:
+    """Return the statistics of an iteration."""
+    static, inflight, drafts = None, None, record.drafts
+    scheduled = record.contexts + record.generations
+    if record.empty_slots is not None:
+        static = StaticBatchingStats(
+            num_scheduled_requests=scheduled,
+            num_context_requests=record.contexts,
+            num_ctx_tokens=record.context_tokens,
+            num_gen_tokens=record.generated_tokens,
+            empty_gen_slots=record.empty_slots,
+        )
+    else:
+        inflight = InflightBatchingStats(
+            num_scheduled_requests=scheduled,
+            num_context_requests=record.contexts,
+            num_gen_requests=record.generations,
+            num_paused_requests=record.paused,
+            num_ctx_tokens=record.context_tokens,
+            avg_num_decoded_tokens_per_iter=(
+                1 + record.right_guesses / record.generations if record.generations else 0.0
+            ),
+        )
+    return IterationStats(
+        # As upstream formats it: month-day-year, time with microseconds, local time zone.
+        timestamp=datetime.fromtimestamp(record.time).strftime("%m-%d-%Y %H:%M:%S.%f"),
+        iter=record.number,
+        iter_latency_ms=record.seconds * 1000.0,
+        new_active_requests_queue_latency_ms=record.queued_seconds * 1000.0,
+        num_new_active_requests=record.started,
+        num_active_requests=record.active,
+        num_queued_requests=record.queued,
+        num_completed_requests=record.completed,
+        max_num_active_requests=limits.max_batch_size,
+        cpu_mem_usage=record.memory,
+        kv_cache_stats=KvCacheStats(
+            max_num_blocks=record.blocks,
+            free_num_blocks=record.free_blocks,
+            used_num_blocks=record.blocks - record.free_blocks,
+            tokens_per_block=record.tokens_per_block,
+            alloc_total_blocks=record.use.total,
+            alloc_new_blocks=record.use.new,
+            reused_blocks=record.use.reused,
+            missed_blocks=record.use.missed,
+            cache_hit_rate=_hit_rate(record.use.reused, record.use.missed),
+        ),
+        static_batching_stats=static,
+        inflight_batching_stats=inflight,
+        specdec_stats=None
+        if drafts is None
+        else SpecDecodingStats(
+            num_draft_tokens=drafts.drafted,
+            num_accepted_tokens=drafts.accepted,
+            num_requests_with_draft_tokens=drafts.requests,
+            # The mean number of tokens that a request with drafts got: the accepted ones plus one.
+            acceptance_length=1 + drafts.accepted / drafts.requests if drafts.requests else 0.0,
+        ),
+        max_batch_size_static=limits.max_batch_size,
+        max_batch_size_runtime=limits.max_batch_size,
+        max_num_tokens_static=limits.max_num_tokens,
+        max_num_tokens_runtime=limits.max_num_tokens,
+    )
+
+
+def request_stats(record: RequestsRecord) -> RequestStatsPerIteration:
+    """Return the statistics of all requests at an iteration."""
+    return RequestStatsPerIteration(record.number, [_request_stats(each) for each in record.sequences])
+
+
+def _request_stats(record: SequenceRecord) -> RequestStats:
+    use = record.use
+    return RequestStats(
+        id=record.request_id,
+        stage=record.stage,
+        context_prefill_position=record.computed,
+        num_generated_tokens=record.generated,
+        avg_num_decoded_tokens_per_iter=record.generated / record.iterations if record.iterations else 0.0,
+        scheduled=record.scheduled,
+        paused=record.paused,
+        alloc_total_blocks_per_request=use.total,
+        alloc_new_blocks_per_request=use.new,
+        reused_blocks_per_request=use.reused,
+        missed_blocks_per_request=use.missed,
+        kv_cache_hit_rate_per_request=_hit_rate(use.reused, use.missed),
+    )

@@ -18,9 +18,10 @@ from openvino import opset13 as ops
 from trtserve.checkpoint.architectures.base import Decoder, Experts
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
-from trtserve.executor.engine.sizes import Sizes, require_paged_attention
+from trtserve.executor.engine.shapes import Sizes, require_paged_attention
 from trtserve.executor.openvino.graph_parts import (
     GraphRotation,
+    Packing,
     add,
     columns_of_experts,
     constant,
@@ -35,7 +36,6 @@ from trtserve.executor.openvino.graph_parts import (
     stacked_int4,
     token_weights,
 )
-from trtserve.executor.openvino.weight_quantization import Packing
 from trtserve.files import writing
 
 Array = npt.NDArray[Any]

@@ -15,7 +15,7 @@ from openvino import opset13 as ops
 # Private in OpenVINO: tests/unit/test_paged_model.py checks the inputs that the transformation creates.
 from openvino._offline_transformations import paged_attention_transformation
 
-from trtserve.executor.engine.lora_modules import LoraShape
+from trtserve.executor.engine.shapes import LoraShape
 from trtserve.executor.openvino.graph import ALIBI_SLOPES, LAST_ATTENTION, LAST_PARALLEL_MLP, LONG_ROPE_BEYOND
 
 # Input 10 of PagedAttentionExtension is the sliding window in tokens, 0 for none.

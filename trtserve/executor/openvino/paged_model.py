@@ -19,9 +19,8 @@ import openvino as ov
 from trtserve.errors import BuildError, CorruptFileError
 from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, EngineOptions
 from trtserve.executor.engine.lora import AdapterStack
-from trtserve.executor.engine.lora_modules import lora_shape
 from trtserve.executor.engine.model import Logits, StepInputs, single_sequence
-from trtserve.executor.engine.sizes import layer_windows
+from trtserve.executor.engine.shapes import layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.openvino.decode_padding import (
     SIZES,

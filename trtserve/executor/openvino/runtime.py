@@ -17,9 +17,15 @@ from trtserve.checkpoint.memory import ITEM_SIZE
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, INT4_GROUPS, Int4Weight
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import BuildError, MemoryLimitError, MissingDependencyError, TrtserveError, UnsupportedModelError
-from trtserve.executor.embedded import EmbeddedPlan, EmbeddedRuntime, compute_token, limits_of, write_config
-from trtserve.executor.engine.sizes import require_paged_attention
-from trtserve.executor.features import resolve_features
+from trtserve.executor.embedded import (
+    EmbeddedPlan,
+    EmbeddedRuntime,
+    compute_token,
+    limits_of,
+    resolve_features,
+    write_config,
+)
+from trtserve.executor.engine.shapes import require_paged_attention
 from trtserve.executor.openvino.memory import LIBRARIES, engine_needs
 from trtserve.host import machine
 from trtserve.host.machine import install_command
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trtserve.executor.openvino.graph import GraphWeights
-    from trtserve.executor.openvino.weight_quantization import Packing
+    from trtserve.executor.openvino.graph_parts import Packing
 
 # On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
 _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
@@ -238,7 +244,7 @@ class _Reported:
 
 
 def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
-    from trtserve.executor.engine.sizes import Sizes
+    from trtserve.executor.engine.shapes import Sizes
     from trtserve.executor.openvino.graph import build_graph, save_graph
 
     config = plan.config

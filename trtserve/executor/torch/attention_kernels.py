@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
+from trtserve.executor.torch.layer_kernels import overlap, wait_for_inputs
 from trtserve.executor.torch.operations import Scores
 
 _LOG2E = 1.4426950408889634

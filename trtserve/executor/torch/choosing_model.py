@@ -80,7 +80,7 @@ class ChoosingTorchModel(TorchModel):
     def _make_sampler(self) -> TokenChooser:
         if self.device == "cpu":
             return PlainSampler()
-        from trtserve.executor.torch.sampling_kernels import KernelSampler
+        from trtserve.executor.torch.step_kernels import KernelSampler
 
         return KernelSampler(self.max_rows, self.vocab_size, self.device)
 

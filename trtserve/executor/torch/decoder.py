@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Decoder
-from trtserve.executor.engine.sizes import Sizes
-from trtserve.executor.torch.mlp import Mlp, make_mlp
-from trtserve.executor.torch.modules import Adapters, Embedding, FloatMatrix, Linear, Norm
+from trtserve.executor.engine.shapes import Sizes
+from trtserve.executor.torch.modules import Adapters, Embedding, FloatMatrix, Linear, Mlp, Norm, make_mlp
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import ShardWeights

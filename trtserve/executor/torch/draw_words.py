@@ -2,7 +2,7 @@
 
 The table has a row per slot and a column per token: 0 for a token that has not occurred, 1 + its count for one that
 has (`TokenCounts`), and BANNED for one that is not allowed. `choose_tokens` chooses by them with NumPy, on the CPU;
-`sampling_kernels` does the same on GPUs.
+`step_kernels` does the same on GPUs.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -9,8 +11,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
-from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
 from trtserve.executor.torch.operations import HeadNorms, RotationTables
+
+
+@functools.cache
+def overlap() -> dict[str, bool]:
+    """Return the launch arguments of a kernel with the parameter OVERLAPS."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        return {"OVERLAPS": True, "launch_pdl": True}
+    return {"OVERLAPS": False}
+
+
+@triton.jit
+def wait_for_inputs(OVERLAPS: tl.constexpr):
+    """Let the next kernel begin, then wait until the one before has ended."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

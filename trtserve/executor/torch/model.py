@@ -21,9 +21,8 @@ from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import ArtifactError, MissingDependencyError
 from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, MOST_FREE_FRACTION
-from trtserve.executor.engine.lora_modules import lora_shape
 from trtserve.executor.engine.model import FatalModelError, Int32s, Logits, StepInputs, single_sequence
-from trtserve.executor.engine.sizes import Sizes, layer_windows
+from trtserve.executor.engine.shapes import Sizes, layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.modules import AdapterWeights

@@ -21,8 +21,14 @@ from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, torch_step_bytes
 from trtserve.checkpoint.quantized import FP8
 from trtserve.errors import DiskSpaceError, MissingDependencyError, UnsupportedModelError, UsageError
-from trtserve.executor.embedded import EmbeddedPlan, EmbeddedRuntime, compute_token, limits_of, write_config
-from trtserve.executor.features import resolve_features
+from trtserve.executor.embedded import (
+    EmbeddedPlan,
+    EmbeddedRuntime,
+    compute_token,
+    limits_of,
+    resolve_features,
+    write_config,
+)
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
 from trtserve.host.machine import install_command

@@ -13,9 +13,9 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import described, family
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
-from trtserve.checkpoint.quantized_source import source_quantization
 from trtserve.checkpoint.repacking import float_types, quantised_names
 from trtserve.checkpoint.source import SourceTensor, read_hf_config, read_source, vision_tensors
+from trtserve.checkpoint.supported import source_quantization
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import CheckError, MissingDependencyError, TrtserveError, UnsupportedModelError
 from trtserve.host.machine import give_memory_back, install_command
@@ -218,7 +218,7 @@ def logits_of(
 
 
 def _load(folder: Path, quantised: bool, progress: Progress) -> Any:
-    from trtserve.executor.engine.sizes import Sizes
+    from trtserve.executor.engine.shapes import Sizes
     from trtserve.executor.reference_model import ReferenceModel
 
     reader = CheckpointReader(folder)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
 from trtserve.checkpoint.architectures.gemma3 import WITH_VISION
-from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
 from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_hf_config, read_source
+from trtserve.checkpoint.supported import SourceQuantization, source_quantization
 from trtserve.errors import CorruptFileError, MissingDependencyError, TrtserveError, UsageError, listing
 from trtserve.files import parse_json
 from trtserve.host.machine import give_memory_back, install_command
