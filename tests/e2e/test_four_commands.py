@@ -1,4 +1,7 @@
-"""import, start, query and bench in sequence, with the demo model on four ranks."""
+"""import, start, query and bench in sequence, with the demo model on four ranks, while the environment names proxies.
+
+Nobody listens where the proxies should be: whatever took one to this machine would fail.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,10 @@ pytestmark = pytest.mark.triton
 
 READY_WITHIN = 90.0
 STOPPED_WITHIN = 10.0
+PROXIES = dict.fromkeys(
+    ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "GRPC_PROXY", "ALL_PROXY"),
+    "http://127.0.0.1:1",
+) | {"no_proxy": "", "NO_PROXY": ""}
 
 
 def _ports() -> dict[str, str]:
@@ -41,7 +48,9 @@ def _region_prefix(triton: psutil.Process) -> str:
     return str(found)
 
 
-def test_the_four_commands(tmp_path: Path) -> None:
+def test_the_four_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, proxy in PROXIES.items():
+        monkeypatch.setenv(name, proxy)
     home, log = tmp_path / "store", tmp_path / "start.log"
     ports = _ports()
     imported = trtserve("import", "demo", home=home)
@@ -66,6 +75,13 @@ def test_the_four_commands(tmp_path: Path) -> None:
         answer = trtserve("query", "What is ML?", home=home).stdout
         assert answer.startswith("Machine learning is ")
         assert "What is ML?" not in answer
+
+        http = trtserve("query", "What is ML?", "--protocol", "http", home=home).stdout
+        assert http == answer
+        url = f"http://127.0.0.1:{ports['TRTSERVE_START_HTTP_PORT']}/v1"
+        short = ("token-norm-dist", "--openai", url, "--num-requests", "4")  # the tokenizer is that of the server
+        assert re.search(r"Total requests\D+4", trtserve("bench", *short, home=home).stdout)
+        assert "nv_inference" in trtserve("metrics", "--raw", home=home).stdout
 
         table = trtserve("bench", "token-norm-dist", home=home).stdout
         assert re.search(r"Total requests\D+100", table)

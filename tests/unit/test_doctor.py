@@ -51,6 +51,26 @@ def test_system(name: str, architecture: str, state: str) -> None:
     assert architecture in finding.evidence
 
 
+@pytest.mark.parametrize(
+    ("variables", "state", "evidence"),
+    [
+        ({}, "ok", "none in the environment"),
+        ({"https_proxy": "", "no_proxy": "x"}, "ok", "none in the environment"),
+        ({"HTTP_PROXY": "http://me:secret@p:3128"}, "warning", "HTTP_PROXY=http://…@p:3128: trtserve takes no proxy"),
+        ({"grpc_proxy": "http://p", "no_proxy": "localhost"}, "warning", "grpc_proxy=http://p: trtserve takes"),
+        ({"all_proxy": "socks5://p", "NO_PROXY": "localhost,127.0.0.1"}, "ok", "not for this machine (no_proxy)"),
+    ],
+)
+def test_proxy(variables: dict[str, str], state: str, evidence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    finding = system.check_proxy()
+    assert (finding.state, "secret" in finding.evidence) == (state, False)
+    assert evidence in finding.evidence
+
+
 def test_cpu() -> None:
     new = system.check_cpu(frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "sse2"}), 8)
     assert (new.state, new.evidence) == ("ok", "8 cores, AVX2, AVX-512, VNNI, bfloat16")

@@ -1,14 +1,18 @@
-"""Ports that servers are given: free, different, and out of the kernel's own range."""
+"""Ports that servers are given: free, different, and out of the kernel's own range; connections that take no proxy."""
 
 from __future__ import annotations
 
 import inspect
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.support.http_pages import answering
+from trtserve.client.call_errors import unreachable
 from trtserve.host import ports
 from trtserve.host.ports import free_ports, is_free
+from trtserve.host.proxies import is_here, opener_for
 
 HOST = "127.0.0.1"
 
@@ -26,6 +30,44 @@ def test_ports_are_drawn_below_the_range_of_the_kernel(tmp_path: Path, monkeypat
     drawn = free_ports(HOST, 6)
     assert len(set(drawn)) == 6
     assert all(10000 <= port < 20000 and is_free(HOST, port) for port in drawn)
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("localhost", True),
+        ("LOCALHOST.", True),
+        ("a.localhost", True),
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("0.0.0.0", True),
+        (socket.gethostname(), True),
+        ("192.0.2.1", False),
+        ("host.example", False),
+        ("localhost.example", False),
+    ],
+)
+def test_hosts_that_are_this_machine(host: str, here: bool) -> None:
+    assert is_here(host) is here
+
+
+def test_a_url_of_this_machine_is_opened_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    with answering(lambda path: path) as port:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+        for url, got in (
+            (f"http://localhost:{port}/v1", b"/v1"),
+            ("http://host.example/v1", b"http://host.example/v1"),
+        ):
+            with opener_for(url).open(url, timeout=10) as page:
+                assert page.read() == got
+
+
+def test_an_unreachable_server_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("https_proxy", "http://p:1")
+    assert "https_proxy is set: gRPC goes through that proxy" in str(unreachable("host.example:8001", "no").hint)
+    assert "proxy" not in str(unreachable("127.0.0.1:8001", "no").hint)
 
 
 def test_two_processes_that_draw_ports_at_once_get_different_ones() -> None:

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import RawArray
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from trtserve.client.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
 from trtserve.host.gpus import gpu_load_reader
+from trtserve.host.proxies import opener_for
 
 _COUNTERS = ("sent", "ended", "failed")
 _PER_DECADE = 20  # buckets of the histogram are 12 % wide
@@ -242,7 +242,7 @@ class LoadSampler:
         if self._metrics is None:
             return None
         try:
-            with urllib.request.urlopen(self._metrics, timeout=_TIMEOUT) as page:
+            with opener_for(self._metrics).open(self._metrics, timeout=_TIMEOUT) as page:
                 samples = parse(page.read().decode("utf-8", "replace"), _READ)
         except (OSError, urllib.error.URLError):
             return None

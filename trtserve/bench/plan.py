@@ -5,7 +5,6 @@ Measured are a model of a Triton server, a server with OpenAI's API, or an engin
 
 from __future__ import annotations
 
-import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,7 +18,7 @@ from trtserve.bench.prompts import TextWriter, dataset_traffic
 from trtserve.bench.records import Traffic, TrafficLimits, limits_of_engine, limits_of_repository, override_limits
 from trtserve.bench.statistics import Goals, read_goals
 from trtserve.bench.traffic import WRITTEN, arrival_times, with_cancellations
-from trtserve.bench.transport import LoadTarget, OpenAi
+from trtserve.bench.transport import LoadTarget, OpenAi, openai_headers
 from trtserve.bench.worker import Load
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client
@@ -29,6 +28,7 @@ from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_add
 from trtserve.client.transport import SyncClient
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.files import parse_json
+from trtserve.host.proxies import opener_for
 from trtserve.specs import BenchSpec
 
 
@@ -113,7 +113,7 @@ def _openai_server(spec: BenchSpec, endpoint: Endpoint, url: str) -> Measured:
     url = url.rstrip("/")
     if not _is_address(url):
         raise UsageError(f"--openai is {url!r}; expected an address such as http://localhost:8000/v1.")
-    name = spec.model or _first_model(url, endpoint.connect_timeout)
+    name = spec.model or _first_model(url, endpoint)
     # There is no Triton model; prompts are texts.
     model = ModelDescription(name=name, decoupled=True, max_batch_size=0, inputs={}, outputs={})
     return Measured(
@@ -131,11 +131,12 @@ def _openai_server(spec: BenchSpec, endpoint: Endpoint, url: str) -> Measured:
     )
 
 
-def _first_model(url: str, timeout: float) -> str:
+def _first_model(url: str, endpoint: Endpoint) -> str:
     """Return the name of the only model of a server with OpenAI's API."""
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"} if "OPENAI_API_KEY" in os.environ else {}
+    headers, timeout = openai_headers(endpoint), endpoint.connect_timeout
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers=headers), timeout=timeout) as page:
+        request = urllib.request.Request(f"{url}/models", headers=headers)
+        with opener_for(url).open(request, timeout=timeout) as page:
             names = [entry["id"] for entry in parse_json(page.read())["data"]]
     except urllib.error.HTTPError as error:
         raise RequestError(f"{url}/models answers with status {error.code}.", hint="Name the model: --model.") from None
@@ -237,7 +238,7 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint, *, offline: bool = False
     engine = TrafficLimits()
     if measured.limits is not None:
         engine = measured.limits
-    elif endpoint.repository is not None and spec.openai is None:
+    elif endpoint.repository is not None:
         engine = limits_of_repository(endpoint.repository, measured.core_model)
     limits = override_limits(engine, spec)
     traffic = with_cancellations(_make_traffic(spec, limits, measured), spec)

@@ -175,7 +175,6 @@ class GrpcLoad(LoadTransport):
 
 _EVENT = b"data:"
 _DONE = b"[DONE]"
-_KEY = "OPENAI_API_KEY"
 
 
 class _HttpLoad(LoadTransport):
@@ -242,8 +241,14 @@ class GenerateLoad(_HttpLoad):
         return read_values(self._target.model, values, time_ns)
 
 
+def openai_headers(endpoint: Endpoint) -> dict[str, str]:
+    """Return what carries the API key of a server that was started here, else that of the variable OPENAI_API_KEY."""
+    key = endpoint.api_key or os.environ.get("OPENAI_API_KEY")
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 class OpenAiLoad(_HttpLoad):
-    """Connections to a server with OpenAI's API; the key comes from the variable OPENAI_API_KEY."""
+    """Connections to a server with OpenAI's API."""
 
     def __init__(self, target: LoadTarget, *, timeout: float) -> None:
         if target.openai is None:
@@ -257,7 +262,7 @@ class OpenAiLoad(_HttpLoad):
         )
         self._host = address.netloc
         self._path = address.path.rstrip("/") + ("/chat/completions" if self._server.chat else "/completions")
-        self._headers = {"Authorization": f"Bearer {os.environ[_KEY]}"} if _KEY in os.environ else {}
+        self._headers = openai_headers(target.endpoint)
 
     def encode(self, request: TrafficRequest, request_id: str) -> bytes:
         del request_id

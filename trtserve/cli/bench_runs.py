@@ -43,7 +43,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     _require_one_process()
     _check_combination(spec, runs, connection)
     served = spec.openai is None and spec.in_process is None
-    endpoint = find_endpoint(connection) if served else _no_endpoint(connection)
+    endpoint = find_endpoint(connection) if served else _other_endpoint(spec, connection)
     if results.dry_run:
         _describe(spec, endpoint, json=results.json)
         return
@@ -55,7 +55,8 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
 
         check_plots(runs.html)
         _make_folder(runs.html.absolute().parent, "--html")
-    diagnosed = _check_diagnosis(spec, endpoint) if runs.diagnose else endpoint
+    if runs.diagnose:
+        _require_repository(endpoint)
     progress = output.TerminalProgress(quiet=results.quiet)
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
@@ -66,7 +67,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
         _say_found(stages.found, progress)
     interrupted = any(report.interrupted for report in reports)
     if runs.diagnose and not interrupted:
-        _diagnose(spec, diagnosed, reports[-1], metrics=metrics, progress=progress)
+        _diagnose(spec, endpoint, reports[-1], metrics=metrics, progress=progress)
     if runs.html is not None:
         from trtserve.bench.plots import write_plots
 
@@ -141,10 +142,12 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
             raise UsageError(f"{flag} has no effect with {other}; leave one of them out.")
 
 
-def _no_endpoint(connection: Connection) -> Endpoint:
+def _other_endpoint(spec: BenchSpec, connection: Connection) -> Endpoint:
+    """Return what is known of a server that is not asked as a Triton server: tokenizer and key of one started here."""
     from trtserve.client.endpoint import Endpoint
 
-    return Endpoint(connect_timeout=connection.connect_timeout)
+    own = None if spec.openai is None else find_openai_endpoint(spec.openai)
+    return replace(own or Endpoint(), connect_timeout=connection.connect_timeout)
 
 
 def metrics_url(connection: Connection) -> str | None:
@@ -262,16 +265,12 @@ def _require_answers(reports: list[BenchReport], found: Found | None, runs: Benc
         raise DoubtfulResultError("The search ended at the client's limit, not the server's.", hint=MORE_CLIENT)
 
 
-def _check_diagnosis(spec: BenchSpec, endpoint: Endpoint) -> Endpoint:
-    """Return the server to diagnose, for an OpenAI address the one behind it; refuse what cannot be diagnosed."""
-    if spec.openai is not None:
-        endpoint = find_openai_endpoint(spec.openai) or endpoint
+def _require_repository(endpoint: Endpoint) -> None:
     if endpoint.repository is None:
         raise UsageError(
             "--diagnose needs the server's repository on this machine, whose engine it runs.",
             hint="Run it where the server was started by trtserve.",
         )
-    return endpoint
 
 
 def _diagnose(

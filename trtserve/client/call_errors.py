@@ -87,7 +87,13 @@ def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestErr
 
 def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableError:
     """Return the error for an endpoint that does not answer; `hint` comes before the general one."""
+    from trtserve.host.proxies import is_here, proxied
+
+    host = where.rpartition(":")[0]
     general = "`trtserve status` lists the running servers, `trtserve start` starts one."
+    if not is_here(host) and (variable := proxied(host)):
+        proxy = f"{variable} is set: gRPC goes through that proxy unless no_proxy has {host}, HTTP never does."
+        hint = f"{hint} {proxy}".strip()
     return ServerUnreachableError(
         f"No Triton server answers at {where}: {reason}.", hint=f"{hint} {general}" if hint else general
     )

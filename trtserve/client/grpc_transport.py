@@ -137,11 +137,14 @@ def reply_of(response: Any) -> Reply:
 
 
 def open_channel(endpoint: Endpoint) -> Any:
-    """Return a channel of `grpc.aio`."""
+    """Return a channel of `grpc.aio`. gRPC takes the proxy of the environment to other machines."""
     import grpc
 
+    from trtserve.host.proxies import is_here
+
+    options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_here(endpoint.host))))
     if endpoint.tls is None:
-        return grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(endpoint.grpc, options=options)
     credentials = grpc.ssl_channel_credentials(
         root_certificates=_pem(endpoint.tls.root_certificates, "--root-certificates"),
         private_key=_pem(endpoint.tls.private_key, "--private-key"),
@@ -149,7 +152,7 @@ def open_channel(endpoint: Endpoint) -> Any:
     )
     name = endpoint.tls.server_name
     named = () if name is None else (("grpc.ssl_target_name_override", name),)
-    return grpc.aio.secure_channel(endpoint.grpc, credentials, options=(*CHANNEL_OPTIONS, *named))
+    return grpc.aio.secure_channel(endpoint.grpc, credentials, options=(*options, *named))
 
 
 def _pem(path: Path | None, flag: str) -> bytes | None:

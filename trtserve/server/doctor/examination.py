@@ -110,6 +110,7 @@ def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iter
     yield from look("machine", "shared memory", lambda: system.check_shared_memory(wanted=several))
     yield from look("machine", "disk", lambda: system.check_disk(store))
     yield from look("machine", "ports", lambda: system.check_ports(address))
+    yield from look("machine", "proxy", system.check_proxy)
 
 
 def _python(runtime: str) -> Iterator[CheckResult]:

@@ -21,6 +21,7 @@ from trtserve.host.machine import (
     install_command,
 )
 from trtserve.host.ports import is_free, owner
+from trtserve.host.proxies import LOOPBACK, proxied, proxy_variables
 from trtserve.server.doctor import EMBEDDED, EVERY, CheckResult, State, report_for
 from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store
@@ -143,6 +144,17 @@ def check_ports(address: Address) -> CheckResult:
         f"{', '.join(ports)} {'is' if len(ports) == 1 else 'are'} taken by {name}" for name, ports in owners.items()
     )
     return _noted("ports", "warning", evidence, "Use `trtserve start --auto-ports`.")
+
+
+def check_proxy() -> CheckResult:
+    """Name the proxy that other clients than trtserve's own would take to a server of this machine."""
+    named = ", ".join(f"{name}={value}" for name, value in proxy_variables().items())
+    if not named:
+        return _noted("proxy", "ok", "none in the environment")
+    if not (proxied("localhost") or proxied("127.0.0.1")):
+        return _noted("proxy", "ok", f"{named}, not for this machine (no_proxy)")
+    evidence = f"{named}: trtserve takes no proxy to this machine, but curl and other clients do"
+    return _noted("proxy", "warning", evidence, f"export no_proxy={LOOPBACK} NO_PROXY={LOOPBACK}")
 
 
 def check_python_version() -> CheckResult:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError
 from trtserve.files import writing_error
+from trtserve.host.proxies import is_here, proxied
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +45,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         subject = arguments[0]
         repository = str(getattr(subject, "repository", subject))
         _require_sendable(options.get("token"))
+        _take_no_proxy_to_this_machine(urlsplit(endpoint()).hostname or "")
         for least in (*_DELAYS, None):
             try:
                 with _quiet_client():
@@ -57,6 +60,13 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         raise AssertionError("the last attempt returns or raises")
 
     return wrapper
+
+
+def _take_no_proxy_to_this_machine(host: str) -> None:
+    """Except a hub at this machine, such as a mirror, from the proxies that the client reads from the environment."""
+    if is_here(host) and proxied(host):
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
 
 
 def _require_sendable(given: object) -> None:
