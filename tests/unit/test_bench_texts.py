@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.described_models import described
+from tests.support.echo_targets import requests, target_at
 from tests.support.tiny_models import write_byte_tokenizer
+from trtserve.bench.echo_server import Echo
 from trtserve.bench.messages import count_answers, text_tensors, token_arrivals, token_counts
 from trtserve.bench.prompts import TextWriter
 from trtserve.bench.records import DecodedResponse, RequestRecord, TrafficLimits, TrafficRequest
 from trtserve.bench.traffic import token_norm_dist
+from trtserve.bench.transport import OpenAiLoad
+from trtserve.bench.verdict import implausible
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
@@ -177,3 +182,61 @@ def test_text_model_inputs_by_release(release: str, excludes: bool, counts: bool
     sent = {tensor.name: tensor.flat() for tensor in text_tensors(model, request, stream=True)}
     assert (sent["text_input"], sent["max_tokens"], sent["end_id"]) == ([text], [5], [-1])
     assert ("exclude_input_in_output" in sent, "return_num_output_tokens" in sent) == (excludes, counts)
+
+
+def _chunk(delta: object, **more: object) -> str:
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}], **more})}"
+
+
+_CALL = {"index": 0, "id": "c", "function": {"name": "f", "arguments": ""}}
+_USED = {"prompt_tokens": 3, "completion_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("events", "text", "arrivals"),
+    [
+        # Reasoning, by whatever name, is the first text; the usage at the end is divided among the parts.
+        ([_chunk({"role": "assistant"}), _chunk({"reasoning": "ab"}), _chunk({"content": "cd"})], "abcd", [1, 2]),
+        ([_chunk({"reasoning_content": "ab", "reasoning": "ab"}), _chunk({"content": "cd"})], "abcd", [0, 1]),
+        ([_chunk({"thinking": "ab", "content": ""}), _chunk({"content": [{"text": "cd"}]})], "abcd", [0, 1]),
+        ([_chunk({"refusal": "ab"}), _chunk({"refusal": "cd"})], "abcd", [0, 1]),
+        ([_chunk({"tool_calls": [_CALL]}), _chunk({"tool_calls": [{"function": {"arguments": "{}"}}]})], "f{}", [0, 1]),
+        ([_chunk({"function_call": {"name": "f"}}), _chunk({"function_call": {"arguments": "{}"}})], "f{}", [0, 1]),
+        # Usage so far in every part, also before the first text.
+        (
+            [
+                _chunk({"content": ""}, usage={"prompt_tokens": 3, "completion_tokens": 0}),
+                _chunk({"content": "ab"}, usage={"prompt_tokens": 3, "completion_tokens": 1}),
+                _chunk({"content": "cd"}, usage=_USED),
+            ],
+            "abcd",
+            [1, 2],
+        ),
+        # Comments, names of events, carriage returns; a last part with nothing in it.
+        ([": ping", f": x\nevent: message\r\nid: 1\r\n{_chunk({'content': 'abcd'})}", _chunk(None)], "abcd", [1]),
+        (['data: {"choices": [{"text": "abcd"}]}', 'data: {"choices": null}'], "abcd", [0]),
+        # What nobody understands is no text, and the tokens count when the answer ends.
+        ([_chunk({"audio": {"data": "x"}}), _chunk(7), 'data: {"choices": [null]}'], "", [4]),
+    ],
+)
+def test_every_dialect_of_streams_is_measured(
+    events: list[str], text: str, arrivals: list[int], byte_tokens: TokenizerFiles
+) -> None:
+    target = target_at(Echo(spoken="openai-stream", text=True), 1)
+    load = OpenAiLoad(target, timeout=1)
+    last = f"data: {json.dumps({'choices': [], 'usage': _USED})}"
+    records = []
+    for _ in range(2):
+        chunks = enumerate([*events, last, "data: [DONE]"])
+        record = RequestRecord(index=0, input_tokens=3, requested_tokens=4, streamed=True, status="completed")
+        record.responses = [load.read((time, event.encode())) for time, event in chunks]
+        records.append(record)
+    asked = requests(2, tokens=4, text=True)
+    counts = count_answers(records, asked, target.model, byte_tokens, whole=True)
+    assert [each.error for record in records for each in record.responses if each.error] == []
+    assert ["".join(each.text or "" for each in record.responses) for record in records] == [text] * 2
+    assert (counts.by, counts.by_server, counts.prompts_by_server) == ("server", 8, 6)
+    for record in records:
+        assert [time for time, _ in record.arrivals] == arrivals
+        assert (record.server_tokens, record.output_tokens) == (4, 4)
+    assert [note for note in implausible(records) if "count" in note] == []

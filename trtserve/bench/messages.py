@@ -181,15 +181,20 @@ def count_answers(
     """Fill `arrivals` of every record from its texts.
 
     Uses the server's counts if every completed answer has them, because some tokens are not visible in the text;
-    otherwise the tokenizer counts the joined text of each answer. `whole`: the server counts an answer once, at its
-    end, so its tokens are divided among the responses. Raises UsageError if neither can count.
+    otherwise the tokenizer counts the joined text of each answer. `whole`: the server counts the answer so far, with
+    every response or once at its end; then its tokens are divided among the responses. Raises UsageError if neither can
+    count.
     """
     for record, request in zip(records, requests, strict=True):
         record.responses = new_texts(record, model, prompt=request.text or "")
+        if whole:
+            record.responses = new_counts(record.responses)
         texts = [each.text or "" for each in record.responses]
         by_text = [int(bool(text)) for text in texts] if files is None else token_counts(files, texts)
-        record.tokenizer_tokens = None if files is None else sum(by_text)
         counted = [each.tokens for each in record.responses if each.tokens is not None]
+        # Of reasoning that a server hides there is no text at all.
+        partial = counted and (any(each.in_markup for each in record.responses) or not any(texts))
+        record.tokenizer_tokens = None if files is None or partial else sum(by_text)
         record.server_tokens = sum(counted) if counted else None
         record.arrivals = token_arrivals(record.responses, by_text)
         prompt = next((each.prompt_tokens for each in record.responses if each.prompt_tokens), None)
@@ -204,10 +209,11 @@ def count_answers(
         )
     if by_server is not None:
         for record in records:
-            if whole:
-                record.arrivals = divided(record.arrivals, record.server_tokens or 0)
+            counts = [each.tokens or 0 for each in record.responses]
+            if whole and any(each.text and each.tokens is None for each in record.responses):
+                record.arrivals = divided(record.arrivals, sum(counts))
             else:
-                record.arrivals = token_arrivals(record.responses, [each.tokens or 0 for each in record.responses])
+                record.arrivals = token_arrivals(record.responses, counts)
     return AnswerCounts(
         by="tokenizer" if by_server is None else "server",
         by_tokenizer=None if files is None else sum(record.tokenizer_tokens or 0 for record in completed),
@@ -220,6 +226,16 @@ def count_answers(
             ]
         ),
     )
+
+
+def new_counts(responses: Sequence[DecodedResponse]) -> list[DecodedResponse]:
+    """Reduce counts of the whole answer so far to the tokens that are new."""
+    found, before = [], 0
+    for each in responses:
+        new = None if each.tokens is None else max(0, each.tokens - before)
+        found.append(replace(each, tokens=new))
+        before += new or 0
+    return found
 
 
 def divided(arrivals: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:

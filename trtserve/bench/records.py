@@ -128,6 +128,8 @@ class DecodedResponse:
     time_ns: int
     text: str | None = None
     """New text; None from a model that answers with token ids."""
+    in_markup: bool = False
+    """Whether the text stood in markup (reasoning, calls), whose tokens are counted but are not in the text."""
     tokens: int | None = None
     """New tokens, or None where the server does not count them."""
     prompt_tokens: int | None = None

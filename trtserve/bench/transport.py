@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,28 +278,63 @@ class OpenAiLoad(_HttpLoad):
         return http_request(self._host, self._path, json.dumps(body).encode(), self._headers)
 
     def read(self, chunk: Chunk) -> DecodedResponse:
-        """Decode a chunk; its usage, which counts the whole answer, comes with the last one."""
+        """Decode a chunk; usage counts the answer so far, and comes with the last chunk or with every one."""
         time_ns, content = chunk
-        content = content.strip()
-        # Comments (": ping") keep connections alive.
-        if content.endswith(_DONE) or content.startswith(b":"):
-            return DecodedResponse(time_ns=time_ns, text="")
+        if self._target.streams and not content.lstrip().startswith(b"{"):  # an error has the form of a whole answer
+            # Other lines keep connections alive (": ping"), or name and number the event.
+            lines = (line.strip() for line in content.splitlines())
+            content = b"".join(line.removeprefix(_EVENT) for line in lines if line.startswith(_EVENT)).strip()
+            if content in (b"", _DONE):
+                return DecodedResponse(time_ns=time_ns, text="")
         values = _parse_event(content)
         if "error" in values:
             error = values["error"]
             return DecodedResponse(
                 time_ns=time_ns, error=str(error.get("message", error) if isinstance(error, dict) else error)
             )
-        choice: dict[str, Any] = next(iter(values.get("choices") or ()), {})
-        message = choice.get("delta") or choice.get("message") or {}
-        usage = values.get("usage") or {}
+        choice, usage = next(_objects(values.get("choices")), {}), next(_objects([values.get("usage")]), {})
+        message = next(_objects([choice.get("delta"), choice.get("message")]), {})
+        marked = _texts_in_markup(message)
         return DecodedResponse(
             time_ns=time_ns,
-            text=choice.get("text") or message.get("content") or message.get("reasoning_content") or "",
-            tokens=usage.get("completion_tokens"),
-            prompt_tokens=usage.get("prompt_tokens"),
-            finish_reason=choice.get("finish_reason"),
+            text=marked + (_text_of(choice.get("text")) or _text_of(message.get("content"))),
+            in_markup=bool(marked),
+            tokens=_count_in(usage, "completion_tokens"),
+            prompt_tokens=_count_in(usage, "prompt_tokens"),
+            finish_reason=_text_of(choice.get("finish_reason")) or None,
         )
+
+
+def _objects(values: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a list; a server may send anything."""
+    yield from (each for each in values if isinstance(each, Mapping)) if isinstance(values, list) else ()
+
+
+def _count_in(usage: Mapping[str, Any], name: str) -> int | None:
+    number = usage.get(name)
+    return number if isinstance(number, int) else None
+
+
+def _texts_in_markup(message: Mapping[str, Any]) -> str:
+    """Return the reasoning and the calls of a message or of its part, which servers take out of the model's text."""
+    # Some servers send the same reasoning under two names.
+    reasoning = (message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    calls = [call.get("function") for call in _objects(message.get("tool_calls"))] + [message.get("function_call")]
+    parts = [
+        next((text for each in reasoning if (text := _text_of(each))), ""),
+        *(_text_of(call.get(name)) for call in _objects(calls) for name in ("name", "arguments")),
+        _text_of(message.get("refusal")),
+    ]
+    return "".join(parts)
+
+
+def _text_of(content: object) -> str:
+    """Return the text of a content, which is a text or, in some dialects, a list of parts that have texts."""
+    if isinstance(content, list):
+        return "".join(map(_text_of, content))
+    if isinstance(content, Mapping):
+        return next((text for name in ("text", "thinking", "content") if (text := _text_of(content.get(name)))), "")
+    return content if isinstance(content, str) else ""
 
 
 def _parse_event(content: bytes) -> Mapping[str, Any]:
