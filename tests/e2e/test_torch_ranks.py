@@ -5,9 +5,7 @@ On a machine with GPUs TRTSERVE_TEST_DEVICE=cuda runs the same tests with NCCL, 
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +145,9 @@ def test_the_deadline_names_the_rank_that_the_others_wait_for(root: Path) -> Non
 
     def stop_rank() -> None:
         _, pid = running_rank(plan.name, 1, plan.store)
-        os.kill(pid, signal.SIGSTOP)
+        rank = psutil.Process(pid)
+        for process in (rank, *rank.children(recursive=True)):  # its stub would go on without it
+            process.suspend()
 
     with ThreadPoolExecutor(1) as pool:
         stopping = pool.submit(stop_rank)

@@ -17,8 +17,7 @@ from tests.gpu.served_bench import ANSWER, PROMPT, behind_triton, measured, prin
 from tests.support.devices import DEVICE
 from tests.support.model_server import ModelServer, integers
 from trtserve.artifacts import ModelRepository
-from trtserve.pipeline.gpu_fit import RESERVE, fit_gpu
-from trtserve.pipeline.gpus import Gpu
+from trtserve.pipeline.gpu_fit import RESERVE, Gpu, fit_gpu
 from trtserve.specs import BuildSpec
 
 _CHUNK = 1 << 24

@@ -18,7 +18,7 @@ from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, NetworkError
 from trtserve.pipeline.model import download_folder, import_model
 from trtserve.store import Store
-from trtserve.store.hub import RemoteFile, Revision, answers
+from trtserve.store.hub import RemoteFile, Revision, calls
 
 ID = "acme/tiny"
 Lie = Callable[[dict[str, Any]], object]
@@ -303,4 +303,4 @@ def test_a_stored_manifest_that_leads_elsewhere(hub: Hub, tiny: Path, home: Path
 
 @pytest.mark.parametrize("name", ["a.json", "a/b.json", "ünï/ço dé.txt", ".gitattributes", "…", "a..b", "x" * 240])
 def test_names_of_real_repositories_are_taken(name: str) -> None:
-    assert answers.file_name(ID, name) == name
+    assert calls.file_name(ID, name) == name

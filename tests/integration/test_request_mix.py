@@ -34,7 +34,7 @@ from trtserve.artifacts import Model
 from trtserve.executor import api
 from trtserve.executor.engine.shapes import LoraShape
 from trtserve.executor.openvino import paged_model
-from trtserve.executor.openvino.decode_padding import SIZES
+from trtserve.executor.openvino.paged_model import SIZES
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec

@@ -25,8 +25,8 @@ from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.tensorrt_llm import TensorrtLlmRuntime
-from trtserve.repository.core_models import CoreModel
 from trtserve.repository.engines import rebuild_command
+from trtserve.repository.served import CoreModel
 from trtserve.specs import BuildSpec
 from trtserve.store import Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from trtserve.nvidia.releases.containers import all_containers, latest_container
-from trtserve.nvidia.releases.triton import EMBEDDED_TAG, advisories_of, known_faults
+from trtserve.nvidia.releases.converters import EMBEDDED_TAG, advisories_of, known_faults
 from trtserve.server.doctor.stub import check_faults
 
 

@@ -8,8 +8,13 @@ from tests.doubles.build_options import flags
 from tests.doubles.flags import Flag
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import RELEASES, order
-from trtserve.nvidia.releases.engine_config import SPECULATIVE_MODES, speculative_mode
-from trtserve.nvidia.releases.options import build_flags, build_notes, check_build_arguments
+from trtserve.nvidia.releases.options import (
+    SPECULATIVE_MODES,
+    build_flags,
+    build_notes,
+    check_build_arguments,
+    speculative_mode,
+)
 
 TAKEN = [
     ("0.12", "--max_batch_size 8 --max_input_len 1024 --max_seq_len 2048 --gemm_plugin float16 --workers 2"),

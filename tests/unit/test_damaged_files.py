@@ -36,8 +36,8 @@ from trtserve.programs.shared.arrays import read_array
 from trtserve.programs.shared.lora_names import LoraNames
 from trtserve.repository.check.rules import refusal
 from trtserve.repository.config import read_config as read_model_config
-from trtserve.repository.core_models import read_model_yaml
 from trtserve.repository.engines import read_engine
+from trtserve.repository.served import read_model_yaml
 from trtserve.repository.tokenizer import token_ids
 
 DEEP = 50_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trtserve.executor.engine.model import StepInputs, single_sequence
-from trtserve.executor.openvino.decode_padding import (
+from trtserve.executor.openvino.paged_model import (
     SIZES,
     least,
     measure_steps,

@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.large_models import llama_2_7b
 from trtserve.errors import UsageError
-from trtserve.pipeline.gpu_fit import fit_gpu, fitting_step, shorter_fit, smallest_fit
-from trtserve.pipeline.gpus import GPUS, Gpu, find_gpu, parse_size
+from trtserve.pipeline.gpu_fit import GPUS, Gpu, find_gpu, fit_gpu, fitting_step, parse_size, shorter_fit, smallest_fit
 from trtserve.specs import BuildSpec
 
 

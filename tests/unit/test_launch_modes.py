@@ -13,7 +13,7 @@ from trtserve.cli.start import start
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host.gpus import require_gpus, split_gpus
 from trtserve.nvidia.releases import RELEASES
-from trtserve.repository.core_models import CoreModel, device_groups
+from trtserve.repository.served import CoreModel, device_groups
 from trtserve.server import launch
 from trtserve.server.launch import CLUSTERS, cluster
 from trtserve.server.launch.commands import LaunchSetup

@@ -22,8 +22,7 @@ from trtserve.errors import ArtifactError, BuildError, CorruptFileError
 from trtserve.executor.engine.model import ModelRunner, single_sequence
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.openvino import paged_model
-from trtserve.executor.openvino.decode_padding import SIZES
-from trtserve.executor.openvino.paged_model import PagedModel, openvino_core
+from trtserve.executor.openvino.paged_model import SIZES, PagedModel, openvino_core
 
 # Prompts of 40, 9 and 70 tokens: whole, in chunks, token by token, and mixed with each other.
 SEQUENCES = {

@@ -23,11 +23,10 @@ from trtserve.nvidia.releases.containers import (
     shares_engines,
     source_build,
 )
-from trtserve.nvidia.releases.converters import converter_script, converters, named_script
+from trtserve.nvidia.releases.converters import converter_script, converters, launcher_facts, named_script
 from trtserve.nvidia.releases.installed import engine_route, has_engine_path, installed, require_engine_path
 from trtserve.nvidia.releases.loaders import keys_of_release
 from trtserve.nvidia.releases.options import all_build_flags
-from trtserve.nvidia.releases.triton import launcher_facts
 
 
 def test_releases_are_listed_in_order() -> None:

@@ -11,8 +11,8 @@ from trtserve.cli.options import JsonOption, QuietOption, models
 from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table
 from trtserve.errors import UsageError, counted
 from trtserve.specs import CheckSpec
-from trtserve.specs.check import CHECKPOINTS
 from trtserve.specs.options import given_flags
+from trtserve.specs.repository import CHECKPOINTS
 
 if TYPE_CHECKING:
     from trtserve.artifacts import Artifact

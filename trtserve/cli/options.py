@@ -57,7 +57,7 @@ def servers(incomplete: str) -> list[str]:
 
 def gpus(incomplete: str) -> list[str]:
     """Return the names of GPUs that `plan --gpu` knows."""
-    from trtserve.pipeline.gpus import GPUS
+    from trtserve.pipeline.gpu_fit import GPUS
 
     return sorted(GPUS)
 

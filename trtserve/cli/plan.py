@@ -15,8 +15,7 @@ from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 if TYPE_CHECKING:
     from trtserve.pipeline.estimate import GpuAnswer, MachineFit, ModelNeed
-    from trtserve.pipeline.gpu_fit import GpuFit
-    from trtserve.pipeline.gpus import Gpu
+    from trtserve.pipeline.gpu_fit import Gpu, GpuFit
     from trtserve.pipeline.stages import StageNeeds
 
 _CONVERT = Fields(
@@ -92,7 +91,7 @@ def plan(
 
 
 def _gpu(name: str | None, memory: str | None) -> Gpu | None:
-    from trtserve.pipeline.gpus import Gpu, find_gpu, parse_size
+    from trtserve.pipeline.gpu_fit import Gpu, find_gpu, parse_size
 
     if name is not None and memory is not None:
         raise UsageError("--gpu and --gpu-memory were both given; give one.")

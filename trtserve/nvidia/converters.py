@@ -20,9 +20,8 @@ from trtserve.errors import ConversionError, MissingDependencyError, ModelOptMis
 from trtserve.nvidia.containers import ContainerRun, known_container, require_installed_in
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.containers import latest_container
-from trtserve.nvidia.releases.converters import QUANTIZE_SCRIPT, converter_script, named_script
+from trtserve.nvidia.releases.converters import QUANTIZE_SCRIPT, converter_script, launcher_facts, named_script
 from trtserve.nvidia.releases.installed import Installed, installed, interpreter, require_engine_path
-from trtserve.nvidia.releases.triton import launcher_facts
 from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
 from trtserve.progress import Progress

@@ -17,8 +17,7 @@ from trtserve.errors import BuildError, MachineError, MissingDependencyError, Un
 from trtserve.host import machine
 from trtserve.host.gpus import Device, count_gpus, visible_gpu
 from trtserve.host.machine import format_bytes
-from trtserve.nvidia.build_arguments import build_arguments
-from trtserve.nvidia.build_log import BuildLog, duration
+from trtserve.nvidia.build_arguments import BuildLog, build_arguments, duration
 from trtserve.nvidia.containers import (
     ContainerRun,
     container_name,

@@ -20,8 +20,7 @@ from trtserve.host.machine import available_memory, free_disk, require_disk
 from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion
-from trtserve.pipeline.gpu_fit import GpuFit, fit_gpu, fitting_step, gpu_notes, shorter_fit, smallest_fit
-from trtserve.pipeline.gpus import Gpu, own_gpu
+from trtserve.pipeline.gpu_fit import Gpu, GpuFit, fit_gpu, fitting_step, gpu_notes, own_gpu, shorter_fit, smallest_fit
 from trtserve.pipeline.known_models import outline_model, plan_known_model
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, memory_needs
 from trtserve.pipeline.model import ModelPlan, plan_model

@@ -17,10 +17,10 @@ from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError,
 from trtserve.executor.loaders import embedded_runtime, engine_files
 from trtserve.files import read_json_object
 from trtserve.nvidia.engine_files import tensorrt_version
-from trtserve.nvidia.releases.engine_config import speculative_mode
+from trtserve.nvidia.releases.options import speculative_mode
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import read_config
-from trtserve.repository.core_models import CoreModel, core_models
+from trtserve.repository.served import CoreModel, core_models
 from trtserve.specs.runtime import weights_precision
 from trtserve.store import Store
 

@@ -13,7 +13,7 @@ from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError,
 from trtserve.files import is_weights, read_json_object, require_own
 from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile, Revision
-from trtserve.store.hub.answers import COMMIT
+from trtserve.store.hub.calls import COMMIT
 from trtserve.store.sources import Source
 
 CONFIG = "config.json"

@@ -14,13 +14,11 @@ from trtserve.errors import RepositoryError, TrtserveError
 from trtserve.executor.loaders import embedded_runtime, engine_files
 from trtserve.files import read_json_object, require_own
 from trtserve.nvidia.releases import RELEASES, release_of
-from trtserve.nvidia.releases.engine_config import speculative_mode
-from trtserve.nvidia.releases.options import build_flags
+from trtserve.nvidia.releases.options import build_flags, speculative_mode
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.core_models import CoreModel
 from trtserve.repository.layout import VERSION, model_names
 from trtserve.repository.profiles import CORE, PREPROCESSING
-from trtserve.repository.served import ServedRepository
+from trtserve.repository.served import CoreModel, ServedRepository
 from trtserve.specs import RepositorySpec
 from trtserve.specs.command_line import PLACE, given_values, option_words, spec_of
 from trtserve.store import link_or_copy

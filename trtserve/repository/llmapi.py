@@ -16,13 +16,13 @@ from trtserve.nvidia.releases import NEWEST, normalize_release, order, release_o
 from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions, config_text, llmapi_config_text
-from trtserve.repository.core_models import LLMAPI_FILE, device_groups
 from trtserve.repository.engines import own_files
 from trtserve.repository.layout import VERSION, model_names, root_of
 from trtserve.repository.options import require_one_gpu_each
 from trtserve.repository.profiles import BLS, CORE, llmapi_model, profile
 from trtserve.repository.programs import LLMAPI, LLMAPI_BLS, program_digest, write_program
 from trtserve.repository.publishing import RepositoryPlan, exists
+from trtserve.repository.served import LLMAPI_FILE, device_groups
 from trtserve.repository.tokenizer import check_tokenizer, tokenizer_files
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy

@@ -20,11 +20,11 @@ from trtserve.host.gpus import Device, count_gpus, list_gpus, require_gpus, visi
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, differences, format_bytes
 from trtserve.host.ports import is_free, owner
 from trtserve.nvidia.containers import known_container, require_docker
-from trtserve.nvidia.releases.triton import EMBEDDED_TAG, WORKER, known_faults
+from trtserve.nvidia.releases.converters import EMBEDDED_TAG, WORKER, known_faults
 from trtserve.process import ProcessId, arguments, program
 from trtserve.progress import Progress
 from trtserve.repository.check.files import require_intact
-from trtserve.repository.core_models import CoreModel
+from trtserve.repository.served import CoreModel
 from trtserve.server.doctor import raise_failed
 from trtserve.server.doctor.examination import require_machine
 from trtserve.server.doctor.system import check_shared_memory

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtserve.host.machine import format_bytes
-from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH
+from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH
 from trtserve.process import ProcessId, arguments, children, environment_of, program, tree, usage
 from trtserve.server.state import Instance, Server, Stub
 from trtserve.server.triton import server_log

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trtserve.specs.bench import BenchRuns, BenchSpec
     from trtserve.specs.build import BUILDER_FIELDS, BuildSpec, KvPrecision, RuntimeName
-    from trtserve.specs.check import CheckSpec
     from trtserve.specs.convert import CALIBRATED, Converter, ConvertSpec, DType, Quantization
-    from trtserve.specs.repository import RepositorySpec
+    from trtserve.specs.repository import CheckSpec, RepositorySpec
     from trtserve.specs.server import ServerSpec
 
 __all__ = [
@@ -40,7 +39,7 @@ _MODULES = {
     "ConvertSpec": "convert",
     "DType": "convert",
     "Quantization": "convert",
-    "CheckSpec": "check",
+    "CheckSpec": "repository",
     "BUILDER_FIELDS": "build",
     "BuildSpec": "build",
     "KvPrecision": "build",

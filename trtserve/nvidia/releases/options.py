@@ -1,4 +1,4 @@
-"""Options of NVIDIA's tools: flags of `trtllm-build`, arguments of the LLM API, and what old guides still show."""
+"""Options of NVIDIA's tools: flags of `trtllm-build`, arguments of the LLM API, coded modes, and old guides."""
 
 from __future__ import annotations
 
@@ -229,3 +229,21 @@ def _first(tools: tuple[str, ...], name: str) -> OldOption | None:
 
 def _key(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
+
+
+SPECULATIVE_MODES = (
+    "none",
+    "draft_tokens_external",
+    "medusa",
+    "lookahead_decoding",
+    "explicit_draft_tokens",
+    "eagle",
+)
+"""`speculative_decoding_mode` has one bit for each: 1 for the first, then 2, 4, 8 …"""
+
+
+def speculative_mode(number: object) -> str | None:
+    """Return the name of a mode, or None for a value without one of these bits."""
+    if isinstance(number, int) and number > 0 and number.bit_length() <= len(SPECULATIVE_MODES):
+        return SPECULATIVE_MODES[number.bit_length() - 1]
+    return None

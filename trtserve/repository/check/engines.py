@@ -13,7 +13,7 @@ from trtserve.errors import RepositoryError, TrtserveError, counted
 from trtserve.files import parse_json
 from trtserve.nvidia.engine_files import begins_like_an_engine
 from trtserve.nvidia.releases import release_of
-from trtserve.nvidia.releases.engine_config import speculative_mode
+from trtserve.nvidia.releases.options import speculative_mode
 from trtserve.repository.adapters import CONFIG, WEIGHTS, resolve_adapters
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import (
@@ -26,11 +26,11 @@ from trtserve.repository.check.rules import (
     with_engine,
     with_gpu_engine,
 )
-from trtserve.repository.core_models import LLMAPI_FILE
 from trtserve.repository.draft import require_pair
 from trtserve.repository.engines import lacking_files, rank_sizes
 from trtserve.repository.layout import model_names
 from trtserve.repository.profiles import BLS, CORE
+from trtserve.repository.served import LLMAPI_FILE
 
 _RANK = re.compile(r"rank(\d+)\.(engine|xml|bin)")
 _CONSTANT = re.compile(rb'\boffset="(\d+)"[^>]*?\bsize="(\d+)"')

@@ -11,8 +11,8 @@ from trtserve.errors import RepositoryError
 from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, model_rule, of_role, refusal, rule
-from trtserve.repository.core_models import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml
 from trtserve.repository.llmapi import KEYWORDS, OWN_KEYS, require_setting, require_weights
+from trtserve.repository.served import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml
 
 _TRITON_KEYS = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
 

@@ -15,7 +15,6 @@ from trtserve.executor.loaders import embedded_runtime, is_embedded_runtime
 from trtserve.nvidia.releases import NEWEST, RELEASES, order, release_of
 from trtserve.repository.check.rules import Finding
 from trtserve.repository.config import parameter_texts, read_config
-from trtserve.repository.core_models import LLMAPI_FILE, CoreModel, core_models
 from trtserve.repository.engines import Installation
 from trtserve.repository.layout import PACKAGE
 from trtserve.repository.profiles import (
@@ -30,6 +29,7 @@ from trtserve.repository.profiles import (
     llmapi_model,
     profile,
 )
+from trtserve.repository.served import LLMAPI_FILE, CoreModel, core_models
 
 LLMAPI = "llmapi"
 """Role of a model of the LLM API, in addition to those of `profiles.MODELS`."""

@@ -13,8 +13,8 @@ from trtserve.executor.runtimes import RUNTIMES, automatic_runtime
 from trtserve.host import machine
 from trtserve.host.gpus import Gpus, find_gpus
 from trtserve.nvidia.releases import NEWEST, RELEASES
+from trtserve.nvidia.releases.converters import launcher_facts
 from trtserve.nvidia.releases.installed import Installed, installed
-from trtserve.nvidia.releases.triton import launcher_facts
 from trtserve.progress import SILENT, Progress
 from trtserve.server.doctor import (
     GROUPS,

@@ -26,8 +26,8 @@ from trtserve.nvidia.releases.containers import (
     newest_cuda,
     runs_on,
 )
+from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, launcher_facts
 from trtserve.nvidia.releases.installed import BUILDER, Installed, has_engine_path, interpreter, require_engine_path
-from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH, launcher_facts
 from trtserve.process import Command, run
 from trtserve.repository.profiles import llmapi_model
 from trtserve.server.doctor import ENGINES, GPU, LLMAPI, PYTORCH, TENSORRT_LLM, CheckResult, State, report_for

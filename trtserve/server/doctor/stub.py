@@ -19,7 +19,7 @@ from trtserve.errors import MissingDependencyError, TrtserveError
 from trtserve.files import write_json
 from trtserve.host.machine import install_command
 from trtserve.host.ports import free_ports
-from trtserve.nvidia.releases.triton import EMBEDDED_TAG, known_faults
+from trtserve.nvidia.releases.converters import EMBEDDED_TAG, known_faults
 from trtserve.process import Command, run, spawn
 from trtserve.server.doctor import EMBEDDED, CheckResult, report_for
 from trtserve.server.triton import installation

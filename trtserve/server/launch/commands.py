@@ -11,7 +11,7 @@ from trtserve.gateway.settings import read_key
 from trtserve.host.gpus import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address
 from trtserve.nvidia.releases import NEWEST
-from trtserve.nvidia.releases.triton import CORE_MODEL, TRITONSERVER, launcher_facts
+from trtserve.nvidia.releases.converters import CORE_MODEL, TRITONSERVER, launcher_facts
 from trtserve.process import Command
 from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import launch_release

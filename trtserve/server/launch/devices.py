@@ -18,7 +18,7 @@ from pathlib import Path
 from trtserve.errors import RepositoryError, counted
 from trtserve.files import writing
 from trtserve.progress import Progress
-from trtserve.repository.core_models import CoreModel, Groups
+from trtserve.repository.served import CoreModel, Groups
 from trtserve.store.integrity import accept_change
 
 _DEFAULT = 8

@@ -12,9 +12,8 @@ from typing import Final
 
 from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.host.gpus import count_gpus
-from trtserve.nvidia.releases.triton import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
-from trtserve.repository.core_models import CoreModel
-from trtserve.repository.served import ServedRepository
+from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
+from trtserve.repository.served import CoreModel, ServedRepository
 from trtserve.server.launch.commands import Launch, LaunchSetup, rank_arguments, under_mpirun, without_mpi
 from trtserve.server.launch.devices import (
     require_engines_here,

@@ -15,7 +15,7 @@ from trtserve.errors import ArtifactError, CorruptFileError, NetworkError, Unsup
 from trtserve.files import is_below
 from trtserve.host.machine import format_bytes
 from trtserve.store import link_or_copy
-from trtserve.store.hub import answers
+from trtserve.store.hub import calls
 from trtserve.store.hub.calls import endpoint as endpoint
 from trtserve.store.hub.calls import explained, offline, transport_error
 
@@ -71,20 +71,20 @@ def resolve(repository: str, revision: str | None, *, token: str | None = None) 
     """Pin `revision` (branch, tag, commit; None: the default branch) to a commit and list its files.
 
     Raises ModelNotFoundError, AccessDeniedError or NetworkError when the hub does not answer, and NetworkError for an
-    answer that no hub gives (see `answers`): its commit and its names become paths on this machine.
+    answer that no hub gives (see `calls`): its commit and its names become paths on this machine.
     """
     from huggingface_hub import HfApi
 
     if is_offline():
         raise offline(repository)
     api = HfApi(endpoint=endpoint(), token=token)
-    with answers.understood(repository):
+    with calls.understood(repository):
         info = api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
-    answers.repository_id(repository, info.id)
-    commit = answers.commit(repository, info.sha)
-    listed = answers.siblings(repository, info.siblings)
+    calls.repository_id(repository, info.id)
+    commit = calls.commit(repository, info.sha)
+    listed = calls.siblings(repository, info.siblings)
     for sibling in listed:
-        answers.file_name(repository, sibling.rfilename)
+        calls.file_name(repository, sibling.rfilename)
     return Revision(
         repository=repository,
         commit=commit,
@@ -112,8 +112,8 @@ def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) 
         return _file_by_header(repository, commit, name, token)
     return RemoteFile(
         name=name,
-        size=answers.size(repository, name, size),
-        digest=answers.digest(repository, name, scheme, digest),
+        size=calls.size(repository, name, size),
+        digest=calls.digest(repository, name, scheme, digest),
     )
 
 
@@ -122,17 +122,17 @@ def _file_by_header(repository: str, commit: str, name: str, token: str | None) 
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repository, name, revision=commit, endpoint=endpoint())
-    with answers.understood(repository):
+    with calls.understood(repository):
         metadata = get_hf_file_metadata(url, token=token)
-    if metadata.size is None or not answers.COMMIT.fullmatch(metadata.etag or ""):
+    if metadata.size is None or not calls.COMMIT.fullmatch(metadata.etag or ""):
         raise NetworkError(
             f"{endpoint()} gives neither size nor hash of {name} in {repository}.",
             hint="Check that HF_ENDPOINT is the address of a hub or of a complete mirror.",
         )
     return RemoteFile(
         name=name,
-        size=answers.size(repository, name, metadata.size),
-        digest=answers.digest(repository, name, "git" if len(metadata.etag or "") == 40 else "sha256", metadata.etag),
+        size=calls.size(repository, name, metadata.size),
+        digest=calls.digest(repository, name, "git" if len(metadata.etag or "") == 40 else "sha256", metadata.etag),
     )
 
 
@@ -182,7 +182,7 @@ def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = No
         raise offline(revision.repository)
     api = HfApi(endpoint=endpoint(), token=token)
     try:
-        with answers.understood(revision.repository):
+        with calls.understood(revision.repository):
             found = api.parse_safetensors_file_metadata(revision.repository, file.name, revision=revision.commit)
     except SafetensorsParsingError as error:
         raise CorruptFileError(f"{file.name} of {revision.repository} has no valid header: {error}.") from error
@@ -239,7 +239,7 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
         raise offline(revision.repository)
     url = hf_hub_url(revision.repository, file.name, revision=revision.commit, endpoint=endpoint())
     try:
-        with _CountedFile(part, file.size, task) as handle, answers.understood(revision.repository):
+        with _CountedFile(part, file.size, task) as handle, calls.understood(revision.repository):
             handle.seek(0, os.SEEK_END)
             http_get(
                 url, handle, resume_size=handle.tell(), headers=build_hf_headers(token=token), expected_size=file.size
@@ -341,7 +341,7 @@ def cached_revision(repository: str, revision: str | None) -> Revision | None:
     for path in sorted(snapshot.rglob("*")):
         if path.is_file():
             blob = path.resolve().name
-            named = path.is_symlink() and answers.COMMIT.fullmatch(blob)
+            named = path.is_symlink() and calls.COMMIT.fullmatch(blob)
             scheme = "git" if len(blob) == 40 else "sha256"
             digest = f"{scheme}:{blob}" if named else digest_of(path, "sha256")
             files.append(RemoteFile(name=str(path.relative_to(snapshot)), size=path.stat().st_size, digest=digest))
