@@ -23,12 +23,16 @@ from trtserve.repository.engines import read_engine
 from trtserve.store import Store
 
 ID = "acme/tiny-llama"
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 FLOAT32 = ("--dtype", "float32", "--max-seq-len", "128", "--max-batch-size", "2")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / TEMPLATE).write_text("{{ tools }}")
+    return folder
 
 
 @pytest.fixture
@@ -64,6 +68,7 @@ def test_from_hub_to_repository_in_a_process_of_its_own(hub: Hub) -> None:
     for model in ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls", "tiny-llama"):
         assert (Path(first) / model / "config.pbtxt").is_file()
     assert (Path(first) / "tensorrt_llm" / "1" / "rank0.bin").is_file()
+    assert (Path(first) / "preprocessing" / "1" / "tokenizer" / TEMPLATE).is_file()
     # Progress bars of the hub's client would show as carriage returns or per cent signs.
     assert "\r" not in ran.stderr
     assert "%" not in ran.stderr

@@ -51,7 +51,7 @@ class HubModel:
     endless: set[str] = field(default_factory=set)
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir() if path.is_file())
+        return sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
 
     def size(self, name: str) -> int:
         return (self.folder / name).stat().st_size + self.wrong_size.get(name, 0)
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[:2] == ["api", "models"]:
             self._answer_listing("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main", token)
         elif parts[0] == "cdn":
-            self._send_file(self.hub.models["/".join(parts[1:3])], parts[3], {}, with_body)
+            self._send_file(self.hub.models["/".join(parts[1:3])], "/".join(parts[3:]), {}, with_body)
         elif len(parts) >= 5 and parts[2] == "resolve":
             self._answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), token, with_body)
         else:

@@ -12,7 +12,7 @@ import numpy as np
 from tests.support.described_models import described
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.tensors import ModelDescription, Reply, Tensor
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tokenizer import _RENDERER, TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.served import Backend, ServedModel
@@ -37,6 +37,7 @@ class ScriptedTriton(Backend):
         encoder = Encoder(files)
         for lane in (encoder._short, encoder._long):  # unit tests start no process
             lane.process = None
+            lane.templates = _RENDERER
         self._served = (
             ServedModel(
                 name=NAME,

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 
+from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import ModelDescription, Reply, Tensor
 from trtserve.client.tokenizer import (
     TokenizerFiles,
-    chat_prompts,
+    chat_texts,
     end_words,
     find_chat_template,
     find_tokenizer,
     messages,
+    prepare_prompts,
     render,
 )
-from trtserve.errors import UsageError
+from trtserve.errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    from trtserve.client.transport import SyncClient
 
 TEMPLATES = {
     "llama": (
@@ -70,6 +78,70 @@ def test_template_is_found_in_every_known_file(folder: Path) -> None:
     assert find_chat_template(TokenizerFiles(folder)) == "its own file"
 
 
+def test_named_templates_are_those_of_transformers(folder: Path) -> None:
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "documents"}]
+    files = with_config(folder, chat_template=several)
+    assert find_chat_template(files, tools=True) == "tools"
+    with pytest.raises(UsageError, match=r"has the chat templates rag, tool_use, and none of them is named default"):
+        find_chat_template(files)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools of a file")
+    (folder / "chat_template.jinja").write_text("the default")
+    files = TokenizerFiles(folder)
+    assert files.chat_templates == files.tokenizer.chat_template
+    assert (find_chat_template(files), find_chat_template(files, tools=True)) == ("the default", "tools of a file")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"extra_special_tokens": {"image_token": "<image>", "boi_token": "<boi>"}},
+        {"image_token": "<image>", "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}}},
+        {"model_specific_special_tokens": {"audio_token": "<audio>"}},
+        {"extra_special_tokens": ["<a>", "<b>"], "cls_token": "<cls>"},
+        {"additional_special_tokens": ["<a>"], "image_token": {"__type": "AddedToken", "content": "<image>"}},
+        {"bos_token": None, "tokenizer_class": "Qwen2Tokenizer"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mapped", [{}, {"bos_token": {"content": "<unk>"}, "sep_token": "<sep>"}], ids=str)
+def test_special_tokens_are_those_of_transformers(
+    folder: Path, settings: dict[str, Any], mapped: dict[str, Any]
+) -> None:
+    (folder / "special_tokens_map.json").write_text(json.dumps(mapped))
+    files = with_config(folder, **settings)
+    assert files.special_tokens() == files.tokenizer.special_tokens_map
+
+
+def test_tokens_that_only_the_tokenizers_class_names(folder: Path) -> None:
+    files = with_config(folder, tokenizer_class="GPT2Tokenizer")
+    content = {key: value for key, value in files.config.items() if key not in ("bos_token", "eos_token")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    files = TokenizerFiles(folder)
+    assert files.special_tokens() == files.tokenizer.special_tokens_map
+    assert files.special_tokens()["bos_token"] == "<|endoftext|>"
+
+
+def test_variables_of_a_template_are_those_of_transformers(folder: Path) -> None:
+    template = (
+        "{{ tools is none }}{{ documents is none }}{{ image_token }}{{ 'tool_calls' in messages[0] }}"
+        "{{ messages[0].thinking ~ messages[0].reasoning_content }}{{ tools is defined and tools is not none }}{{ enable_thinking is defined }}{{ add_generation_prompt }}"
+    )
+    files = with_config(folder, chat_template=template, extra_special_tokens={"image_token": "<image>"})
+    conversation = [{"role": "user", "content": "Hi", "tool_calls": None, "reasoning": "so"}]
+    given: list[dict[str, Any]] = [
+        {},
+        {"enable_thinking": False},
+        {"add_generation_prompt": False},
+        {"image_token": "<mine>"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "documents": [{"title": "t", "text": "x"}]},
+    ]
+    for variables in given:
+        known = {"add_generation_prompt": True, **variables}
+        expected = files.tokenizer.apply_chat_template(conversation, tokenize=False, **known)
+        assert render(template, conversation, files.special_tokens(), variables) == expected
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("system", [None, "Be <kind> & brief."])
 def test_templates_are_rendered_as_transformers_does(folder: Path, name: str, system: str | None) -> None:
@@ -91,56 +163,103 @@ def test_invalid_or_unsafe_template_is_refused(template: str) -> None:
         render(template, messages("x", None), {})
 
 
-def prompt_text(files: TokenizerFiles, template: str, *, adds_special: bool = True) -> str:
-    prompt = chat_prompts(QuerySpec(prompts=("Hi",)), files, template, adds_special=adds_special)
-    return prompt.texts[0]
+class Preprocessing:
+    """A client of a server whose preprocessing model encodes with the tokenizer of a folder."""
+
+    def __init__(self, folder: Path, *, adds_special: bool = True, core: bool = True) -> None:
+        self.files, self.core = TokenizerFiles(folder), core
+        self.adds_special = str(adds_special)
+        self.asked = 0
+
+    def describe(self, model: str) -> ModelDescription:
+        if model == "tensorrt_llm" and not self.core:
+            raise RequestError("no such model")
+        return described(model, add_special_tokens=self.adds_special)
+
+    def infer(self, _: ModelDescription, tensors: Sequence[Tensor], **__: Any) -> Iterator[Reply]:
+        self.asked += 1
+        ids = self.files.encode(tensors[0].flat()[0], special=True)
+        yield Reply(outputs={"INPUT_ID": np.array([ids]), "REQUEST_INPUT_LEN": np.array([[len(ids)]])})
+
+    def sent(self, model: str = "tensorrt_llm_bls", **settings: Any) -> list[int]:
+        """Return the ids that the engine gets for the question `Hi`."""
+        spec = QuerySpec(prompts=("Hi",), tokenizer=self.files.folder, **settings)
+        client = cast("SyncClient", self)
+        prompts, _, asked = prepare_prompts(spec, described(model), Endpoint(), client)
+        if prompts.token_ids:
+            assert asked.name == "tensorrt_llm"
+            return list(prompts.token_ids[0])
+        return self.files.encode(prompts.texts[0], special=self.adds_special == "True")
 
 
-@pytest.mark.parametrize("template", ["{{ bos_token }}[{{ messages[0].content }}]", "[{{ messages[0].content }}]"])
-def test_prompt_has_one_bos(folder: Path, template: str) -> None:
-    files = with_config(folder, chat_template=template)
-    bos = files.tokenizer.bos_token_id
-    ids = files.encode(prompt_text(files, template), special=True)
-    assert ids.count(bos) == 1
-    assert ids[1:] == files.encode("[Hi]", special=False)
+def piece(name: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": name, "type_id": 0}}
 
 
-def test_bos_of_the_template_stays_if_nothing_else_adds_one(folder: Path) -> None:
-    template = "{{ bos_token }}{{ messages[0].content }}"
-    files = TokenizerFiles(folder)
-    assert prompt_text(files, template, adds_special=False) == "<s>Hi"
-    content = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
-    bare = TokenizerFiles(folder)
-    assert prompt_text(bare, template) == "<s>Hi"
-    assert bare.encode(prompt_text(bare, template), special=True).count(1) == 1
+def template_of(*pieces: Any) -> dict[str, Any]:
+    """A post-processor that puts special tokens around a text."""
+    return {
+        "type": "TemplateProcessing",
+        "single": list(pieces),
+        "pair": [_TEXT, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {
+            name: {"id": name, "ids": [id], "tokens": [name]} for name, id in (("<s>", 1), ("</s>", 2))
+        },
+    }
 
 
-_TEMPLATE = {
-    "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-    "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-}
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 _BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+_BOS = template_of(piece("<s>"), _TEXT)
+PROCESSORS = {
+    "none": None,
+    "bytes": _BYTES,
+    "bos": _BOS,
+    "bytes and bos": {"type": "Sequence", "processors": [_BYTES, _BOS]},
+    "nothing": template_of(_TEXT),
+    "eos": template_of(_TEXT, piece("</s>")),
+    "both": template_of(piece("<s>"), _TEXT, piece("</s>")),
+    "bert": {"type": "BertProcessing", "sep": ["</s>", 2], "cls": ["<s>", 1]},
+}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"add_bos_token": True},
+    {"add_bos_token": False},
+    {"add_bos_token": True, "add_eos_token": True, "tokenizer_class": "LlamaTokenizer"},
+    {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
+    {"tokenizer_class": "GemmaTokenizer", "add_bos_token": False},
+    {"tokenizer_class": "Qwen2Tokenizer"},
+    {"tokenizer_class": "GPT2Tokenizer"},
+]
 
 
-@pytest.mark.parametrize(
-    "processor",
-    [
-        None,
-        _BYTES,
-        _TEMPLATE,
-        {"type": "Sequence", "processors": [_BYTES, _TEMPLATE]},
-        {**_TEMPLATE, "single": [{"Sequence": {"id": "A", "type_id": 0}}]},
-        {"type": "BertProcessing", "sep": ["</s>", 2], "cls": ["<s>", 1]},
-    ],
-)
-def test_adds_bos_agrees_with_the_tokenizer(folder: Path, processor: Any) -> None:
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_a_template_becomes_the_ids_of_transformers_on_every_way(
+    folder: Path, processor: str, settings: dict[str, Any]
+) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps({**content, "post_processor": processor}))
-    files = TokenizerFiles(folder)
-    assert files.adds_bos() == (files.encode("a", special=True)[0] == files.tokenizer.bos_token_id)
+    (folder / "tokenizer.json").write_text(json.dumps({**content, "post_processor": PROCESSORS[processor]}))
+    question = [{"role": "user", "content": "Hi"}]
+    for template in ("{{ bos_token }}[{{ messages[0].content }}]", "[{{ messages[0].content }}]", "{{ messages[0].content }}</s>"):
+        files = with_config(folder, chat_template=template, **settings)
+        expected = files.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+        for adds_special in (True, False):
+            server = Preprocessing(folder, adds_special=adds_special)
+            assert server.sent() == expected
+            assert server.sent("tensorrt_llm") == expected
+
+
+def test_a_server_without_a_core_model_gets_the_text(folder: Path) -> None:
+    with_config(folder, chat_template="{{ messages[0].content }}!")
+    assert Preprocessing(folder, core=False).sent() == [1, *TokenizerFiles(folder).encode("Hi!", special=False)]
+
+
+def test_a_server_that_adds_nothing_is_not_asked(folder: Path) -> None:
+    with_config(folder, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    server = Preprocessing(folder, adds_special=False)
+    assert server.sent()[:2] == [1, *server.files.encode("H", special=False)]
+    assert server.asked == 0
 
 
 def test_every_end_token_ends_the_turn(folder: Path) -> None:
@@ -179,8 +298,8 @@ def test_earlier_turns_come_before_the_question(folder: Path) -> None:
     history = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     spec = QuerySpec(prompts=("c",), system="S", history=history)
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    prompt = chat_prompts(spec, TokenizerFiles(folder), template, adds_special=False)
-    assert prompt.texts[0] == "[system]S[user]a[assistant]b[user]c"
+    (text,) = chat_texts(spec, TokenizerFiles(folder), template)
+    assert text == "[system]S[user]a[assistant]b[user]c"
 
 
 def test_loops_of_a_template_keep_their_variables() -> None:

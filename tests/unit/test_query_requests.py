@@ -17,6 +17,7 @@ from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles
 from trtserve.errors import UsageError
+from trtserve.programs.preprocessing.word_lists import Spellings, word_list
 from trtserve.repository.profiles import BLS, CORE, ENSEMBLE
 
 TEXT = PreparedPrompts(texts=("p",))
@@ -106,11 +107,17 @@ def test_batch_above_the_models_maximum_is_refused() -> None:
 
 def test_words_are_tokenized_for_the_core_model(files: TokenizerFiles) -> None:
     sent = tensors(described(CORE), IDS, files=files, bad_words=["ab", "c"])["bad_words_list"]
-    ids = [files.encode(word, special=False) for word in ("ab", "c")]
-    flat = [token for word in ids for token in word]
-    ends = np.cumsum([len(word) for word in ids]).tolist()
-    assert sent.shape == (1, 2, len(flat))
-    assert sent.flat() == [*flat, *ends, *[-1] * (len(flat) - len(ends))]
+    spellings = Spellings(lambda text: files.encode(text, special=False))
+    assert sent.flat() == word_list([["ab", "c"]], spellings.of).reshape(-1).tolist()
+
+
+def test_core_model_gets_every_end_id_unless_one_is_chosen() -> None:
+    prompts = PreparedPrompts(token_ids=((1,),), end_ids=(2, 7, 9))
+    sent = tensors(described(CORE), prompts)
+    assert sent["end_id"].flat() == [2]
+    assert sent["stop_words_list"].flat() == [7, 9, 1, 2]
+    sent = tensors(described(CORE), prompts, end_id=5)
+    assert (sent["end_id"].flat(), "stop_words_list" in sent) == ([5], False)
 
 
 def test_words_without_a_tokenizer_are_refused() -> None:
@@ -268,7 +275,7 @@ def test_chat_turn_ends_at_its_end_tokens() -> None:
     prompts = PreparedPrompts(texts=("p",), end_words=("<|eot|>",))
     assert tensors(described(BLS), prompts, stop_words=["x"])["stop_words"].flat() == ["x", " x", "<|eot|>"]
     assert "stop_words" not in tensors(described(BLS), prompts, end_id=5)
-    assert tensors(described(CORE), PreparedPrompts(token_ids=((1,),), end_id=2))["end_id"].flat() == [2]
+    assert tensors(described(CORE), PreparedPrompts(token_ids=((1,),), end_ids=(2,)))["end_id"].flat() == [2]
 
 
 @pytest.mark.parametrize(

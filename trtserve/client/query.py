@@ -19,7 +19,7 @@ from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
-from trtserve.client.tokenizer import messages, prepare_prompts
+from trtserve.client.tokenizer import core_name, messages, prepare_prompts
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient, stop_request
 from trtserve.errors import RequestError, TrtserveError, UsageError
 
@@ -59,7 +59,7 @@ def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None =
 def request_contexts(spec: QuerySpec, server: Endpoint, client: SyncClient) -> list[RequestContext]:
     """Return what each request of `spec` is built from; asks the server for the model's inputs and outputs."""
     model = describe_model(client, spec.model or server.model)
-    prompts, tokenizer = prepare_prompts(spec, model, server, client)
+    prompts, tokenizer, model = prepare_prompts(spec, model, server, client)
     return [
         RequestContext(spec=spec, model=model, prompts=part, tokenizer=tokenizer, repository=server.repository)
         for part in ([prompts] if spec.batch else prompts.split())
@@ -155,7 +155,7 @@ def _stop_later(
         yield stopped
         return
     # Described in advance, so that stopping takes only one message.
-    core = None if spec.stop_via_cancel else client.describe(_core_name(context))
+    core = None if spec.stop_via_cancel else client.describe(core_name(context.model))
     seconds = spec.stop_after_ms / 1000
 
     def stop() -> None:
@@ -179,19 +179,12 @@ def _stop_later(
         thread.join(STOP_TIMEOUT)
 
 
-def _core_name(context: RequestContext) -> str:
-    """Return the name of the core model that runs the engine for the queried model."""
-    if context.model.has(IDS_INPUT):
-        return context.model.name
-    return context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
-
-
 def stop_in_engine(
     context: RequestContext, server: Endpoint, request_id: str, core: ModelDescription | None = None
 ) -> None:
     """Stop the request by its id, within a time limit; errors are ignored, since the server may be gone."""
     with suppress(TrtserveError), closing(connect(context.spec, server, timeout=STOP_TIMEOUT)) as client:
-        stop_request(client, core or client.describe(_core_name(context)), request_id)
+        stop_request(client, core or client.describe(core_name(context.model)), request_id)
 
 
 @dataclass(frozen=True, kw_only=True)

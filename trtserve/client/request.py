@@ -72,38 +72,35 @@ def _option_inputs(context: RequestContext) -> Values:
 
 
 def _word_list_inputs(context: RequestContext) -> Values:
-    options = context.spec.options
-    # The engine compares tokens, and " data" differs from "data": also send each word as it appears in a sentence.
-    stop_words = [
-        spelling
-        for word in options.get("stop_words", ())
-        if word
-        for spelling in dict.fromkeys((word, f" {word.lstrip(' ')}"))
-    ]
-    if "end_id" not in options:
-        stop_words += context.prompts.end_words
-    words = {"stop_words": stop_words, "bad_words": [word for word in options.get("bad_words", ()) if word]}
+    options, prompts = context.spec.options, context.prompts
+    ends = () if "end_id" in options else prompts.end_ids[1:]
     values: Values = {}
-    for name, texts in words.items():
-        if not texts:
+    for name, further in (("stop_words", ends), ("bad_words", ())):
+        words = [word for word in options.get(name, ()) if word]
+        if name not in context.model.inputs and context.model.has(f"{name}_list"):
+            values |= _word_ids(context, name, words, further)
             continue
-        if name in context.model.inputs or not context.model.has(f"{name}_list"):
-            values |= context.list_input(texts, name)
-        else:
-            values |= _word_ids(context, name, texts)
+        if name == "stop_words":
+            # The engine compares tokens, and " data" differs from "data": NVIDIA's preprocessing knows the word alone.
+            words = [spelling for word in words for spelling in dict.fromkeys((word, f" {word.lstrip(' ')}"))]
+            words += () if "end_id" in options else prompts.end_words
+        if words:
+            values |= context.list_input(words, name)
     return values
 
 
-def _word_ids(context: RequestContext, name: str, texts: Sequence[str]) -> Values:
-    """Return TensorRT-LLM's word list [2, n]: all ids in one row; in the other the end of each word, padded with -1."""
-    import numpy as np
+def _word_ids(context: RequestContext, name: str, words: Sequence[str], further: Sequence[int]) -> Values:
+    """Return TensorRT-LLM's word list [2, n] of the spellings of words, and of further ids."""
+    if not words and not further:
+        return {}
+    from trtserve.programs.preprocessing.word_lists import Spellings, word_list
 
-    files = require_tokenizer(context.tokenizer, context.model, REQUEST_OPTIONS[name].flag)
-    words = [ids for text in texts if (ids := files.encode(text, special=False))]
-    ids = [token for word in words for token in word]
-    table = np.full((2, max(1, len(ids))), -1, dtype=np.int32)
-    table[0] = ids or 0
-    table[1, : len(words)] = np.cumsum([len(word) for word in words])
+    spelled: dict[str, list[list[int]]] = {"": [[token] for token in further]}
+    if words:
+        files = require_tokenizer(context.tokenizer, context.model, REQUEST_OPTIONS[name].flag)
+        spellings = Spellings(lambda text: files.encode(text, special=False))
+        spelled |= {word: spellings.of(word) for word in words}
+    table = word_list([list(spelled)], spelled.__getitem__)[0]
     tensor = f"{name}_list"
     return {tensor: context.model.tensor(tensor, table, rows=context.prompts.rows)}
 
@@ -178,6 +175,6 @@ def _default_inputs(context: RequestContext, chosen: Values) -> Values:
     for name, value in switches.items():
         if name in model.inputs:
             values |= context.scalar(value, name)
-    if context.prompts.end_id is not None and not chosen.keys() & {"end_id"}:
-        values |= context.scalar(context.prompts.end_id, "end_id")
+    if context.prompts.end_ids and "end_id" not in chosen:
+        values |= context.scalar(context.prompts.end_ids[0], "end_id")
     return values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import io
 import json
 import resource
 import signal
@@ -17,8 +18,6 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-_LONGEST = 32 << 20  # characters of a prompt
 
 
 class _GenerationTag(Extension):
@@ -53,13 +52,15 @@ def main(memory: int) -> None:
             return  # the next process begins with all its memory
 
 
-def _answer(template: str, variables: dict[str, Any], seconds: float) -> dict[str, str]:
+def _answer(template: str, variables: dict[str, Any], seconds: float, most: int) -> dict[str, str]:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        text = _compiled(template).render(variables)
-        if len(text) <= _LONGEST:
-            return {"text": text}
-        reason = f"it makes a text of {len(text)} characters"
+        text = io.StringIO()
+        for piece in _compiled(template).generate(variables):
+            if text.tell() + len(piece) > most:
+                return {"error": f"it makes more than {most} characters"}
+            text.write(piece)
+        return {"text": text.getvalue()}
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template is third-party code

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,19 +18,31 @@ from typing import Any
 
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, ModelDescription
+from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
 from trtserve.client.transport import SyncClient
-from trtserve.errors import MissingDependencyError, TrtserveError, UsageError
-from trtserve.files import read_json_object
+from trtserve.errors import MissingDependencyError, RequestError, TrtserveError, UsageError
+from trtserve.files import read_json_object, read_text
 from trtserve.process.answering import AnsweringProcess
+from trtserve.programs.shared.tokenizer import configured_end_ids
 
 PREPROCESSING = "preprocessing"
 _FALSE_WORDS = ("false", "0", "f", "n", "no")
 
 TEMPLATE_SECONDS = 5.0
 """Longest time that a template may take."""
-_TEMPLATE_FILE = "chat_template.jinja"
-_RENDERER = AnsweringProcess((sys.executable, "-m", "trtserve.client.template_process", str(1 << 30)))
+TEMPLATE_CHARACTERS = 8 << 20
+"""Longest text that a template may make."""
+_TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
+_STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Encode = Callable[[str], list[int]]
+
+
+def template_process() -> AnsweringProcess:
+    """Return a process that renders templates, in at most 1 GiB of memory."""
+    return AnsweringProcess((sys.executable, "-m", "trtserve.client.template_process", str(1 << 30)))
+
+
+_RENDERER = template_process()
 
 
 class TokenizerFiles:
@@ -51,28 +64,33 @@ class TokenizerFiles:
             return {}
 
     def special_tokens(self) -> dict[str, str]:
-        """Return the texts of `bos_token`, `eos_token` …, as far as the tokenizer has them."""
-        merged = {**self.json("special_tokens_map.json"), **self.config}
-        found = {}
-        for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
-            token = merged.get(name)
-            text = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(text, str):
-                found[name] = text
-        return found
+        """Return the texts of `bos_token`, `image_token` … by name, as transformers gives them to chat templates."""
+        merged = dict(self.config)
+        if "added_tokens_decoder" not in merged:  # written by transformers before 4.34
+            merged |= self.json("special_tokens_map.json")
+        for key in ("model_specific_special_tokens", "extra_special_tokens"):
+            if isinstance(named := merged.get(key), Mapping):
+                merged |= named
+        texts = {name: value.get("content") if isinstance(value, Mapping) else value for name, value in merged.items()}
+        tokens = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        if not {"bos_token", "eos_token"} <= merged.keys():  # the class of the tokenizer may have its own
+            own: Mapping[str, Any] = self.tokenizer.special_tokens_map
+            tokens = {name: str(own[name]) for name in _STANDARD_TOKENS if isinstance(own.get(name), str)} | tokens
+        return tokens
 
-    def adds_bos(self) -> bool:
-        """Return whether encoding with special tokens puts the BOS token first.
-
-        Reads the post-processor of tokenizer.json if there is one, because loading the tokenizer imports transformers.
-        """
-        add_bos = self.config.get("add_bos_token")
-        if isinstance(add_bos, bool):
-            return add_bos
-        processor = self.json("tokenizer.json").get("post_processor", ...)
-        if processor is ...:
-            return bool(self.encode("", special=True)[:1] == [self.tokenizer.bos_token_id])
-        return _first_piece(processor) == self.special_tokens().get("bos_token")
+    @cached_property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Return the sources of the chat templates by name; a single one is called `default`."""
+        files = {path.name.removesuffix(".jinja"): path for path in (self.folder / _TEMPLATES_FOLDER).glob("*.jinja")}
+        if (own := self.folder / _TEMPLATE_FILE).is_file():
+            files["default"] = own
+        if files:
+            return {name: read_text(path, UsageError) for name, path in sorted(files.items())}
+        found = self.config.get("chat_template") or self.json("chat_template.json").get("chat_template")
+        if isinstance(found, list):
+            found = {each.get("name"): each.get("template") for each in found if isinstance(each, Mapping)}
+        named = found if isinstance(found, Mapping) else {"default": found}
+        return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -108,13 +126,17 @@ class TokenizerFiles:
         listed |= {int(key): entry["content"] for key, entry in self.config.get("added_tokens_decoder", {}).items()}
         return str(listed.get(token, ""))
 
-    def end_ids(self) -> tuple[int, ...]:
-        """Return the end token ids from generation_config.json, else from config.json."""
-        for name in ("generation_config.json", "config.json"):
-            value = self.json(name).get("eos_token_id")
-            if value is not None:
-                return tuple(value) if isinstance(value, list) else (int(value),)
-        return ()
+    def configured_end_ids(self) -> list[int]:
+        """Return the end token ids of generation_config.json, else those of config.json."""
+        try:
+            return configured_end_ids(self.folder)
+        except ValueError as error:
+            raise UsageError(f"The model's files in {self.folder} do not say what ends an answer: {error}.") from None
+
+    def end_ids(self) -> list[int]:
+        """Return every id that ends an answer, the tokenizer's own first, as the preprocessing model has them."""
+        own = self.tokenizer.eos_token_id
+        return list(dict.fromkeys([*([] if own is None else [int(own)]), *self.configured_end_ids()]))
 
 
 def find_tokenizer(
@@ -148,20 +170,6 @@ def _parameters(client: SyncClient, model: str) -> Mapping[str, str]:
         return {}
 
 
-def _first_piece(processor: Any) -> str | None:
-    """Return the special token that a post-processor puts first, or None if it starts with the text itself."""
-    if not isinstance(processor, Mapping):
-        return None
-    if processor.get("type") == "Sequence":
-        firsts = (_first_piece(part) for part in processor.get("processors", ()))
-        return next((piece for piece in firsts if piece is not None), None)
-    if processor.get("type") == "TemplateProcessing":
-        pieces = processor.get("single") or [{}]
-        return str(pieces[0]["SpecialToken"]["id"]) if "SpecialToken" in pieces[0] else None
-    cls = processor.get("cls")
-    return cls[0] if isinstance(cls, list) else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompts:
     """The rows of one request, as texts, or as token ids for a core model."""
@@ -169,8 +177,9 @@ class PreparedPrompts:
     texts: tuple[str, ...] = ()
     token_ids: tuple[tuple[int, ...], ...] = ()
     end_words: tuple[str, ...] = ()
-    """Words that end an answer in addition to `end_id`."""
-    end_id: int | None = None
+    """Texts of the tokens that end an answer in addition to the one that the server knows."""
+    end_ids: tuple[int, ...] = ()
+    """The ids that end an answer, for a core model, which knows none."""
 
     @property
     def rows(self) -> int:
@@ -196,29 +205,24 @@ def require_tokenizer(files: TokenizerFiles | None, model: ModelDescription, wha
 def find_chat_template(files: TokenizerFiles, *, tools: bool = False) -> str | None:
     """Return the source of the tokenizer's chat template, or None for a model without one.
 
-    `tools`: prefer the template for conversations with tools, if the tokenizer has one of its own.
+    `tools`: prefer the template for conversations with tools, if the tokenizer has one of its own. Raises UsageError
+    if there are several and none is the default.
     """
-    try:
-        return (files.folder / _TEMPLATE_FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    template = files.config.get("chat_template") or files.json("chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = (named.get("tool_use") if tools else None) or named.get("default")
-    return template if isinstance(template, str) else None
+    named = files.chat_templates
+    if tools and "tool_use" in named:
+        return named["tool_use"]
+    if named and "default" not in named:
+        raise UsageError(
+            f"The tokenizer has the chat templates {', '.join(sorted(named))}, and none of them is named default.",
+            hint="Name one of them default in the tokenizer's folder, or send the prompt without a template: --raw.",
+        )
+    return named.get("default")
 
 
-def chat_prompts(spec: QuerySpec, files: TokenizerFiles, template: str, *, adds_special: bool) -> PreparedPrompts:
-    """Render every prompt of `spec` as the user's turn of the template.
-
-    `adds_special`: the text will be encoded with special tokens, so a BOS that the tokenizer adds is removed here.
-    """
+def chat_texts(spec: QuerySpec, files: TokenizerFiles, template: str) -> tuple[str, ...]:
+    """Render every prompt of `spec` as the user's turn of the template."""
     tokens = files.special_tokens()
-    texts = [render(template, messages(prompt, spec.system, spec.history), tokens) for prompt in spec.prompts]
-    if adds_special:
-        texts = [without_bos(text, files, tokens.get("bos_token")) for text in texts]
-    return PreparedPrompts(texts=tuple(texts), end_words=end_words(files))
+    return tuple(render(template, messages(prompt, spec.system, spec.history), tokens) for prompt in spec.prompts)
 
 
 def messages(prompt: str, system: str | None, history: Sequence[Mapping[str, str]] = ()) -> list[Mapping[str, str]]:
@@ -227,35 +231,69 @@ def messages(prompt: str, system: str | None, history: Sequence[Mapping[str, str
     return [*system_turn, *history, {"role": "user", "content": prompt}]
 
 
-def without_bos(text: str, files: TokenizerFiles, bos: str | None) -> str:
-    """Remove the BOS token from `text` if the tokenizer would add it a second time."""
-    return text.removeprefix(bos) if bos and text.startswith(bos) and files.adds_bos() else text
+def text_to_send(text: str, ids: Sequence[int], bos: str | None, encode: Encode) -> str | None:
+    """Return a text that `encode`, which adds special tokens, turns into `ids`: a rendered template contains its own.
+
+    None: there is no such text, for example because the tokenizer adds a token that the template does not want.
+    """
+    shorter = text.removeprefix(bos or "")
+    return next((each for each in dict.fromkeys((text, shorter)) if each and encode(each) == list(ids)), None)
+
+
+def ids_without_added(text: str, tokens: Mapping[str, str], encode: Encode) -> list[int]:
+    """Return the ids of a rendered template, from an encoder that adds special tokens: without those that it adds.
+
+    A BOS that comes twice where the text has one was added.
+    """
+    ids, bos, eos = encode(text), tokens.get("bos_token"), tokens.get("eos_token")
+    if bos:
+        first = ids if text.startswith(bos) else encode(bos + text)
+        ids = ids[1:] if first[:1] == first[1:2] else ids
+    if eos:
+        last = ids if text.endswith(eos) else encode(text + eos)
+        ids = ids[:-1] if last[-1:] == last[-2:-1] else ids
+    return ids
 
 
 def end_words(files: TokenizerFiles) -> tuple[str, ...]:
     """Return the texts of the tokens that end a turn, except the tokenizer's EOS, which the server handles."""
     eos = files.special_tokens().get("eos_token")
-    texts = [files.decode_token(token) for token in files.end_ids()]
+    texts = [files.decode_token(token) for token in files.configured_end_ids()]
     return tuple(text for text in dict.fromkeys(texts) if text and text != eos)
 
 
 def render(
-    template: str, conversation: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], **variables: Any
+    template: str,
+    conversation: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    most: int = TEMPLATE_CHARACTERS,
+    seconds: float = TEMPLATE_SECONDS,
+    process: AnsweringProcess = _RENDERER,
 ) -> str:
     """Render the conversation and open the model's turn; `variables` are further ones of the template, such as `tools`.
 
-    Raises UsageError with the reason the template gives.
+    Raises UsageError with the reason the template gives, and for one that takes longer than `seconds` or makes more
+    than `most` characters.
     """
     if importlib.util.find_spec("jinja2") is None:
         raise MissingDependencyError(
             "This model has a chat template, which needs the package jinja2.",
             hint="pip install jinja2, or send the prompt without a template: --raw.",
         )
-    given = {"add_generation_prompt": True, **variables, **special_tokens, "messages": list(conversation)}
+    given = {
+        **special_tokens,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **(variables or {}),
+        "messages": [_as_templates_expect(message) for message in conversation],
+    }
     try:
-        answer = _RENDERER.ask({"template": template, "variables": given, "seconds": TEMPLATE_SECONDS})
+        answer = process.ask({"template": template, "variables": given, "seconds": seconds, "most": most})
     except TimeoutError:
-        answer = {"error": f"it takes longer than {TEMPLATE_SECONDS:g} s"}
+        answer = {"error": f"it takes longer than {seconds:g} s"}
     except ChildProcessError as error:
         answer = {"error": f"the process that renders it {error}"}
     if "error" in answer:
@@ -267,13 +305,20 @@ def render(
     return text
 
 
+def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without absent values, and with its reasoning under each name that templates read."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
 def prepare_prompts(
     spec: QuerySpec, model: ModelDescription, server: Endpoint, client: SyncClient
-) -> tuple[PreparedPrompts, TokenizerFiles | None]:
-    """Return the prompts to send, and the tokenizer if its files are available.
+) -> tuple[PreparedPrompts, TokenizerFiles | None, ModelDescription]:
+    """Return the prompts to send, the tokenizer if its files are available, and the model to send to.
 
-    Raises UsageError for an empty prompt, for --system without a chat template, for token ids where the model expects
-    text.
+    That is `model`, or the core model behind it if only token ids can say what the chat template makes. Raises
+    UsageError for an empty prompt, for --system without a chat template, for token ids where the model expects text.
     """
     if not spec.rows or any(not prompt.strip() for prompt in spec.prompts):
         raise UsageError("The prompt is empty.", hint='Give one: trtserve query "What is ML?"')
@@ -281,28 +326,76 @@ def prepare_prompts(
         raise UsageError(
             f"The model {model.name!r} takes text, not token ids.", hint="Query the core model: --model tensorrt_llm."
         )
-    files = find_tokenizer(spec.tokenizer, server, client)
+    preprocessing = model.parameters.get("preprocessing_model_name") or PREPROCESSING
+    files = find_tokenizer(spec.tokenizer, server, client, preprocessing=preprocessing)
     core = TEXT_INPUT not in model.inputs
     if spec.token_ids:
-        return PreparedPrompts(token_ids=spec.token_ids), files
+        return PreparedPrompts(token_ids=spec.token_ids), files, model
     template = None if files is None or spec.raw else find_chat_template(files)
-    # The server is asked only where the answer makes a difference.
-    adds_special = server_adds_special_tokens(client) if files is not None and (core or template) else True
-    if files is not None and template is not None:
-        prompts = chat_prompts(spec, files, template, adds_special=adds_special and not core)
-    elif spec.system is not None:
+    if template is None and spec.system is not None:
         raise UsageError(
             "--system needs a chat template, and none is available for this model.",
             hint="--tokenizer names the folder of the model's tokenizer, which may contain one.",
         )
-    else:
-        prompts = PreparedPrompts(texts=spec.prompts)
-    if not core:
-        return prompts, files
-    files = require_tokenizer(files, model, "A prompt")
-    # The rendered template already contains its special tokens.
-    special = adds_special and prompts.texts == spec.prompts
-    ids = tuple(tuple(files.encode(text, special=special)) for text in prompts.texts)
-    eos = files.tokenizer.eos_token_id
-    end_id = eos if eos is not None else next(iter(files.end_ids()), None)
-    return PreparedPrompts(token_ids=ids, end_words=prompts.end_words, end_id=end_id), files
+    # The server is asked only where the answer makes a difference.
+    asked = files is not None and (core or template is not None)
+    adds_special = server_adds_special_tokens(client, preprocessing=preprocessing) if asked else True
+    texts = spec.prompts if files is None or template is None else chat_texts(spec, files, template)
+    if core:
+        files = require_tokenizer(files, model, "A prompt")
+        # The rendered template already contains its special tokens.
+        special = adds_special and template is None
+        return _as_ids([files.encode(text, special=special) for text in texts], files), files, model
+    words = () if files is None or template is None else end_words(files)
+    if files is None or template is None or not adds_special:
+        return PreparedPrompts(texts=texts, end_words=words), files, model
+    encode = _encoder(client, preprocessing, files)
+    tokens = files.special_tokens()
+    ids = [ids_without_added(text, tokens, encode) for text in texts]
+    found = [text_to_send(text, row, tokens.get("bos_token"), encode) for text, row in zip(texts, ids, strict=True)]
+    behind = _core_model(client, model) if None in found else None
+    if behind is not None:
+        return _as_ids(ids, files), files, behind
+    sent = tuple(text if other is None else other for text, other in zip(texts, found, strict=True))
+    return PreparedPrompts(texts=sent, end_words=words), files, model
+
+
+def _as_ids(rows: Sequence[Sequence[int]], files: TokenizerFiles) -> PreparedPrompts:
+    return PreparedPrompts(token_ids=tuple(map(tuple, rows)), end_ids=tuple(files.end_ids()))
+
+
+def core_name(model: ModelDescription) -> str:
+    """Return the name of the core model that runs the engine for a model."""
+    return model.name if model.has(IDS_INPUT) else model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
+
+
+def _core_model(client: SyncClient, model: ModelDescription) -> ModelDescription | None:
+    """Return the core model behind a text model, or None where the text model runs the engine itself."""
+    try:
+        core = client.describe(core_name(model))
+    except RequestError:
+        return None
+    return core if core.has(IDS_INPUT) else None
+
+
+def _encoder(client: SyncClient, preprocessing: str, files: TokenizerFiles) -> Encode:
+    """Return what turns texts into ids as the server does: its preprocessing model, which takes milliseconds.
+
+    Without one it is the tokenizer here, whose library takes a second to load.
+    """
+    try:
+        model = client.describe(preprocessing)
+    except RequestError:
+        return lambda text: files.encode(text, special=True)
+
+    def encode(text: str) -> list[int]:
+        tensors = [model.row_tensor("QUERY", [[text]]), model.row_tensor("REQUEST_OUTPUT_LEN", [[1]])]
+        replies = client.infer(
+            model, tensors, request_id=uuid.uuid4().hex, stream=False, outputs=("INPUT_ID", "REQUEST_INPUT_LEN")
+        )
+        (reply,) = list(replies)
+        length = int(reply.outputs["REQUEST_INPUT_LEN"].reshape(-1)[0])
+        ids: list[int] = reply.outputs["INPUT_ID"].reshape(-1)[:length].tolist()
+        return ids
+
+    return encode

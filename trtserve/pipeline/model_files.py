@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint, load_artifact
@@ -38,6 +38,7 @@ SMALL_FILES = frozenset(
         "chat_template.json",
     }
 )
+_TEMPLATES = "additional_chat_templates/*.jinja"
 # Small files of a model that NVIDIA's tools load: configs, tokenizers, and the model's own code.
 _SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -136,7 +137,8 @@ def planned_files(
             hint="Name a folder that has one with --tokenizer, or copy the tokenizer's files next to config.json.",
         )
     small = SMALL_FILES if known else {name for name in by_name if Path(name).suffix in _SMALL and "/" not in name}
-    wanted = (small | weights) - {MANIFEST}  # ours is written there
+    templates = {name for name in by_name if PurePosixPath(name).match(_TEMPLATES) and name.count("/") == 1}
+    wanted = (small | templates | weights) - {MANIFEST}  # ours is written there
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
 
 
@@ -206,7 +208,8 @@ def folder_files(source: Source, *, own_tokenizer: bool = True, any_architecture
         pass  # none, or that of another tool
     else:
         load_artifact(Model, folder)  # raises for a checkpoint, engine or repository of ours
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    found = (*folder.iterdir(), *folder.glob(_TEMPLATES))
+    names = sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
     listed = [RemoteFile(name=name, size=(folder / name).stat().st_size, digest="") for name in names]
     files, config = planned_files(
         str(folder),
@@ -219,18 +222,19 @@ def folder_files(source: Source, *, own_tokenizer: bool = True, any_architecture
         require_own(folder / file.name, folder)
     hashed = source.kind == "demo"
     return ModelFiles(
-        source=source, folder=folder, config=config, files=tuple(_local_file(folder / f.name, hashed) for f in files)
+        source=source, folder=folder, config=config, files=tuple(_local_file(folder, f.name, hashed) for f in files)
     )
 
 
-def _local_file(path: Path, hashed: bool) -> RemoteFile:
+def _local_file(folder: Path, name: str, hashed: bool) -> RemoteFile:
+    path = folder / name
     stat = path.stat()
     if path.suffix == ".safetensors":
         TensorFile(path)
     digest = f"time:{stat.st_mtime_ns}:{stat.st_size}"
     if hashed or not is_weights(path.name):
         digest = hub.digest_of(path, "sha256")
-    return RemoteFile(name=path.name, size=stat.st_size, digest=digest)
+    return RemoteFile(name=name, size=stat.st_size, digest=digest)
 
 
 def stored_files(source: Source, store: Store, *, offline: bool) -> ModelFiles | None:

@@ -85,7 +85,7 @@ class EngineRepositoryPlan(RepositoryPlan):
         write_adapters(self.adapters, folder, self.spec.suffix)
         own = folder / names[PREPROCESSING] / VERSION / "tokenizer"
         for file in own_tokenizer_files(self.tokenizer):
-            link_or_copy(file, own / file.name, copy=True)
+            link_or_copy(file, own / file.relative_to(self.tokenizer), copy=True)
         check_tokenizer(own, self.facts["vocab_size"], progress)
 
 

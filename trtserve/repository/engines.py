@@ -72,7 +72,8 @@ def limits_of(config: EngineConfig) -> dict[str, Any]:
 
 def own_files(folder: Path) -> list[Path]:
     """Return the files of an engine or a model, without the manifest. Raises UsageError for a link to elsewhere."""
-    found = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    entries = (*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja"))
+    found = sorted(path for path in entries if path.is_file() and path.name != MANIFEST)
     for path in found:
         require_own(path, folder)
     return found

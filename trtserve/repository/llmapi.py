@@ -92,7 +92,8 @@ class LlmapiRepositoryPlan(RepositoryPlan):
         _write_alias(folder / self.spec.name, core, self)
         if isinstance(self.model, Path):
             for file in own_files(self.model):
-                link_or_copy(file, folder / core / VERSION / "model" / file.name, copy=self.spec.copy)
+                place = folder / core / VERSION / "model" / file.relative_to(self.model)
+                link_or_copy(file, place, copy=self.spec.copy)
 
 
 def llmapi_models(spec: RepositorySpec) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""From the texts of clients to token ids, where a slow text or tokenizer holds up nobody else."""
+"""From the conversations and texts of clients to token ids, where a slow template or tokenizer holds up nobody else."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tokenizer import TEMPLATE_SECONDS, TokenizerFiles, render, template_process
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.process.answering import AnsweringProcess
 
 _SHORT = 20_000  # characters of all texts together that are encoded in some milliseconds
+_MESSAGE = 100  # characters of a message besides its content, roughly
 _SHORT_SECONDS, _LONG_SECONDS = 1.0, 20.0
 _MEMORY = 1 << 30
 _KEPT, _LONGEST_KEPT = 4096, 64  # stop strings come again and again
@@ -39,6 +40,20 @@ class Encoder:
         """Return the token ids of each text; `special` adds special tokens such as BOS. ApiError: too much work."""
         lane = self._short if sum(map(len, texts)) <= _SHORT else self._long
         return await lane.run(lambda: self._encode(lane, texts, special=special))
+
+    async def render(
+        self,
+        template: str,
+        conversation: Sequence[Mapping[str, Any]],
+        tokens: Mapping[str, str],
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Return a conversation in a chat template. UsageError: the template refuses it, or takes or makes too much."""
+        size = sum(len(str(message.get("content"))) + _MESSAGE for message in conversation)
+        lane, seconds = (self._short, _SHORT_SECONDS) if size <= _SHORT else (self._long, TEMPLATE_SECONDS)
+        return await lane.run(
+            lambda: render(template, conversation, tokens, variables, seconds=seconds, process=lane.templates)
+        )
 
     async def run(self, work: Callable[[Callable[[str], list[int]]], T]) -> T:
         """Return what `work` makes with a function that encodes short texts, without special tokens."""
@@ -71,10 +86,11 @@ class Encoder:
 
 
 class _Lane:
-    """A process, or none, and the thread that talks to it."""
+    """A process that encodes, or none, one that renders templates, and the thread that talks to them."""
 
     def __init__(self, described: Mapping[str, Any] | None, seconds: float) -> None:
         self.seconds = seconds
+        self.templates = template_process()
         self.process: AnsweringProcess | None = None
         if described is not None:
             argv = (sys.executable, "-m", "trtserve.gateway.openai.encoding_process", str(_MEMORY))
@@ -86,5 +102,6 @@ class _Lane:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self.templates.close()
         if self.process is not None:
             self.process.close()

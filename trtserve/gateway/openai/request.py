@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,10 @@ from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import Tensor
-from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, render, without_bos
+from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, text_to_send
 from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import ChatBody, NamedTool, Sampling
+from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.served import ServedModel
 from trtserve.programs.preprocessing.word_lists import Encode, Spellings, word_list
@@ -89,9 +89,8 @@ async def engine_requests(
         # A stop string may begin or end inside a token: only who reads along can end the request there.
         stream=body.stream or (bool(body.stops) and served.model.decoupled),
     )
-    prompts = PreparedPrompts(
-        token_ids=spec.token_ids, texts=spec.prompts, end_id=_end_id(served) if prompt.ids else None
-    )
+    ends = tuple(served.require_tokenizer("A prompt").end_ids()) if prompt.ids else ()
+    prompts = PreparedPrompts(token_ids=spec.token_ids, texts=spec.prompts, end_ids=ends)
     context = RequestContext(
         spec=spec, model=served.model, prompts=prompts, tokenizer=served.files, repository=repository
     )
@@ -179,12 +178,6 @@ def _require_context_logits(served: ServedModel, tokens: int) -> None:
         )
 
 
-def _end_id(served: ServedModel) -> int | None:
-    files = served.require_tokenizer("A prompt")
-    eos: int | None = files.tokenizer.eos_token_id
-    return eos if eos is not None else next(iter(files.end_ids()), None)
-
-
 async def _stop_tensors(served: ServedModel, context: RequestContext, body: Sampling) -> dict[str, Tensor]:
     """Return the words that end the answer in the engine; the text itself is cut at stop strings later."""
     if not served.takes_ids:
@@ -193,8 +186,7 @@ async def _stop_tensors(served: ServedModel, context: RequestContext, body: Samp
         ends = end_words(served.files) if served.files and not body.ignore_eos else ()
         words = [*body.stops, *ends]
         return context.list_input(words, "stop_words") if words else {}
-    files = served.require_tokenizer("A stop string")
-    others = [] if body.ignore_eos else [end for end in files.end_ids() if end != _end_id(served)]
+    others = () if body.ignore_eos else context.prompts.end_ids[1:]
     tokens = [[token] for token in dict.fromkeys([*body.stop_token_ids, *others])]
     if not tokens and not body.stops:
         return {}
@@ -273,8 +265,12 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     A model without a template gets the last message alone: it continues texts and follows no conversation.
     """
     files = served.require_tokenizer("A conversation")
-    tools = [tool.model_dump(exclude_defaults=True) for tool in body.usable_tools]
-    template = find_chat_template(files, tools=bool(tools))
+    assert served.encoder is not None
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
+    try:
+        template = find_chat_template(files, tools=bool(tools))
+    except UsageError as error:
+        raise ApiError(error.message) from None
     if template is None:
         if tools and not body.must_call:
             raise ApiError("tools need a chat template, and this model has none.", param="tools")
@@ -283,16 +279,24 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedTool) else body.tool_choice
     variables = {**body.chat_template_kwargs, **({"tools": tools, "tool_choice": choice} if tools else {})}
     try:
-        # A template may compute for seconds, up to its limit, while others are answered.
-        text = await asyncio.to_thread(render, template, body.messages, tokens, **variables)
+        text = await served.encoder.render(template, body.messages, tokens, variables)
     except UsageError as error:
         raise ApiError(error.message, param="messages") from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ApiError(f"The model's chat template cannot render these messages: {error}", param="messages") from None
+    served.require_room(text)
     added = served.adds_special and not served.takes_ids
     if added:
-        text = without_bos(text, files, tokens.get("bos_token"))
+        text = await _text_for_server(served.encoder, text, tokens.get("bos_token"))
     return replace(await _text_prompt(served, text, special=added), chat=True)
+
+
+async def _text_for_server(encoder: Encoder, text: str, bos: str | None) -> str:
+    """Return what a server that adds special tokens should get, for a rendered template that has its own."""
+    candidates = (text, text.removeprefix(bos or ""))
+    (ids,) = await encoder.encode([text], special=False)
+    added = dict(zip(candidates, await encoder.encode(candidates, special=True), strict=True))
+    return text_to_send(text, ids, bos, added.__getitem__) or text
 
 
 async def _text_prompt(served: ServedModel, text: str, *, special: bool) -> Prompt:

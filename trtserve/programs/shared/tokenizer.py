@@ -35,11 +35,25 @@ def token_ids(content: dict[str, Any]) -> dict[str, int]:
 
 
 def end_ids(tokenizer: Any, folder: Path) -> list[int]:
-    """Return the ids that end an answer: the tokenizer's EOS, then those of `generation_config.json`."""
-    path = folder / "generation_config.json"
-    more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
-    found = [tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])]
-    return list(dict.fromkeys(int(each) for each in found if each is not None))
+    """Return the ids that end an answer: the tokenizer's EOS, then those that the model's files name."""
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return list(dict.fromkeys([*own, *configured_end_ids(folder)]))
+
+
+def configured_end_ids(folder: Path) -> list[int]:
+    """Return the end ids of `generation_config.json`, else those of `config.json`. Raises ValueError for other JSON."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        value = content.get("eos_token_id") if isinstance(content, dict) else None
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(each) is int for each in ids):
+                raise ValueError(f"{name} has the eos_token_id {value!r:.100}; expected an id or a list of ids")
+            return list(dict.fromkeys(ids))
+    return []
 
 
 def pad_id(tokenizer: Any, end: int) -> int:

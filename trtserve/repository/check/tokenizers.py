@@ -101,7 +101,7 @@ def wrong_end_tokens(repository: Repository) -> Iterator[Finding]:
     for model, folder in _folders(repository):
         files = TokenizerFiles(folder)
         try:
-            text, ends = files.special_tokens().get("eos_token"), files.end_ids()
+            text, ends = files.special_tokens().get("eos_token"), files.configured_end_ids()
         except TrtserveError:
             continue  # the rule that loads the tokenizer reports it
         ids = token_ids(folder)
