@@ -17,7 +17,7 @@ HOME = ("executor/runtimes.py", "executor/openvino/", "executor/torch/", "nvidia
 
 # Comparisons with a word that is also a runtime's name, and the reason.
 ALLOWED = {
-    ("repository/core_models.py", "llmapi"): "a Triton backend, which a Python model.yaml implies",
+    ("repository/served.py", "llmapi"): "a Triton backend, which a Python model.yaml implies",
     ("pipeline/parity/__init__.py", "tensorrt_llm"): "the tool that a manifest records",
     ("store/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
     ("pipeline/parity/converted.py", "openvino"): "the library",
