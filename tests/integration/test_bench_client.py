@@ -248,6 +248,8 @@ def test_command_measures_an_openai_server(
     assert (report["protocol"], report["model"], report["tokens_counted_by"]) == ("openai", "echo", "server")
     assert report["statistics"]["good_answers"] == report["statistics"]["counts"]["completed"] == 60
     assert report["calibration"]["protocol"] == "openai-stream"
+    assert report["machine"]["server_here"] is True
+    assert 0 <= report["machine"]["other_programs"] < report["machine"]["cpus"] + 1
     assert report["statistics"]["output_tokens_per_request"] == 8
     assert "trtserve" in report["versions"]
 

@@ -47,11 +47,6 @@ def test_a_steady_run_is_valid() -> None:
     [
         ({"calibration": replace(CALIBRATION, answers_per_second=21.0)}, "of the 21/s that this client reaches"),
         ({"health": (WorkerHealth(seconds=20, cpu=0.97),)}, "used 97% of a core"),
-        ({"health": (WorkerHealth(seconds=20, gc_pause_max_ms=80),)}, "garbage collector"),
-        ({"health": (WorkerHealth(seconds=20, run_queue_ms=9000),)}, "waited 9.0 s of 20.0 s for a CPU"),
-        ({"health": (WorkerHealth(seconds=20, loop_lag_p99_ms=40),)}, "event loop was 40.0 ms late"),
-        ({"health": (WorkerHealth(seconds=20, write_blocked_max_ms=40),)}, "could not send for 40.0 ms"),
-        ({"health": (WorkerHealth(seconds=20, crowded_reads=3),)}, "waiting in 3 reads"),
     ],
 )
 def test_a_client_at_its_limit_is_named(more: dict[str, object], reason: str) -> None:
@@ -60,14 +55,64 @@ def test_a_client_at_its_limit_is_named(more: dict[str, object], reason: str) ->
     assert reason in str(verdict)
 
 
+@pytest.mark.parametrize(
+    ("health", "reason"),
+    [
+        (WorkerHealth(seconds=20, gc_pause_max_ms=80), "garbage collector"),
+        (WorkerHealth(seconds=20, write_blocked_max_ms=40), "could not send for 40.0 ms"),
+        (WorkerHealth(seconds=20, crowded_reads=3), "waiting in 3 reads"),
+        (WorkerHealth(seconds=20, loop_lag_p99_ms=40), "waited 0.0 s of 20.0 s for a processor, so its times are up"),
+    ],
+)
+def test_a_client_that_was_kept_from_its_work_is_disturbed(health: WorkerHealth, reason: str) -> None:
+    verdict = report_of(STEADY, health=(health,), calibration=CALIBRATION).verdict
+    assert verdict.judgement == "disturbed"
+    assert reason in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("machine", "begin", "end"),
+    [
+        (
+            {"other_programs": 1.2, "server_here": True},
+            "load 18.7 on 2 cores, other programs used 1.2 of them",
+            "Close",
+        ),
+        (
+            {"other_programs": 0.1, "server_here": True},
+            "client and server share this machine (load 18.7 on",
+            "Send less",
+        ),
+        ({"other_programs": None, "server_here": False}, "load 18.7 on 2 cores", "Use more --workers"),
+    ],
+)
+def test_a_client_that_waited_for_a_processor_says_who_had_it(machine: dict[str, object], begin: str, end: str) -> None:
+    health = (WorkerHealth(seconds=6.1, run_queue_ms=2200, loop_lag_p99_ms=72), WorkerHealth(worker=1, seconds=6.1))
+    machine = {"cpus": 2, "load_average": 18.7, **machine}
+    verdict = report_of(STEADY[:100], health=health, machine=machine, calibration=CALIBRATION).verdict
+    (reason,) = verdict.reasons
+    assert verdict.judgement == "disturbed"
+    assert reason.startswith(begin)
+    assert "; the client waited 2.2 s of 6.1 s for a processor, so its times are up to 72 ms late. " + end in reason
+
+
+def test_100_requests_without_a_trend_are_steady() -> None:
+    """MSER-5 sees a change in one of ten such runs, since it looks for the best of many cuts."""
+    for seed in range(40):
+        run = [
+            answered(index, intended=index * 50, first=first) for index, first in enumerate(correlated(100, seed=seed))
+        ]
+        assert report_of(run).verdict.valid, seed
+
+
 def test_an_engine_in_this_process_may_use_it_all() -> None:
     busy = (WorkerHealth(seconds=20, cpu=1.9, loop_lag_p99_ms=40),)
     assert report_of(STEADY, health=busy, protocol="in-process").verdict.valid
 
 
-def test_late_sends_without_a_limit_are_the_clients_fault() -> None:
+def test_late_sends_without_a_limit_are_not_the_servers_fault() -> None:
     late = [answered(each.index, intended=each.index * 50, late=30.0, scheduled=True) for each in STEADY]
-    assert report_of(late, spec={"concurrency": None}).verdict.judgement == "client-limited"
+    assert report_of(late, spec={"concurrency": None}).verdict.judgement == "disturbed"
 
 
 def test_a_growing_queue_is_overload() -> None:
@@ -190,7 +235,7 @@ def test_a_client_that_fell_behind_cannot_reject_a_rate() -> None:
     behind = WorkerHealth(worker=0, seconds=2, loop_lag_p99_ms=90)
     for limit, answer in (("25ms", "met"), ("15ms", "unclear")):
         late = report_of(records, spec={"slo": {"ttft": limit}}, health=[behind])
-        assert late.verdict.judgement == "client-limited"
+        assert late.verdict.judgement == "disturbed"
         assert rate_answer(late) == answer
     assert rate_answer(report_of(records, spec={"slo": {"ttft": "15ms"}})) == "missed"
 

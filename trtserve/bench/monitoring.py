@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -154,6 +155,34 @@ def _run_queue_ns() -> int:
         return 0
 
 
+class OtherPrograms:
+    """How many processors programs used that are neither the client nor its server, from its making on."""
+
+    def __init__(self, server: Sequence[int]) -> None:
+        import psutil
+
+        self._processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        for pid in server:
+            with suppress(psutil.Error):
+                self._processes.append(psutil.Process(pid))
+        self._began, self._before = time.monotonic(), self._used()
+
+    def processors(self) -> float:
+        """Return their number, on average."""
+        return max(0.0, self._used() - self._before) / max(1e-9, time.monotonic() - self._began)
+
+    def _used(self) -> float:
+        """Return the seconds of processors that other programs have used since the machine was started."""
+        import psutil
+
+        machine = psutil.cpu_times()
+        seconds = sum(machine) - sum(getattr(machine, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
+        for process in self._processes:
+            with suppress(psutil.Error):
+                seconds -= sum(process.cpu_times()[:2])
+        return seconds
+
+
 INTERVAL = 0.5
 _TIMEOUT = 2.0
 # Counters of Triton, per model, whose growth over the run is reported.
@@ -173,15 +202,23 @@ class Samples:
     """Every half second: `time_ns` (monotonic), in_flight, ended, cpu, steal, memory_bytes, and what else was read."""
     server: dict[str, dict[str, float]] = field(default_factory=dict)
     """Model → counter → growth from the first to the last reading of the metrics page."""
+    others: float | None = None
+    """Processors that programs besides client and server used on average; None: unknown."""
     tokens: dict[str, float] = field(default_factory=dict)
     """Growth of the core models' token counters: prompt and generated."""
 
 
 class LoadSampler:
-    """Samples in a thread between `begin` and `end`; `metrics` is the address of the server's metrics page."""
+    """Samples in a thread between `begin` and `end`.
 
-    def __init__(self, metrics: str | None = None, *, on_sample: OnSample = lambda _: None) -> None:
+    `metrics` is the address of the server's metrics page, `server` the processes of a server on this machine.
+    """
+
+    def __init__(
+        self, metrics: str | None = None, *, server: Sequence[int] = (), on_sample: OnSample = lambda _: None
+    ) -> None:
         self.samples = Samples()
+        self._server = server
         self._metrics, self._on_sample = metrics, on_sample
         self._stopped = threading.Event()
         self._gpu = gpu_load_reader()
@@ -193,6 +230,7 @@ class LoadSampler:
         psutil.cpu_times_percent()
         self._totals = totals
         self._before = self._page()
+        self._others = OtherPrograms(self._server)
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._thread.start()
 
@@ -200,6 +238,7 @@ class LoadSampler:
         """Stop sampling, and read the server's counters for the last time."""
         self._stopped.set()
         self._thread.join()
+        self.samples.others = self._others.processors()
         after = self._page()
         if self._before is None or after is None:
             return

@@ -11,7 +11,7 @@ from typing import Any
 from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.records import FILE_NAME, RequestRecord, read_records
 from trtserve.bench.statistics import QUANTILES, VALID_DELIVERY, Distribution, Goals, Statistics, compute, read_goals
-from trtserve.bench.verdict import Calibration, Machine, Verdict, implausible, judge
+from trtserve.bench.verdict import Calibration, Machine, Surroundings, Verdict, implausible, judge
 from trtserve.errors import UsageError
 from trtserve.files import decode_as, parse_json
 
@@ -81,6 +81,12 @@ class BenchReport(RunFacts):
             () if self.protocol == "in-process" else self.health,  # there the engine is in the same process
             concurrency=self.spec.get("concurrency"),
             capacity=self.capacity,
+            surroundings=Surroundings(
+                processors=self.machine.get("cpus"),
+                load=self.machine.get("load_average") or 0.0,
+                others=self.machine.get("other_programs"),
+                server=bool(self.machine.get("server_here")),
+            ),
             implausible=implausible(
                 self.records,
                 machine=self.bounds,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from trtserve._version import __version__
 from trtserve.artifacts import Manifest
@@ -30,7 +31,10 @@ from trtserve.bench.transport import LoadTarget
 from trtserve.bench.verdict import Calibration, Machine, find_machine
 from trtserve.bench.worker import Load
 from trtserve.errors import ArtifactError
+from trtserve.host.proxies import is_here
+from trtserve.process import listeners, tree
 from trtserve.progress import SILENT, Progress
+from trtserve.server.state import list_servers
 
 if TYPE_CHECKING:
     from trtserve.bench.monitoring import Totals
@@ -50,7 +54,8 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
     progress.step(f"Benchmark of {measured.name!r} at {target.address}: {plan.pace}")
     started = datetime.datetime.now(datetime.timezone.utc).isoformat()
     with progress.task(f"Sending {len(load.warmup)} + {len(requests)} requests", total=len(requests)) as task:
-        sampler = LoadSampler(metrics, on_sample=_reporter(task))
+        server = _server_processes(target)
+        sampler = LoadSampler(metrics, server=server, on_sample=_reporter(task))
         outcome = run_load(load, workers=spec.workers, sampler=sampler)
     counted_by, notes = "output_ids", list(plan.notes)
     if measured.takes_text:
@@ -79,7 +84,7 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
         fingerprint=fingerprint(target.engine or served),
         command=command(),
         versions=versions(),
-        machine=machine(),
+        machine=machine() | {"other_programs": sampler.samples.others, "server_here": bool(server)},
         bounds=_bounds(target.engine, served, measured.core_model),
         calibration=calibration,
         health=tuple(outcome.health),
@@ -95,6 +100,7 @@ def _calibrate(plan: BenchPlan, progress: Progress) -> Calibration | None:
     if not plan.spec.calibrate:
         return None
     load = plan.load()
+    progress.step("Measuring what this client can do, on an echo server")
     found = calibrate(load.target, load.requests, workers=plan.spec.workers, concurrency=plan.concurrency)
     if found is not None:
         progress.step(
@@ -105,7 +111,7 @@ def _calibrate(plan: BenchPlan, progress: Progress) -> Calibration | None:
     return found
 
 
-_ANSWERS = 400
+_FEWEST_ANSWERS, _MOST_ANSWERS = 100, 400
 _IN_FLIGHT = 16
 _PACED = 60
 _PACE = 200.0
@@ -118,10 +124,11 @@ def calibrate(
     """Return the limits of the client for requests like these, or None for a target without a protocol."""
     if target.protocol == "in-process":
         return None
+    answers = min(_MOST_ANSWERS, max(_FEWEST_ANSWERS, len(requests)))  # a short run is calibrated shortly
     mean = sum(request.output_len for request in requests) / len(requests)
     chunks = min(_MOST_CHUNKS, max(1, round(mean))) if target.streams else 1
-    sample = [replace(request, session=None, cancel_after=None) for request in requests[:_ANSWERS]]
-    sample = (sample * (1 + _ANSWERS // len(sample)))[:_ANSWERS]
+    sample = [replace(request, session=None, cancel_after=None) for request in requests[:answers]]
+    sample = (sample * (1 + answers // len(sample)))[:answers]
     with running_echo(Echo(spoken=_spoken(target), chunks=chunks, text=takes_text(target.model))) as port:
         echo = _at(target, port)
         offsets = [index / _PACE for index in range(_PACED)]
@@ -171,6 +178,17 @@ def _at(target: LoadTarget, port: int) -> LoadTarget:
     endpoint = replace(target.endpoint, host="127.0.0.1", http_port=port, grpc_port=port, tls=None)
     openai = None if target.openai is None else replace(target.openai, url=f"http://127.0.0.1:{port}/v1")
     return replace(target, endpoint=endpoint, openai=openai)
+
+
+def _server_processes(target: LoadTarget) -> list[int]:
+    """Return the processes of a server on this machine; of one that trtserve did not start, those that are known."""
+    address = urlsplit(target.address if "//" in target.address else f"//{target.address}")
+    port = address.port or {"https": 443}.get(address.scheme, 80)
+    if target.protocol == "in-process" or not is_here(address.hostname or ""):
+        return []
+    started = (server.roots for server in list_servers() if port in server.ports)
+    roots = next(started, listeners(port))
+    return [each.pid for root in roots for each in (root, *tree(root))]
 
 
 def _reporter(task: Task) -> Callable[[Totals], None]:

@@ -110,7 +110,7 @@ def rate_answer(report: BenchReport) -> Answer:
     in_time = delivered is None or delivered >= VALID_DELIVERY
     if share >= GOOD_SHARE and in_time and judgement not in ("overloaded", "implausible"):
         return "met"
-    return "unclear" if judgement == "client-limited" else "missed"
+    return "unclear" if judgement in ("client-limited", "disturbed") else "missed"
 
 
 def highest_rate(answer: Callable[[float], Answer], *, first: float) -> Found:

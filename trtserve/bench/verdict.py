@@ -206,7 +206,22 @@ STARVED = 0.2
 _DRIFT = 0.25
 _BACKLOG = 0.1
 
-Judgement = Literal["valid", "implausible", "client-limited", "overloaded", "not-steady"]
+_OTHERS = 0.15  # part of the processors that other programs may use
+
+Judgement = Literal["valid", "implausible", "client-limited", "disturbed", "overloaded", "not-steady"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What else used the processors of the client's machine."""
+
+    processors: int | None = None
+    load: float = 0.0
+    """The system's load average."""
+    others: float | None = None
+    """Processors that programs besides client and server used on average; None: unknown."""
+    server: bool = False
+    """Whether the server is on this machine too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +240,9 @@ class Verdict:
         return f"{self.judgement}: {' '.join(self.reasons)}" if self.reasons else self.judgement
 
 
+_UNKNOWN = Surroundings()
+
+
 def judge(
     statistics: Statistics,
     records: Sequence[RequestRecord],
@@ -232,12 +250,14 @@ def judge(
     *,
     concurrency: int | None,
     capacity: float | None,
+    surroundings: Surroundings = _UNKNOWN,
     implausible: Sequence[str] = (),
 ) -> Verdict:
     """Return the verdict. `capacity` is the highest rate of answers that the client reached on the echo server."""
     checks: tuple[tuple[Judgement, list[str]], ...] = (
         ("implausible", list(implausible)),
-        ("client-limited", _client_limits(statistics, health, concurrency=concurrency, capacity=capacity)),
+        ("client-limited", _client_limits(statistics, health, capacity=capacity)),
+        ("disturbed", _disturbances(statistics, health, surroundings, concurrency=concurrency)),
         ("overloaded", _overload(statistics, records, concurrency=concurrency)),
         ("not-steady", _unsteadiness(statistics, records)),
     )
@@ -247,27 +267,33 @@ def judge(
 _VALID = Verdict(judgement="valid")
 
 
-def _client_limits(
-    statistics: Statistics, health: Sequence[WorkerHealth], *, concurrency: int | None, capacity: float | None
-) -> list[str]:
+def _client_limits(statistics: Statistics, health: Sequence[WorkerHealth], *, capacity: float | None) -> list[str]:
     found = []
     if capacity is not None and statistics.requests_per_second > MOST_OF_CAPACITY * capacity:
         found.append(
             f"{statistics.requests_per_second:.0f} answers/s are {statistics.requests_per_second / capacity:.0%} of "
             f"the {capacity:.0f}/s that this client reaches on the echo server; use more --workers or machines."
         )
+    busy = (each for each in health if each.cpu > BUSY)
+    return found + [f"Worker {each.worker} used {each.cpu:.0%} of a core; use more --workers." for each in busy]
+
+
+def _disturbances(
+    statistics: Statistics, health: Sequence[WorkerHealth], surroundings: Surroundings, *, concurrency: int | None
+) -> list[str]:
+    """Look for what kept the client from sending and reading in time, though it could have done more."""
+    found = []
     latency = statistics.latency_from_send_ms.p50 or 0.0
     late_ms = max(LATE_MS, LATE_SHARE * min(latency, 1e6))
+    starved = [
+        each for each in health if each.run_queue_ms / 1e3 > STARVED * each.seconds or each.loop_lag_p99_ms > late_ms
+    ]
+    if starved:
+        found.append(_starvation(max(starved, key=lambda each: each.run_queue_ms), surroundings))
     for each in health:
         who = f"Worker {each.worker}"
-        if each.cpu > BUSY:
-            found.append(f"{who} used {each.cpu:.0%} of a core; use more --workers.")
         if each.gc_pause_max_ms > SLOW_GC_MS:
             found.append(f"{who} was stopped for {each.gc_pause_max_ms:.0f} ms by its garbage collector.")
-        if each.run_queue_ms / 1e3 > STARVED * each.seconds:
-            found.append(f"{who} waited {each.run_queue_ms / 1e3:.1f} s of {each.seconds:.1f} s for a CPU.")
-        if each.loop_lag_p99_ms > late_ms:
-            found.append(f"{who}'s event loop was {each.loop_lag_p99_ms:.1f} ms late (p99), and so are its times.")
         if each.write_blocked_max_ms > late_ms:
             found.append(f"{who} could not send for {each.write_blocked_max_ms:.1f} ms: a socket took no more.")
         if each.crowded_reads:
@@ -280,6 +306,22 @@ def _client_limits(
     if concurrency is None and delay is not None and delay > late_ms:
         found.append(f"Requests were sent late: p99 {delay:.1f} ms after their time.")
     return found
+
+
+def _starvation(worst: WorkerHealth, around: Surroundings) -> str:
+    """Return who had the processors that the client waited for, how long it waited, and what to do."""
+    waited = f"the client waited {worst.run_queue_ms / 1e3:.1f} s of {worst.seconds:.1f} s for a processor"
+    late = f", so its times are up to {worst.loop_lag_p99_ms:.0f} ms late" if worst.loop_lag_p99_ms >= 1 else ""
+    cores = around.processors or 1
+    load = f"load {around.load:.1f} on {cores} core{'s' if cores > 1 else ''}"
+    away = "or measure from another machine"
+    if around.others is not None and around.others > _OTHERS * cores:
+        busy = f"{load}, other programs used {around.others:.1f} of them"
+        return f"{busy}; {waited}{late}. Close other programs, {away}."
+    if around.server:
+        first = "give the client the processors first (as root: `chrt -f 10 trtserve bench …`)"
+        return f"client and server share this machine ({load}); {waited}{late}. Send less at once, {first}, {away}."
+    return f"{load}; {waited}{late}. Use more --workers, {away}."
 
 
 def _overload(statistics: Statistics, records: Sequence[RequestRecord], *, concurrency: int | None) -> list[str]:
@@ -318,15 +360,16 @@ def _unsteadiness(statistics: Statistics, records: Sequence[RequestRecord]) -> l
     if 2 * waiting > len(sent):
         left = f"{waiting} of {len(sent)} requests were still unanswered when the last one was due"
         return [f"{left}: too few requests to reach a steady state at this load."]
-    if statistics.steady.warmup_requests >= len(completed):
-        return ["No steady state: the times still changed in the second half of the run (MSER)."]
     values = [(record.ended_ns - record.intended_ns) / 1e6 for record in completed]
     half = len(values) // 2
     before, after = mean_interval(values[:half]), mean_interval(values[half:])
     if before is None or after is None:
         return []
     first, second = sum(before) / 2, sum(after) / 2
-    apart = before[1] < after[0] or after[1] < before[0]
-    if apart and abs(second - first) > _DRIFT * first:
+    if before[0] <= after[1] and after[0] <= before[1]:
+        return []  # MSER alone sees a change in one of ten short runs that have none
+    if statistics.steady.warmup_requests >= len(completed):
+        return ["No steady state: the times still changed in the second half of the run (MSER)."]
+    if abs(second - first) > _DRIFT * first:
         return [f"The mean latency went from {first:.1f} ms in the first half to {second:.1f} ms in the second."]
     return []

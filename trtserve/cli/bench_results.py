@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from trtserve.bench.report import BenchReport
 
 Table = Literal["upstream", "genai-perf"]
-MORE_CLIENT = (
-    "Use more --workers or another machine. On the server's own, as root, `chrt -f 10 trtserve bench …` gives the "
-    "client the CPU first."
-)
+MORE_CLIENT = "Use more --workers, or another machine than the server's."
 ResultArgument = Annotated[
     Path,
     typer.Argument(
@@ -46,7 +43,8 @@ def report(
         bool,
         typer.Option(
             "--strict",
-            help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited` or `implausible`.",
+            help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited`, `disturbed` or "
+            "`implausible`.",
         ),
     ] = False,
     json: JsonOption = False,
@@ -222,7 +220,7 @@ def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None]) -> Non
 def require_valid(reports: Sequence[BenchReport]) -> None:
     """Raise DoubtfulResultError for --strict; stages of a sweep may be beyond what the server can do."""
     for report in reports:
-        doubtful = report.verdict.judgement in ("client-limited", "implausible")
+        doubtful = report.verdict.judgement in ("client-limited", "disturbed", "implausible")
         if doubtful or (len(reports) == 1 and not report.verdict.valid):
             where = f" at {report.load}" if len(reports) > 1 else ""
             raise DoubtfulResultError(

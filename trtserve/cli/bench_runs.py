@@ -42,6 +42,9 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     """
     _require_one_process()
     _check_combination(spec, runs, connection)
+    progress = output.TerminalProgress(quiet=results.quiet)
+    if not results.dry_run:  # what follows may take seconds: the server's description, the tokenizer, the prompts
+        progress.step("Preparing the requests")
     served = spec.openai is None and spec.in_process is None
     endpoint = find_endpoint(connection) if served else _other_endpoint(spec, connection)
     if results.dry_run:
@@ -57,7 +60,6 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
         _make_folder(runs.html.absolute().parent, "--html")
     if runs.diagnose:
         _require_repository(endpoint)
-    progress = output.TerminalProgress(quiet=results.quiet)
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
     reports = stages.all(spec, runs)

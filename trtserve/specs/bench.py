@@ -185,7 +185,8 @@ class BenchRuns(Spec):
     )
     strict: bool = option(
         False,
-        help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited` or `implausible`.",
+        help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited`, `disturbed` or "
+        "`implausible`.",
         panel=RESULTS,
     )
     table: Literal["upstream", "genai-perf"] = option(
