@@ -241,7 +241,8 @@ def test_a_template_becomes_the_ids_of_transformers_on_every_way(
     content = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**content, "post_processor": PROCESSORS[processor]}))
     question = [{"role": "user", "content": "Hi"}]
-    for template in ("{{ bos_token }}[{{ messages[0].content }}]", "[{{ messages[0].content }}]", "{{ messages[0].content }}</s>"):
+    for begin, end in (("{{ bos_token }}[", "]"), ("[", "]"), ("", "</s>")):
+        template = f"{begin}{{{{ messages[0].content }}}}{end}"
         files = with_config(folder, chat_template=template, **settings)
         expected = files.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
         for adds_special in (True, False):

@@ -56,7 +56,7 @@ def read(
     answer = Answer(context)
     found = [text for each in replies if (text := answer.add(each))]
     if pieces is not None:
-        pieces += found
+        pieces += [*found, *filter(None, [answer.rest()])]
     return answer.generation("id")
 
 
@@ -169,6 +169,22 @@ def test_incomplete_characters_are_held_back(tmp_path_factory: pytest.TempPathFa
     replies = [ids([token]) for token in tokens]
     got = read(replies, model=described(CORE), prompts=prompts, stream=True, files=files, pieces=pieces)
     assert (got.text, pieces) == ("aé", ["a", "é"])
+
+
+def test_a_core_models_text_ends_after_a_stop_word_that_its_tokens_hide(tmp_path: Path) -> None:
+    files = TokenizerFiles(write_tiny_model(tmp_path))
+    tokens = [files.encode(piece, special=False) for piece in ("so", "me te", "xt")]
+    settings: dict[str, Any] = {
+        "model": described(CORE),
+        "prompts": PreparedPrompts(token_ids=((1,),)),
+        "files": files,
+        "stop_words": ["e t"],
+    }
+    pieces: list[str] = []
+    got = read([ids(row) for row in tokens], stream=True, pieces=pieces, **settings)
+    assert (got.text, pieces, got.sequences[0].finish_reason) == ("some t", ["so", "me t"], "stop_words")
+    whole = read([ids(sum(tokens, []), finish_reason=text_array(["length"]))], **settings)
+    assert (whole.text, whole.sequences[0].finish_reason) == ("some t", "stop_words")
 
 
 def test_log_probs_come_from_the_last_response() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtserve.client.inputs import RequestContext
-from trtserve.client.tensors import IDS_OUTPUT, TEXT_OUTPUT, Reply
+from trtserve.client.tensors import IDS_OUTPUT, TEXT_INPUT, TEXT_OUTPUT, Reply
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
 
@@ -118,6 +118,15 @@ class Answer:
         self._keep_outputs(reply.outputs, row or 0, sample or 0)
         return "".join(texts) if self._single else ""
 
+    def rest(self) -> str:
+        """Return the end of the only sequence's text, which was held back because it may have been half a character."""
+        return "".join(collector.rest() for collector in self._collectors.values()) if self._single else ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the only sequence contains a stop word, which the engine may not know because it ends in a token."""
+        return self._single and any(collector.stopped for collector in self._collectors.values())
+
     def _keys(self, outputs: Outputs, row: int | None, sample: int | None) -> list[Key]:
         """Return the key of each sequence in a response, in the order of its texts or rows of ids."""
         per_sequence = outputs.get(TEXT_OUTPUT, outputs.get(LENGTHS_OUTPUT))
@@ -164,6 +173,7 @@ class Answer:
             prompt_len=len(context.prompts.token_ids[key[0]]) if repeats_prompt and context.prompts.token_ids else 0,
             strip=context.spec.exclude_input,
             files=context.tokenizer,
+            end_of_words=_end_of_words(context),
         )
 
     def _add_counts(self, outputs: Outputs, row: int) -> None:
@@ -230,6 +240,9 @@ class _SequenceCollector:
     strip: bool
     files: TokenizerFiles | None
     """The tokenizer that decodes the ids of a core model."""
+    end_of_words: Callable[[str], int | None] | None
+    """Finds the end of a stop word: a core model only knows ids of words, which may begin or end inside a token."""
+    stopped: bool = False
     seen: str = ""
 
     def add_text(self, text: str) -> str:
@@ -246,16 +259,29 @@ class _SequenceCollector:
 
     def add_ids(self, ids: list[int]) -> str | bool:
         """Add the tokens of a response; return the new text if it can be decoded, else whether there are tokens."""
+        if self.stopped:
+            return False
         ids = ids[self.prompt_len :]
         earlier = [] if self.revised else self.sequence.token_ids or []
         self.sequence.token_ids = [*earlier, *ids]
         if self.files is None or not ids:
             return bool(ids)
-        self.sequence.text = self._stripped(self.files.decode(self.sequence.token_ids))
-        if self.sequence.text.endswith(_INCOMPLETE_CHARACTER):
+        text = self._stripped(self.files.decode(self.sequence.token_ids))
+        end = None if self.revised or self.end_of_words is None else self.end_of_words(text)
+        self.stopped, self.sequence.text = end is not None, text[:end]
+        if self.stopped:
+            self.sequence.finish_reason = "stop_words"
+        elif text.endswith(_INCOMPLETE_CHARACTER):
             return True
         self.seen, before = self.sequence.text, self.seen
         return self.seen.removeprefix(before)
+
+    def rest(self) -> str:
+        """Return the end of a text that was decoded here, if no response has brought it."""
+        if self.files is None or not self.sequence.token_ids:
+            return ""
+        self.seen, before = self.sequence.text or "", self.seen
+        return self.seen[len(before) :]
 
     def _stripped(self, text: str) -> str:
         return text.lstrip(" ") if self.strip else text
@@ -267,7 +293,7 @@ class _SequenceCollector:
             reasons = [str(reason) for reason in output.reshape(-1)]
         else:
             reasons = str(reply.parameters.get("finish_reason", "")).split(",")
-        if position < len(reasons) and reasons[position] not in _UNFINISHED:
+        if not self.stopped and position < len(reasons) and reasons[position] not in _UNFINISHED:
             self.sequence.finish_reason = reasons[position]
 
     def add_log_probs(self, outputs: Outputs, position: int) -> None:
@@ -283,6 +309,15 @@ class _SequenceCollector:
         while self.sequence.token_ids is None and sums.size > 1 and row and row[-1] == -1.0:
             row.pop()
         self.sequence.log_probs = row
+
+
+def _end_of_words(context: RequestContext) -> Callable[[str], int | None] | None:
+    words = context.spec.options.get("stop_words", ())
+    if not words or context.tokenizer is None or TEXT_INPUT in context.model.inputs:
+        return None
+    from trtserve.programs.bls.texts import StopWords
+
+    return StopWords(words).end
 
 
 def _index(outputs: Outputs, name: str) -> int | None:

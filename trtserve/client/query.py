@@ -114,6 +114,11 @@ def stream(context: RequestContext, server: Endpoint, client: SyncClient, *, num
             ):
                 if text := answer.add(reply):
                     yield text
+                if answer.stopped:
+                    stop_in_engine(context, server, request_id)
+                    break
+            if text := answer.rest():
+                yield text
         except RequestCancelledError:
             if not stopped.is_set():
                 raise

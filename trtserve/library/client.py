@@ -225,6 +225,11 @@ class AsyncClient(Asker):
                 async for reply in replies:
                     if text := answer.add(reply):
                         yield text
+                    if answer.stopped:
+                        await asyncio.to_thread(stop_in_engine, context, self._server, request_id)
+                        break
+            if text := answer.rest():
+                yield text
         except (asyncio.CancelledError, GeneratorExit, RequestError):
             # As in `trtserve.client.query.stream`: a cancelled call does not reach the engine on every path.
             await asyncio.shield(asyncio.to_thread(stop_in_engine, context, self._server, request_id))
