@@ -202,9 +202,7 @@ def template_of(*pieces: Any) -> dict[str, Any]:
         "type": "TemplateProcessing",
         "single": list(pieces),
         "pair": [_TEXT, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {
-            name: {"id": name, "ids": [id], "tokens": [name]} for name, id in (("<s>", 1), ("</s>", 2))
-        },
+        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]} for name, id in (("<s>", 1), ("</s>", 2))},
     }
 
 

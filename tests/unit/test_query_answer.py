@@ -171,8 +171,10 @@ def test_incomplete_characters_are_held_back(tmp_path_factory: pytest.TempPathFa
     assert (got.text, pieces) == ("aé", ["a", "é"])
 
 
-def test_a_core_models_text_ends_after_a_stop_word_that_its_tokens_hide(tmp_path: Path) -> None:
-    files = TokenizerFiles(write_tiny_model(tmp_path))
+def test_a_core_models_text_ends_after_a_stop_word_that_its_tokens_hide(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    files = TokenizerFiles(write_tiny_model(tmp_path_factory.mktemp("tokenizer")))
     tokens = [files.encode(piece, special=False) for piece in ("so", "me te", "xt")]
     settings: dict[str, Any] = {
         "model": described(CORE),
@@ -183,7 +185,7 @@ def test_a_core_models_text_ends_after_a_stop_word_that_its_tokens_hide(tmp_path
     pieces: list[str] = []
     got = read([ids(row) for row in tokens], stream=True, pieces=pieces, **settings)
     assert (got.text, pieces, got.sequences[0].finish_reason) == ("some t", ["so", "me t"], "stop_words")
-    whole = read([ids(sum(tokens, []), finish_reason=text_array(["length"]))], **settings)
+    whole = read([ids([token for row in tokens for token in row], finish_reason=text_array(["length"]))], **settings)
     assert (whole.text, whole.sequences[0].finish_reason) == ("some t", "stop_words")
 
 
