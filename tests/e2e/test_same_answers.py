@@ -1,4 +1,4 @@
-"""One question on every way in: the same text, tokens, stops and number of answers, whatever the tokenizer's files say."""
+"""One question on every way in has the same text, stops and number of answers, whatever the tokenizer's files say."""
 
 from __future__ import annotations
 

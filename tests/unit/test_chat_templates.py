@@ -125,7 +125,8 @@ def test_tokens_that_only_the_tokenizers_class_names(folder: Path) -> None:
 def test_variables_of_a_template_are_those_of_transformers(folder: Path) -> None:
     template = (
         "{{ tools is none }}{{ documents is none }}{{ image_token }}{{ 'tool_calls' in messages[0] }}"
-        "{{ messages[0].thinking ~ messages[0].reasoning_content }}{{ tools is defined and tools is not none }}{{ enable_thinking is defined }}{{ add_generation_prompt }}"
+        "{{ messages[0].thinking ~ messages[0].reasoning_content }}{{ tools is defined and tools is not none }}"
+        "{{ enable_thinking is defined }}{{ add_generation_prompt }}"
     )
     files = with_config(folder, chat_template=template, extra_special_tokens={"image_token": "<image>"})
     conversation = [{"role": "user", "content": "Hi", "tool_calls": None, "reasoning": "so"}]
@@ -202,7 +203,9 @@ def template_of(*pieces: Any) -> dict[str, Any]:
         "type": "TemplateProcessing",
         "single": list(pieces),
         "pair": [_TEXT, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]} for name, id in (("<s>", 1), ("</s>", 2))},
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]} for name, number in (("<s>", 1), ("</s>", 2))
+        },
     }
 
 
