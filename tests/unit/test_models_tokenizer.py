@@ -1,14 +1,101 @@
-"""How the models load their tokenizer."""
+"""How the models load and use a tokenizer, which is data by an unknown author."""
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trtserve.programs.shared.tokenizer import load_tokenizer
+from tests.support.tiny_models import write_byte_tokenizer
+from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.programs.shared.tokenizer import decode, encode, load_tokenizer, open_tokenizer, require_bounded
+from trtserve.repository.tokenizer import check_tokenizer
+
+
+def with_parts(folder: Path, **parts: Any) -> Path:
+    write_byte_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
+    return folder
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def charsmap(text: str) -> dict[str, Any]:
+    table = (8).to_bytes(4, "little") + bytes(8) + text.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+_DOUBLED = replace({"Regex": ""}, "b")
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer_dir is .*nowhere, which is not a folder"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"normalizer": replace({"String": "a"}, "b" * 1000)}, "normalizer may make 1000 characters of one"),
+        ({"normalizer": {"type": "Prepend", "prepend": "b" * 1000}}, "normalizer may make 1000 characters of one"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [_DOUBLED] * 5}}, "normalizer may make 32 characters"),
+        ({"normalizer": charsmap("b" * 1000)}, "normalizer may make 1000 characters of one; at most 16 are allowed"),
+        ({"decoder": {"type": "Sequence", "decoders": [replace({"String": "a"}, "b" * 99)]}}, "decoder may make 99"),
+        ({"added_tokens": [{"id": 1, "content": "a"}] * 131_073}, "131073 added tokens; at most 131072 are allowed"),
+    ],
+)
+def test_a_tokenizer_that_makes_too_much_is_refused_before_it_is_loaded(
+    tmp_path: Path, parts: dict[str, Any], words: str
+) -> None:
+    folder = with_parts(tmp_path, **parts)
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(folder)
+    with pytest.raises(UsageError, match=words):
+        _ = TokenizerFiles(folder).tokenizer
+    with pytest.raises(RepositoryError, match=words):
+        check_tokenizer(folder, None)
+
+
+def test_large_files_are_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(ValueError, match=r"tokenizer\.json has 65 MiB; at most 64 MiB are allowed"):
+        require_bounded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [charsmap("x" * 18), replace({"Regex": " {2,}"}, "▁")]}},
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")],
+            },
+            "decoder": {"type": "Sequence", "decoders": [replace({"String": "▁"}, " "), {"type": "Fuse"}]},
+        },
+        {"normalizer": None, "decoder": None},
+        {"normalizer": {"type": "NFKC"}},
+    ],
+)
+def test_parts_of_published_tokenizers_are_taken(tmp_path: Path, parts: dict[str, Any]) -> None:
+    require_bounded(with_parts(tmp_path, **parts))
+
+
+def test_a_tokenizer_that_panics_is_an_error(tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    folder = with_parts(tmp_path, pre_tokenizer=split)
+    tokenizer = open_tokenizer(folder)
+    with pytest.raises(ValueError, match="cannot encode this text: .*retry-limit"):
+        encode(tokenizer, "a" * 40 + "b", special=False)
+    with pytest.raises(UsageError, match="cannot encode this text: .*retry-limit"):
+        TokenizerFiles(folder).encode("a" * 40 + "b", special=True)
+    with pytest.raises(ValueError, match="cannot decode these tokens"):
+        decode(tokenizer, [-1], skip_special_tokens=True)

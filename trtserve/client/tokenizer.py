@@ -7,7 +7,6 @@ would take longer than most answers. Templates come from untrusted model authors
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from trtserve.client.transport import SyncClient
 from trtserve.errors import MissingDependencyError, RequestError, TrtserveError, UsageError
 from trtserve.files import read_json_object, read_text
 from trtserve.process.answering import AnsweringProcess
-from trtserve.programs.shared.tokenizer import configured_end_ids
+from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer
 
 PREPROCESSING = "preprocessing"
 _FALSE_WORDS = ("false", "0", "f", "n", "no")
@@ -95,13 +94,8 @@ class TokenizerFiles:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, loaded as the preprocessing model does: local files only, no remote code."""
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer
-
         try:
-            return AutoTokenizer.from_pretrained(
-                str(self.folder), legacy=False, trust_remote_code=False, local_files_only=True
-            )
+            return open_tokenizer(self.folder)
         except (OSError, ValueError, KeyError) as error:
             if not any(self.folder.glob("tokenizer*")):
                 names = "tokenizer.json, tokenizer.model or tokenizer_config.json"
@@ -111,13 +105,14 @@ class TokenizerFiles:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the token ids of `text`; `special` adds BOS and other special tokens, as for a prompt."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
-        return ids
+        try:
+            return encode(self.tokenizer, text, special=special)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of generated ids, without special tokens."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        return decode(self.tokenizer, ids, skip_special_tokens=True)
 
     def decode_token(self, token: int) -> str:
         """Return the text of one special token from tokenizer.json, or "" for any other token."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trtserve.errors import RepositoryError
 from trtserve.files import parse_json, require_own
+from trtserve.programs.shared.tokenizer import decode, encode, open_tokenizer
 from trtserve.programs.shared.tokenizer import token_ids as read_token_ids
 from trtserve.progress import SILENT, Progress
 
@@ -47,14 +48,10 @@ def own_tokenizer_files(folder: Path) -> list[Path]:
 
 def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = SILENT) -> None:
     """Load a tokenizer as the models will, and encode and decode a text. Raises RepositoryError when that fails."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), legacy=False, trust_remote_code=False, local_files_only=True
-        )
-        ids = tokenizer.encode(_PROBE)
-        text = tokenizer.decode(ids, skip_special_tokens=True)
+        tokenizer = open_tokenizer(folder)
+        ids = encode(tokenizer, _PROBE, special=True)
+        text = decode(tokenizer, ids, skip_special_tokens=True)
     except Exception as error:
         raise RepositoryError(
             f"The tokenizer cannot be loaded: {_sentence(error)}",

@@ -16,6 +16,7 @@ from trtserve.process.answering import AnsweringProcess
 _SHORT = 20_000  # characters of all texts together that are encoded in some milliseconds
 _MESSAGE = 100  # characters of a message besides its content, roughly
 _SHORT_SECONDS, _LONG_SECONDS = 1.0, 20.0
+_SHORT_TEMPLATE_SECONDS = 2.0
 _MEMORY = 1 << 30
 _KEPT, _LONGEST_KEPT = 4096, 64  # stop strings come again and again
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class Encoder:
     ) -> str:
         """Return a conversation in a chat template. UsageError: the template refuses it, or takes or makes too much."""
         size = sum(len(str(message.get("content"))) + _MESSAGE for message in conversation)
-        lane, seconds = (self._short, _SHORT_SECONDS) if size <= _SHORT else (self._long, TEMPLATE_SECONDS)
+        lane, seconds = (self._short, _SHORT_TEMPLATE_SECONDS) if size <= _SHORT else (self._long, TEMPLATE_SECONDS)
         return await lane.run(
             lambda: render(template, conversation, tokens, variables, seconds=seconds, process=lane.templates)
         )

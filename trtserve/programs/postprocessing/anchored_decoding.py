@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from ..shared.tokenizer import decode, encode
+
 _REMEMBERED = 16384
 
 
@@ -20,7 +22,7 @@ class AnchoredDecoder:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        self._anchor = encode(tokenizer, "a", special=False)
         self._anchor_text = self._decode(self._anchor)
         self._token = lru_cache(maxsize=_REMEMBERED)(lambda token: self._row([token]))
 
@@ -41,5 +43,4 @@ class AnchoredDecoder:
         return bool(ids) and ids[0] in self._special_ids
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
-        return text
+        return decode(self._tokenizer, ids, skip_special_tokens=self._skip_special_tokens)

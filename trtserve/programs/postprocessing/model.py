@@ -32,7 +32,10 @@ class TritonPythonModel:
         if folder is None:
             raise pb_utils.TritonModelException("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
         skip = parameters.choice("skip_special_tokens", default=True)
-        self._decoder = AnchoredDecoder(load_tokenizer(folder), skip_special_tokens=skip)
+        try:
+            self._decoder = AnchoredDecoder(load_tokenizer(folder), skip_special_tokens=skip)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"The tokenizer cannot be loaded: {error}.") from error
         outputs = {output["name"] for output in config["output"]}
         self._passed_on = [name for name in _PASSED_ON if f"OUT_{name}" in outputs]
 

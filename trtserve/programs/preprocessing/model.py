@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..shared.lora_names import LoraNames, name_of
 from ..shared.parameters import ModelParameters, check_classes
 from ..shared.run_folder import require_not_draining
-from ..shared.tokenizer import end_ids, load_tokenizer, pad_id
+from ..shared.tokenizer import encode, end_ids, load_tokenizer, pad_id
 from .word_lists import Spellings, embedding_bias, empty_word_list, word_list
 
 Tensors = dict[str, NDArray[Any]]
@@ -75,7 +75,10 @@ class TritonPythonModel:
             self._adapters = LoraNames(repository, parameters.text("lora_table") or "lora.json")
         except ValueError as error:
             raise pb_utils.TritonModelException(str(error)) from error
-        self._tokenizer = load_tokenizer(folder)
+        try:
+            self._tokenizer = load_tokenizer(folder)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"The tokenizer cannot be loaded: {error}.") from error
         self._add_special_tokens = parameters.choice("add_special_tokens", default=True)
         self._end_id, *self._more_ends = end_ids(self._tokenizer, folder) or [-1]
         self._pad_id = pad_id(self._tokenizer, self._end_id)
@@ -153,7 +156,7 @@ class TritonPythonModel:
     def _encode_prompt(self, text: str) -> list[int]:
         if self._most_tokens is not None:
             self._require_room(text, self._most_tokens)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens)
+        ids = encode(self._tokenizer, text, special=self._add_special_tokens)
         if not ids:
             raise ValueError("text_input has no tokens; the prompt must not be empty.")
         return ids
@@ -162,7 +165,7 @@ class TritonPythonModel:
         """Encode longer and longer parts of a long text. Raises ValueError when one has too many tokens already."""
         size = _SLICE * most
         while size < len(text):
-            found = len(self._tokenizer.encode(text[:size], add_special_tokens=False))
+            found = len(encode(self._tokenizer, text[:size], special=False))
             if found > most + 1:  # the cut may have split a token
                 raise ValueError(
                     f"Prompt length exceeds maximum input length ({most}): the first {size} of its {len(text)} "
@@ -171,8 +174,7 @@ class TritonPythonModel:
             size *= 2
 
     def _encode_word(self, word: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(word, add_special_tokens=False)
-        return ids
+        return encode(self._tokenizer, word, special=False)
 
     def _words(self, inputs: Inputs, name: str, client_name: str, batch: int) -> NDArray[Any]:
         if name not in inputs or inputs[name].size == 0:

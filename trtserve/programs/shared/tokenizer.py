@@ -1,29 +1,123 @@
-"""Load the repository's tokenizer, and find its ids: of every token, and those that end and pad a sequence."""
+"""Load the repository's tokenizer, use it within bounds, and find its ids: of every token, and of ends and padding."""
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+
+_LARGEST_FILE = 64 << 20  # the largest known tokenizer has 34 MB
+_MOST_ADDED = 1 << 17  # tokens; each takes 0.1 ms whenever the tokenizer is loaded
+_MOST_GROWTH = 16  # characters that a normalizer or a decoder may make of one
+_UNICODE_GROWTH = 18  # of the longest compatibility decomposition
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the Hugging Face tokenizer in `folder`, from local files only and without running custom code.
 
-    Raises FileNotFoundError when there is no such folder; transformers would treat the path as a hub id.
+    Raises FileNotFoundError when there is no such folder; transformers would treat the path as a hub id. Raises
+    ValueError for files that `require_bounded` refuses.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"tokenizer_dir is {folder}, which is not a folder on this machine")
     # Keep transformers from importing PyTorch: seconds and hundreds of megabytes that no tokenizer needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    return open_tokenizer(folder, padding_side="left")
+
+
+def open_tokenizer(folder: Path, **options: Any) -> Any:
+    """Load a tokenizer. Raises ValueError for one that `require_bounded` refuses, else what transformers raises."""
+    require_bounded(folder)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
-        str(folder), legacy=False, padding_side="left", trust_remote_code=False, local_files_only=True
-    )
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder), legacy=False, trust_remote_code=False, local_files_only=True, **options
+        )
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
+        raise ValueError(_reason(error)) from None
+
+
+def require_bounded(folder: Path) -> None:
+    """Raise ValueError for tokenizer files that take minutes to load, or that make megabytes of a short text."""
+    for path in folder.glob("*.json"):
+        if path.name.startswith(("tokenizer", "added_tokens")) and (size := path.stat().st_size) > _LARGEST_FILE:
+            raise ValueError(f"{path.name} has {size >> 20} MiB; at most {_LARGEST_FILE >> 20} MiB are allowed")
+    content = _json(folder / "tokenizer.json")
+    further = _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    for added in (content.get("added_tokens") or [], further, _json(folder / "added_tokens.json")):
+        if len(added) > _MOST_ADDED:
+            raise ValueError(f"the tokenizer has {len(added)} added tokens; at most {_MOST_ADDED} are allowed")
+    for part in ("normalizer", "decoder"):
+        if (growth := _growth(content.get(part))) > _MOST_GROWTH:
+            raise ValueError(
+                f"the tokenizer's {part} may make {growth} characters of one; at most {_MOST_GROWTH} are allowed"
+            )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one: whoever loads the file says what is wrong with it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _growth(part: Any) -> int:
+    """Return how many characters a normalizer or decoder may make of one; those of Unicode make few."""
+    if not isinstance(part, dict):
+        return 1
+    if part.get("type") == "Sequence":
+        return math.prod(max(1, _growth(each)) for each in (part.get("normalizers") or part.get("decoders") or []))
+    if part.get("type") == "Precompiled":
+        # A trie and its size, then the texts that it leads to, each with a zero at its end.
+        table = base64.b64decode(part.get("precompiled_charsmap") or "")
+        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        longest = max((len(text.decode(errors="replace")) for text in texts), default=1)
+        return 1 if longest <= _UNICODE_GROWTH else longest
+    if part.get("type") == "Prepend":
+        return max(1, len(part.get("prepend") or ""))
+    if part.get("type") == "Replace":
+        length, pattern = len(part.get("content") or ""), part.get("pattern") or {}
+        # An expression may match nothing between two characters.
+        return 1 + length if "Regex" in pattern else -(-length // max(1, len(pattern.get("String") or "")))
+    return 1
+
+
+def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Return the ids of `text`. Raises ValueError when the tokenizer fails: what Rust panics with is no Exception."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"The tokenizer cannot encode this text: {_reason(error)}.") from None
+    return ids
+
+
+def decode(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of `ids`. Raises ValueError when the tokenizer fails."""
+    try:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"The tokenizer cannot decode these tokens: {_reason(error)}.") from None
+    return text
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def token_ids(content: dict[str, Any]) -> dict[str, int]:
