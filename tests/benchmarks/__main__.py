@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.benchmarks.results import MISSED
+from tests.benchmarks.frame import MISSED
 
 BENCHMARKS = (
     "cli",

@@ -1,23 +1,19 @@
 """The cost of the command line: `trtserve --help`, and `trtserve query` compared with a bare tritonclient script.
 
-Run as `python -m tests.benchmarks.bench_cli --out FOLDER`. Both sides are whole processes that ask a real Triton, whose
-model echoes the prompt without any work, so that the difference is the command line's own.
+Both sides are whole processes that ask a real Triton, whose model echoes the prompt without any work, so that the
+difference is the command line's own.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from tests.benchmarks.processes import environment
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.frame import Row, benchmark_parser, compare, environment, finish, spread, table
 from tests.support.echo_server import running_echo_server
 
 TRTSERVE = [str(Path(sys.executable).parent / "trtserve")]
@@ -51,18 +47,6 @@ client.stop_stream()
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Median, lowest and highest in seconds."""
-
-    case: str
-    runs: int
-    seconds: float
-    lowest: float
-    highest: float
-    target: float
-
-
 def seconds(command: Sequence[str], expected: str) -> float:
     """Return the wall time of a process, which must print `expected`."""
     begin = time.perf_counter()
@@ -72,58 +56,29 @@ def seconds(command: Sequence[str], expected: str) -> float:
     return elapsed
 
 
-def measure_help(runs: int) -> Row:
-    """Wall time of `trtserve --help`; the first run warms the file cache."""
-    times = [seconds([*TRTSERVE, "--help"], "Usage") for _ in range(runs + 1)][1:]
-    return _row("`trtserve --help`", times, target=0.25)
-
-
-def measure_query(runs: int) -> Row:
-    """`trtserve query` minus the bare client, pair by pair; whoever begins changes from pair to pair."""
+def measure_query(pairs: int) -> Row:
+    """Return what `trtserve query` adds to the bare client."""
     with tempfile.TemporaryDirectory() as folder, running_echo_server(Path(folder)) as server:
         query = [*TRTSERVE, "query", "What is ML?", "--model", "echo", "--url", server.grpc]
         bare = [sys.executable, "-c", BARE_CLIENT, server.grpc]
-        differences = []
-        for number in range(runs + 1):
-            taken: dict[str, float] = {}
-            for name, command in (("query", query), ("bare", bare))[:: 1 if number % 2 else -1]:
-                taken[name] = seconds(command, "Echo: What is ML?")
-            differences.append(taken["query"] - taken["bare"])
-    return _row("`trtserve query` − bare tritonclient", differences[1:], target=0.3)
-
-
-def _row(case: str, times: Sequence[float], *, target: float) -> Row:
-    return Row(
-        case=case,
-        runs=len(times),
-        seconds=statistics.median(times),
-        lowest=min(times),
-        highest=max(times),
-        target=target,
-    )
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = ["| Case | Median, s | Lowest … highest, s | Target, s | Runs |", "|---|--:|--:|--:|--:|"]
-    lines += [
-        f"| {row.case} | {row.seconds:.2f} | {row.lowest:.2f} … {row.highest:.2f} | ≤ {row.target:.2f} | {row.runs} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+        return compare(
+            "`trtserve query` − bare tritonclient",
+            lambda _: seconds(query, "Echo: What is ML?"),
+            lambda _: seconds(bare, "Echo: What is ML?"),
+            pairs=pairs,
+            difference=True,
+            target=0.3,
+            at_most=True,
+        )
 
 
 def main() -> None:
-    """Parse, measure, print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for cli.json without --out")
-    parser.add_argument("--out", type=Path, help="folder for cli.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
-    arguments = parser.parse_args()
-    rows = [measure_help(arguments.pairs), measure_query(arguments.pairs)]
-    print(table(rows))
-    figures = [Figure(case=row.case, value=row.seconds, target=row.target, at_most=True) for row in rows]
-    finish(arguments.out or arguments.work, "cli", {"rows": rows}, figures)
+    arguments = benchmark_parser(__doc__).parse_args()
+    # The first run warms the file cache.
+    times = [seconds([*TRTSERVE, "--help"], "Usage") for _ in range(arguments.pairs + 1)][1:]
+    rows = [spread("`trtserve --help`", times, target=0.25, at_most=True), measure_query(arguments.pairs)]
+    print(table(rows, measured="query, s", base="Bare client, s", value="Median, s"))
+    finish(arguments, "cli", rows)
 
 
 if __name__ == "__main__":

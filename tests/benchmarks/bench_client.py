@@ -1,6 +1,6 @@
 """The load generator of `trtserve bench`, against servers whose truth is known.
 
-Run as `python -m tests.benchmarks.bench_client --work FOLDER --out FOLDER` on a quiet machine; the servers share it.
+Run it on a quiet machine; the servers share it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from tests.benchmarks.results import Figure, benchmark_parser, finish
+from tests.benchmarks.frame import Row, benchmark_parser, finish, spread, table
 from tests.support.bench_records import answered, correlated, report_of
 from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.exact_server import exact_server
@@ -31,17 +30,6 @@ RUNS = 1000
 COMPARISONS = 120
 TURNS = 4
 SIMULATED = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One measured figure; `target` is the highest or the lowest value that will do."""
-
-    case: str
-    value: float
-    unit: str
-    target: float | None = None
-    at_most: bool = True
 
 
 def send(
@@ -75,21 +63,20 @@ def stall() -> list[Row]:
     sent = sum(record.sent_ns is not None for record in records)
     error = abs(percentile(latencies(records), 0.9) / 800 - 1) * 100
     return [
-        Row(case="Stall of 2 s, error of p90 from the intended send", value=error, unit="%", target=10),
-        Row(case="Stall of 2 s, requests sent of 1,200", value=sent, unit="", target=1200, at_most=False),
+        Row(case="Stall of 2 s, error of p90 from the intended send, %", value=error, target=10, at_most=True),
+        Row(case="Stall of 2 s, requests sent of 1,200", value=sent, target=1200),
     ]
 
 
 def known_latency() -> list[Row]:
-    """A server of 50 ms and the load generator on a processor each, median and largest of five runs."""
+    """A server of 50 ms and the load generator on a processor each, five runs."""
     rows = []
     for rate, limit in ((10, 0.5), (100, 0.5), (1000, 2.0)):
         runs = [latency_errors(rate) for _ in range(5)]
         for name, quantile in (("p50", 0.5), ("p99", 0.99)):
             found = [percentile(errors, quantile) for errors in runs]
-            case = f"50 ms server at {rate:,} req/s, TTFT {name} error"
-            rows.append(Row(case=case, value=statistics.median(found), unit="ms", target=limit))
-            rows.append(Row(case="… the largest of five runs", value=max(found), unit="ms"))
+            case = f"50 ms server at {rate:,} req/s, TTFT {name} error, ms"
+            rows.append(spread(case, found, target=limit, at_most=True))
     return rows
 
 
@@ -121,8 +108,8 @@ def highest_rates() -> list[Row]:
                     begin = min(record.sent_ns or 0 for record in records)
                     rates.append(len(records) / (max(record.ended_ns for record in records) - begin) * 1e9)
                 goal = target_rate if workers == 2 else None
-                case = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
-                rows.append(Row(case=case, value=max(rates), unit="answers/s", target=goal, at_most=False))
+                case = f"{name}, {workers} worker{'s' if workers > 1 else ''}, answers/s"
+                rows.append(Row(case=case, value=max(rates), target=goal))
     return rows
 
 
@@ -156,7 +143,7 @@ def coverage() -> list[Row]:
             found = [interval(run) for run in runs]
             share = sum(each is not None and each[0] <= mean <= each[1] for each in found) / RUNS * 100
             goal = 93.0 if interval is mean_interval else None
-            rows.append(Row(case=f"{name} covered, {kind}", value=share, unit="%", target=goal, at_most=False))
+            rows.append(Row(case=f"{name} covered, {kind}, %", value=share, target=goal))
     return rows
 
 
@@ -172,12 +159,13 @@ def comparisons() -> list[Row]:
         (f"{TURNS} runs in turn, simulated drift", [in_turn(each) for each in simulated]),
         ("one run on each side, simulated drift", [([each[0]], [each[1]]) for each in simulated]),
     ]
-    rows = []
-    for name, sides in cases:
-        alarms = sum(any(each.worse_than(0.0) for each in compare(*both)) for both in sides)
-        case = f"A/A false alarms of {len(sides)}, {name}"
-        rows.append(Row(case=case, value=alarms / len(sides) * 100, unit="%", target=5))
-    return rows
+    return [alarms(f"A/A false alarms of {len(sides)}, {name}, %", sides) for name, sides in cases]
+
+
+def alarms(case: str, sides: Sequence[tuple[list[BenchReport], list[BenchReport]]]) -> Row:
+    """The share of comparisons in which some figure of a server got worse than its own."""
+    worse = [any(each.worse_than(0.0) for each in compare(*both)) for both in sides]
+    return Row(case=case, value=100 * sum(worse) / len(worse), target=5, at_most=True)
 
 
 def measured(target: LoadTarget, number: int) -> BenchReport:
@@ -217,28 +205,12 @@ def independent_interval(values: Sequence[float]) -> Interval:
     return statistics.fmean(values) - half, statistics.fmean(values) + half
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = ["| Case | Measured | LoadTarget |", "|---|--:|--:|"]
-    for row in rows:
-        sign = "≤" if row.at_most else "≥"
-        goal = "–" if row.target is None else f"{sign} {row.target:,g} {row.unit}".rstrip()
-        lines.append(f"| {row.case} | {row.value:,.4g} {row.unit} | {goal} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Measure, print the table, and write it as JSON."""
-    arguments = benchmark_parser("client", __doc__).parse_args()
+    arguments = benchmark_parser(__doc__).parse_args()
     rows = [*stall(), *known_latency(), *highest_rates(), *coverage(), *comparisons()]
-    print(table(rows))
+    print(table(rows, value="Measured"))
     print(f"\nMedian of the machine's load: {statistics.median(os.getloadavg()):.1f}")
-    figures = [
-        Figure(case=row.case, value=row.value, target=row.target, at_most=row.at_most)
-        for row in rows
-        if row.target is not None
-    ]
-    finish(arguments.out or arguments.work, "client", {"cpus": os.cpu_count(), "rows": rows}, figures)
+    finish(arguments, "client", rows)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
-from tests.benchmarks.processes import environment
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.frame import Row, benchmark_parser, environment, finish, table
 
 ROOT = Path(__file__).parents[2]
 TARGET = 180.0
@@ -33,19 +31,13 @@ def measure(work: Path) -> float:
 
 
 def main() -> None:
-    """Parse, measure once cold and once warm, print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path(".bench"))
-    parser.add_argument("--out", type=Path, help="folder for demo.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7, help="not used: one run fills the cache, one is measured")
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    cold, warm = measure(arguments.work), measure(arguments.work)
-    print("| Case | First run, s | Second run, s | Target, s |\n|---|--:|--:|--:|")
-    print(f"| `make demo`, fresh clone | {cold:.0f} | {warm:.0f} | ≤ {TARGET:.0f} |")
-    report = {"first": cold, "second": warm, "target": TARGET}
-    figure = Figure(case="`make demo`", value=warm, target=TARGET, at_most=True)
-    finish(arguments.out or arguments.work, "demo", report, [figure])
+    arguments = benchmark_parser(__doc__).parse_args()
+    rows = [
+        Row(case="`make demo`, fresh clone", value=measure(arguments.work)),
+        Row(case="… again, warm package cache", value=measure(arguments.work), target=TARGET, at_most=True),
+    ]
+    print(table(rows, value="Seconds"))
+    finish(arguments, "demo", rows)
 
 
 if __name__ == "__main__":

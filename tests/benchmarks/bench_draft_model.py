@@ -1,26 +1,22 @@
 """A draft model in front of a target, through the BLS model of one Triton server, and the target alone.
 
-Run as `python -m tests.benchmarks.bench_draft_model --work FOLDER --out FOLDER`. The target is a random Llama of 1.1 B
-parameters with int8 weights. The draft is its first layer with its embeddings and a disturbed output matrix: about four
-of five tokens that it proposes are those of the target.
+The target is a random Llama of 1.1 B parameters with int8 weights. The draft is its first layer with its embeddings and
+a disturbed output matrix: about four of five tokens that it proposes are those of the target.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.comparison import compare, figures, table
-from tests.benchmarks.engines import make_engine
-from tests.benchmarks.results import benchmark_parser, finish
+from tests.benchmarks.engines import make_engine, make_repository
+from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
 from tests.support.model_server import ModelServer, integers, serving, texts
 
 MODEL = "llama-1b"
@@ -55,31 +51,25 @@ def _draft_model(target: Path, folder: Path) -> Path:
 @contextmanager
 def server(work: Path) -> Iterator[ModelServer]:
     """Target and draft behind Triton."""
-    from trtserve.artifacts import Engine, Model, load_artifact
+    from trtserve.artifacts import Model
     from trtserve.pipeline.build import build_engine
     from trtserve.pipeline.convert import convert_model
-    from trtserve.repository.assembling import assemble_repository, plan_repository
-    from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+    from trtserve.specs import BuildSpec, ConvertSpec
 
     target = make_engine(work, MODEL, name="engine-int8-drafts", quantize="int8", max_draft_len=DRAFT)
     root = work / "draft"
     model = _draft_model(work / MODEL / "model", root / "model")
     checkpoint = convert_model(Model(path=model), ConvertSpec(quantize="int8"), out=root / "checkpoint")
     spec = BuildSpec(max_batch_size=8, max_seq_len=2048, runtime="openvino")
-    draft = build_engine(checkpoint, spec, out=root / "engine")
-    engine = Engine(path=target, manifest=load_artifact(Engine, target).manifest)
-    settings = RepositorySpec(
-        name=NAME, max_tokens_in_paged_kv_cache=4096, enable_kv_cache_reuse=True, ngram_max_draft_len=0
-    )
-    repository = assemble_repository(
-        plan_repository(engine, work / MODEL / "model", settings, draft=draft, out=root / "repository")
-    )
-    with serving(repository.path, root / "server") as ready:
+    draft = build_engine(checkpoint, spec, out=root / "engine").path
+    settings = {"name": NAME, "max_tokens_in_paged_kv_cache": 4096, "enable_kv_cache_reuse": True}
+    repository = make_repository(target, work / MODEL / "model", root / "repository", draft=draft, **settings)
+    with serving(repository, root / "server") as ready:
         yield ready
 
 
-def run(work: Path, *, pairs: int) -> dict[str, Any]:
-    """Measure both on the same prompts."""
+def measure(work: Path, *, pairs: int) -> tuple[Row, float]:
+    """Measure both on the same prompts; also returns how much of the drafts was accepted."""
     accepted: list[float] = []
     with server(work) as ready:
 
@@ -102,10 +92,9 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
             lambda number: rate(number, DRAFT),
             lambda number: rate(number, 0),
             pairs=pairs,
-            unit="tokens/s",
             target=TARGET,
         )
-    return {"cpus": os.cpu_count(), "accepted": float(np.median(accepted)), "rows": [row]}
+    return row, float(np.median(accepted))
 
 
 def agreement(accepted: float, draft: int = DRAFT) -> float:
@@ -116,12 +105,11 @@ def agreement(accepted: float, draft: int = DRAFT) -> float:
 
 
 def main() -> None:
-    arguments = benchmark_parser("draft_model", __doc__).parse_args()
-    report = run(arguments.work.absolute(), pairs=arguments.pairs)
-    print(table(report["rows"], measured="With draft", base="Target alone"))
-    agreed = agreement(report["accepted"])
-    print(f"{report['accepted']:.0%} of the draft tokens were accepted: each agreed in {agreed:.0%} of the cases.")
-    finish(arguments.out or arguments.work, "draft_model", report, figures(report["rows"]))
+    arguments = benchmark_parser(__doc__).parse_args()
+    row, accepted = measure(arguments.work, pairs=arguments.pairs)
+    print(table([row], measured="With draft, tokens/s", base="Target alone, tokens/s"))
+    print(f"{accepted:.0%} of the draft tokens were accepted: each agreed in {agreement(accepted):.0%} of the cases.")
+    finish(arguments, "draft_model", [row], accepted=accepted)
 
 
 if __name__ == "__main__":

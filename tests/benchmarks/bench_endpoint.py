@@ -1,30 +1,26 @@
 """The cost of OpenAI's API beside gRPC on the core model, and the first word on the page, all with eight streams.
 
-Run as `python -m tests.benchmarks.bench_endpoint --work FOLDER --out FOLDER`. One server with the demo model and its
-gateway; both sides ask for the same tokens, in alternating pairs. Costs are differences of the time until eight streams
-have ended, per token or per request, as clients of the two protocols see them. For the page a headless Chromium
-presses Enter while eight streams run without a pause; gRPC sends the same prompt in the same load.
+One server with the demo model and its gateway; both sides ask for the same tokens, in alternating pairs. Costs are
+differences of the time until eight streams have ended, per token or per request, as clients of the two protocols see
+them. For the page a headless Chromium presses Enter while eight streams run without a pause; gRPC sends the same prompt
+in the same load.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
-from tests.benchmarks.results import Figure, benchmark_parser, finish
+from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
 from tests.support.commands import trtserve
 from tests.support.model_server import ModelServer, Tensors
 from tests.support.release_client import NEWEST
@@ -42,7 +38,6 @@ NEW = 200
 ENDLESS = 1500
 """Tokens of an answer that runs beside the measurement; then comes the next one."""
 PROMPT = "What is machine learning?"
-TARGETS = {"token": 0.15, "request": 3.0, "page": 50.0}
 _FIRST_WORD = """
     new Promise(resolve => {
         const log = document.querySelector('#log'), box = document.querySelector('#question');
@@ -58,20 +53,6 @@ _FIRST_WORD = """
         window.listening = true;
     })
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Medians over the pairs in milliseconds; `added` pair by pair."""
-
-    case: str
-    pairs: int
-    endpoint_ms: float
-    grpc_ms: float
-    added_ms: float
-    added_lowest: float
-    added_highest: float
-    target_ms: float
 
 
 class Sides:
@@ -142,29 +123,6 @@ def eight(one: Callable[[int], None], count: int) -> float:
         return 1000 * (time.perf_counter() - begin)
 
 
-def row(
-    case: str, endpoint: Callable[[], float], grpc: Callable[[], float], *, pairs: int, parts: int, target: float
-) -> Row:
-    """Alternate both; whoever begins changes from pair to pair, and the first pair warms both."""
-    found: dict[Callable[[], float], list[float]] = {endpoint: [], grpc: []}
-    for number in range(pairs + 1):
-        for side in (endpoint, grpc) if number % 2 else (grpc, endpoint):
-            value = side() / parts
-            if number:
-                found[side].append(value)
-    added = np.array(found[endpoint]) - np.array(found[grpc])
-    return Row(
-        case=case,
-        pairs=pairs,
-        endpoint_ms=statistics.median(found[endpoint]),
-        grpc_ms=statistics.median(found[grpc]),
-        added_ms=float(np.median(added)),
-        added_lowest=float(added.min()),
-        added_highest=float(added.max()),
-        target_ms=target,
-    )
-
-
 @contextmanager
 def page(url: str) -> Iterator[Callable[[], float]]:
     """Open the page in Chromium; yields what returns the milliseconds from Enter to the first word."""
@@ -197,69 +155,44 @@ def gateway_seconds(server: Server) -> float:
     return float(times.user + times.system)
 
 
-def run(work: Path, *, pairs: int) -> dict[str, Any]:
-    """Start the server and measure."""
+def measure(work: Path, pairs: int) -> tuple[list[Row], float]:
+    """Start the server and measure; also returns the gateway's processor time for a token in ms."""
     home = work / "endpoint-home"
     trtserve("import", "demo", "--max-batch-size", "16", "--name", "demo", home=home)
     repository = find_repository("demo", store=Store(home)).path
+
+    def row(case: str, endpoint: Callable[[], float], grpc: Callable[[], float], *, target: float, pairs: int) -> Row:
+        limits: dict[str, Any] = {"difference": True, "target": target, "at_most": True}
+        return compare(case, lambda _: endpoint(), lambda _: grpc(), pairs=pairs, **limits)
+
     with running_server(repository, home=home, gateway=True, ui=True) as server:
         (tokenizer,) = (Path(record.model) for record in Store(home).recorded() if record.name == "demo")
         sides = Sides(server, tokenizer)
         before = gateway_seconds(server)
-        rows = [
-            row(
-                f"a token, {STREAMS} streams",
-                lambda: eight(sides.over_http, NEW),
-                lambda: eight(sides.over_grpc, NEW),
-                pairs=pairs,
-                parts=STREAMS * NEW,
-                target=TARGETS["token"],
-            )
-        ]
+
+        def each(one: Callable[[int], None], count: int) -> Callable[[], float]:
+            return lambda: eight(one, count) / STREAMS / count
+
+        case = f"a token, {STREAMS} streams"
+        rows = [row(case, each(sides.over_http, NEW), each(sides.over_grpc, NEW), target=0.15, pairs=pairs)]
         of_gateway = 1000 * (gateway_seconds(server) - before) / (STREAMS * NEW * (pairs + 1))
-        rows.append(
-            row(
-                f"a request for one token, {STREAMS} at once",
-                lambda: eight(sides.over_http, 1),
-                lambda: eight(sides.over_grpc, 1),
-                pairs=pairs * 5,
-                parts=STREAMS,
-                target=TARGETS["request"],
-            )
-        )
+        case = f"a request for one token, {STREAMS} at once"
+        rows.append(row(case, each(sides.over_http, 1), each(sides.over_grpc, 1), target=3.0, pairs=pairs * 5))
         if find_sbin_program("chromium") is None:
             print("The page was not measured: there is no chromium on PATH.")
         else:
             with page(server.url) as first_word, sides.load():
                 case = f"the first word on the page, {STREAMS} other streams"
-                rows.append(
-                    row(case, first_word, sides.first_over_grpc, pairs=pairs * 3, parts=1, target=TARGETS["page"])
-                )
-    return {"cpus": os.cpu_count(), "gateway_ms_per_token": of_gateway, "rows": rows}
-
-
-def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        "| What | Endpoint, ms | gRPC, ms | Added, ms | Lowest … highest | Target | Pairs |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {row.case} | {row.endpoint_ms:.3f} | {row.grpc_ms:.3f} | {row.added_ms:.3f} "
-        f"| {row.added_lowest:.3f} … {row.added_highest:.3f} | ≤ {row.target_ms:g} | {row.pairs} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+                rows.append(row(case, first_word, sides.first_over_grpc, target=50.0, pairs=pairs * 3))
+    return rows, of_gateway
 
 
 def main() -> None:
-    """Parse, measure, print the table, and write it as JSON."""
-    arguments = benchmark_parser("endpoint", __doc__).parse_args()
-    report = run(arguments.work.absolute(), pairs=arguments.pairs)
-    print(table(report["rows"]))
-    print(f"Processor time of the gateway: {report['gateway_ms_per_token']:.3f} ms a token")
-    figures = [Figure(case=row.case, value=row.added_ms, target=row.target_ms, at_most=True) for row in report["rows"]]
-    finish(arguments.out or arguments.work, "endpoint", report, figures)
+    arguments = benchmark_parser(__doc__).parse_args()
+    rows, of_gateway = measure(arguments.work, arguments.pairs)
+    print(table(rows, measured="Endpoint, ms", base="gRPC, ms", value="Added, ms"))
+    print(f"Processor time of the gateway: {of_gateway:.3f} ms a token")
+    finish(arguments, "endpoint", rows, gateway_ms_per_token=of_gateway)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,31 @@
 """The in-process executor compared with openvino_genai's ContinuousBatchingPipeline: same graph, weights and hints.
 
-Run as `python -m tests.benchmarks.bench_executor --work FOLDER --out FOLDER`; the model is a random Llama of 135 M
-parameters, made once in the work folder.
+The model is a random Llama of 135 M parameters, made once in the work folder.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tests.benchmarks import engines
-from tests.benchmarks.engines import make_engine
-from tests.benchmarks.results import Figure, benchmark_parser, finish
+from tests.benchmarks.engines import MAX_NUM_TOKENS, SIZES, make_engine
+from tests.benchmarks.frame import benchmark_parser, compare, finish, table
 from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.engine.shapes import LoraShape
 from trtserve.host.machine import free_memory
 
-SIZES = engines.SIZES["llama-135m"]
-MAX_NUM_TOKENS = engines.MAX_NUM_TOKENS
 KV_TOKENS = 16 * 1024
 WAIT = timedelta(seconds=300)
 
@@ -39,7 +37,6 @@ class Shape:
     streams: int
     prompt: int
     new: int
-    target: float
 
     @property
     def counted(self) -> int:
@@ -47,33 +44,31 @@ class Shape:
         return self.streams * (self.prompt if self.new == 1 else self.new - 1)
 
 
+# Name → shape, and the lowest ratio that will do.
 SHAPES = {
-    "decode, 1 stream": Shape(streams=1, prompt=64, new=129, target=0.90),
-    "decode, 8 streams": Shape(streams=8, prompt=64, new=65, target=0.95),
-    "prefill, 1024 tokens": Shape(streams=1, prompt=1024, new=1, target=0.90),
+    "decode, 1 stream": (Shape(streams=1, prompt=64, new=129), 0.90),
+    "decode, 8 streams": (Shape(streams=8, prompt=64, new=65), 0.95),
+    "prefill, 1024 tokens": (Shape(streams=1, prompt=1024, new=1), 0.90),
 }
 
 
 class Side(Protocol):
-    """One of the two implementations."""
+    """One of the implementations that are compared."""
 
     def seconds(self, prompts: list[list[int]], new: int) -> float:
         """Seconds from the first tokens to the last, or from the request to the first when `new` is 1."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Medians over the pairs, in tokens per second; `ratio` is the median of ours over theirs pair by pair."""
+def rate(side: Side, shape: Shape, model: str = "llama-135m") -> Callable[[int], float]:
+    """Tokens per second on the random prompts of a pair."""
 
-    case: str
-    pairs: int
-    executor: float
-    genai: float
-    ratio: float
-    ratio_lowest: float
-    ratio_highest: float
-    target: float
+    def measure(number: int) -> float:
+        random = np.random.default_rng(number)
+        prompts = random.integers(3, SIZES[model]["vocab_size"], size=(shape.streams, shape.prompt)).tolist()
+        return shape.counted / side.seconds(prompts, shape.new)
+
+    return measure
 
 
 class ExecutorSide:
@@ -108,15 +103,33 @@ class ExecutorSide:
 
     def responses(self, requests: list[Any]) -> Iterator[Any]:
         """Yield every response of `requests` until all have ended; RuntimeError for an error response."""
-        running = set(self.executor.enqueue_requests(requests))
-        while running:
-            for response in self.executor.await_responses(WAIT):
-                assert isinstance(response, self._api.Response)
-                if response.has_error():
-                    raise RuntimeError(response.error_msg)
-                if response.result.is_final:
-                    running.discard(response.request_id)
-                yield response
+        return responses(self.executor, requests)
+
+
+AnySide = TypeVar("AnySide", bound=ExecutorSide)
+
+
+@contextmanager
+def ended(side: AnySide) -> Iterator[AnySide]:
+    """Shut the executor down in the end and free its weights: those of one model at a time."""
+    try:
+        yield side
+    finally:
+        side.executor.shutdown()
+        del side
+        gc.collect()
+
+
+def responses(executor: Any, requests: list[Any]) -> Iterator[Any]:
+    """Yield every response of `requests` until all have ended; RuntimeError for an error response."""
+    running = set(executor.enqueue_requests(requests))
+    while running:
+        for response in executor.await_responses(WAIT):
+            if response.has_error():
+                raise RuntimeError(response.error_msg)
+            if response.result.is_final:
+                running.discard(response.request_id)
+            yield response
 
 
 class GenaiSide:
@@ -154,8 +167,8 @@ class GenaiSide:
 class _ZeroWork:
     """A model whose step costs nothing, to measure the executor's own time."""
 
-    vocab_size: int = SIZES["vocab_size"]
-    hidden_size: int = SIZES["hidden_size"]
+    vocab_size: int = SIZES["llama-135m"]["vocab_size"]
+    hidden_size: int = SIZES["llama-135m"]["hidden_size"]
     max_prompt_table = 0
     lora: LoraShape | None = None
     max_position = 4096
@@ -189,13 +202,8 @@ def loop_microseconds(streams: int, *, steps: int = 500) -> float:
     config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=8 * 4096))
     with api.Executor.from_model(_ZeroWork(), limits, config) as executor:
         begin = time.perf_counter()
-        ids = executor.enqueue_requests([api.Request([1] * 64, steps, streaming=True) for _ in range(streams)])
-        running = set(ids)
-        while running:
-            for response in executor.await_responses(WAIT):
-                assert isinstance(response, api.Response)
-                if response.result.is_final:
-                    running.discard(response.request_id)
+        for _ in responses(executor, [api.Request([1] * 64, steps, streaming=True) for _ in range(streams)]):
+            pass
         return (time.perf_counter() - begin) / steps * 1e6
 
 
@@ -222,62 +230,21 @@ def export_for_genai(engine: Path, model: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def measure(name: str, shape: Shape, ours: Side, theirs: Side, pairs: int) -> Row:
-    """Alternate both sides on the same random prompts; whoever begins changes from pair to pair."""
-    random = np.random.default_rng(0)
-    rates: dict[Side, list[float]] = {ours: [], theirs: []}
-    for number in range(pairs + 1):
-        prompts = random.integers(3, SIZES["vocab_size"], size=(shape.streams, shape.prompt)).tolist()
-        for side in (ours, theirs) if number % 2 else (theirs, ours):
-            seconds = side.seconds(prompts, shape.new)
-            if number:  # the first pair warms both
-                rates[side].append(shape.counted / seconds)
-    ratios = [mine / other for mine, other in zip(rates[ours], rates[theirs], strict=True)]
-    return Row(
-        case=name,
-        pairs=pairs,
-        executor=statistics.median(rates[ours]),
-        genai=statistics.median(rates[theirs]),
-        ratio=statistics.median(ratios),
-        ratio_lowest=min(ratios),
-        ratio_highest=max(ratios),
-        target=shape.target,
-    )
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        "| Case | Executor, tokens/s | openvino_genai, tokens/s | Ratio | Lowest … highest | Target | Pairs |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {row.case} | {row.executor:.0f} | {row.genai:.0f} | {row.ratio:.2f} "
-        f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.target:.2f} | {row.pairs} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def run(work: Path, *, pairs: int) -> dict[str, Any]:
-    """Measure every shape; the work folder keeps the model between runs."""
-    engine = make_engine(work)
-    hints = export_for_genai(engine, work / "llama-135m" / "model", work / "llama-135m" / "genai")
-    ours, theirs = ExecutorSide(engine), GenaiSide(work / "llama-135m" / "genai", hints)
-    rows = [measure(name, shape, ours, theirs, pairs) for name, shape in SHAPES.items()]
-    ours.executor.shutdown()
-    overhead = {str(streams): statistics.median(loop_microseconds(streams) for _ in range(5)) for streams in (1, 8)}
-    return {"hints": hints, "cpus": os.cpu_count(), "rows": rows, "loop_microseconds": overhead}
-
-
 def main() -> None:
-    arguments = benchmark_parser("executor", __doc__).parse_args()
-    report = run(arguments.work.absolute(), pairs=arguments.pairs)
-    print(table(report["rows"]))
-    for streams, microseconds in report["loop_microseconds"].items():
+    arguments = benchmark_parser(__doc__).parse_args()
+    engine, folder = make_engine(arguments.work), arguments.work / "llama-135m"
+    hints = export_for_genai(engine, folder / "model", folder / "genai")
+    theirs = GenaiSide(folder / "genai", hints)
+    with ended(ExecutorSide(engine)) as ours:
+        rows = [
+            compare(name, rate(ours, shape), rate(theirs, shape), pairs=arguments.pairs, target=target)
+            for name, (shape, target) in SHAPES.items()
+        ]
+    print(table(rows, measured="Executor, tokens/s", base="openvino_genai, tokens/s"))
+    overhead = {streams: statistics.median(loop_microseconds(streams) for _ in range(5)) for streams in (1, 8)}
+    for streams, microseconds in overhead.items():
         print(f"Executor's own time per step at {streams} streams, without the model: {microseconds:.0f} µs")
-    figures = [Figure(case=row.case, value=row.ratio, target=row.target) for row in report["rows"]]
-    finish(arguments.out or arguments.work, "executor", report, figures)
+    finish(arguments, "executor", rows, hints=hints, loop_microseconds=overhead)
 
 
 if __name__ == "__main__":

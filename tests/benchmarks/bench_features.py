@@ -1,12 +1,10 @@
 """The gain of prefix reuse and external drafts: time to first token of a known prefix, tokens/s of right drafts.
 
-Run as `python -m tests.benchmarks.bench_features --work FOLDER --out FOLDER`; the models are random Llamas of 135 M
-parameters (prefix) and 1.1 B parameters (drafts).
+The models are random Llamas of 135 M parameters (prefix) and 1.1 B parameters (drafts).
 """
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.bench_executor import ExecutorSide
-from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import benchmark_parser, finish
+from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
 
 PREFIX = 512
 SUFFIX = 16
@@ -32,7 +29,7 @@ def reuse_config() -> Any:
     return api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=16 * 1024, enable_block_reuse=True))
 
 
-def compare_prefix(work: Path, model: str, *, pairs: int) -> Comparison:
+def compare_prefix(work: Path, model: str, *, pairs: int) -> Row:
     """Time to first token of the second prompt with a prefix over that of the first one."""
     side = ExecutorSide(make_engine(work, model), reuse_config())
     vocabulary = SIZES[model]["vocab_size"]
@@ -49,15 +46,8 @@ def compare_prefix(work: Path, model: str, *, pairs: int) -> Comparison:
     def first(number: int) -> float:
         return first_token(2 * number + 2, 0)
 
-    row = compare(
-        f"{model}, time to first token, known prefix of {PREFIX}",
-        second,
-        first,
-        pairs=pairs,
-        unit="s",
-        target=0.25,
-        at_most=True,
-    )
+    case = f"{model}, time to first token in s, known prefix of {PREFIX}"
+    row = compare(case, second, first, pairs=pairs, target=0.25, at_most=True)
     side.executor.shutdown()
     return row
 
@@ -96,7 +86,7 @@ class DraftSide(ExecutorSide):
         return (done - 1) / (time.perf_counter() - begin), taken / (rounds * DRAFT)
 
 
-def compare_drafts(work: Path, model: str, *, pairs: int) -> tuple[Comparison, float]:
+def compare_drafts(work: Path, model: str, *, pairs: int) -> tuple[Row, float]:
     """Tokens/s with drafts that are right over plain decoding, and the part of the drafts that was accepted."""
     engine = make_engine(work, model, name="engine-drafts", max_draft_len=DRAFT)
     side = DraftSide(engine, reuse_config())
@@ -117,25 +107,22 @@ def compare_drafts(work: Path, model: str, *, pairs: int) -> tuple[Comparison, f
     def plain(number: int) -> float:
         return side.answer(known(number)[0], NEW)[1]
 
-    case = f"{model}, 1 stream, {DRAFT} right draft tokens per step"
-    row = compare(case, drafted, plain, pairs=pairs, unit="tokens/s", target=2.5)
+    case = f"{model}, tokens/s of 1 stream, {DRAFT} right draft tokens per step"
+    row = compare(case, drafted, plain, pairs=pairs, target=2.5)
     side.executor.shutdown()
     return row, min(accepted)
 
 
 def main() -> None:
-    parser = benchmark_parser("features", __doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--prefix-model", choices=SIZES, default="llama-135m")
     parser.add_argument("--draft-model", choices=SIZES, default="llama-1b")
     arguments = parser.parse_args()
-    work = arguments.work.absolute()
-    rows = [compare_prefix(work, arguments.prefix_model, pairs=arguments.pairs)]
-    drafts, accepted = compare_drafts(work, arguments.draft_model, pairs=arguments.pairs)
-    rows.append(drafts)
-    print(table(rows))
+    prefix = compare_prefix(arguments.work, arguments.prefix_model, pairs=arguments.pairs)
+    drafts, accepted = compare_drafts(arguments.work, arguments.draft_model, pairs=arguments.pairs)
+    print(table([prefix, drafts]))
     print(f"Of the draft tokens at least {accepted:.0%} were accepted in every run.")
-    report = {"cpus": os.cpu_count(), "accepted": accepted, "rows": rows}
-    finish(arguments.out or arguments.work, "features", report, figures(rows))
+    finish(arguments, "features", [prefix, drafts], accepted=accepted)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
 """An engine with adapters compared with one built without: decode of 8 streams, with 4 adapters and without, mixed.
 
-Run as `python -m tests.benchmarks.bench_lora --work FOLDER --out FOLDER`; the models are random Llamas of 135 M and
-1.1 B parameters, the adapters random ones of rank 8 on q, k and v.
+The models are random Llamas of 135 M and 1.1 B parameters, the adapters random ones of rank 8 on q, k and v.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.bench_executor import ExecutorSide
-from tests.benchmarks.comparison import Comparison, compare, figures, table
+from tests.benchmarks.bench_executor import ExecutorSide, Shape, rate
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import benchmark_parser, finish
+from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
 
-STREAMS = 8
-PROMPT = 64
-NEW = 65
+SHAPE = Shape(streams=8, prompt=64, new=65)
 ADAPTERS = 4
 RANK = 8
 MODULES = ("attn_q", "attn_k", "attn_v")
@@ -47,7 +42,8 @@ class AdapterSide(ExecutorSide):
         if not self.adapted:
             return super().requests(prompts, new)
         tasks = [
-            None if number % (ADAPTERS + 1) == ADAPTERS else number % (ADAPTERS + 1) + 1 for number in range(STREAMS)
+            None if number % (ADAPTERS + 1) == ADAPTERS else number % (ADAPTERS + 1) + 1
+            for number in range(SHAPE.streams)
         ]
         return [
             self._api.Request(
@@ -57,7 +53,7 @@ class AdapterSide(ExecutorSide):
         ]
 
 
-def compare_model(work: Path, model: str, *, pairs: int) -> list[Comparison]:
+def compare_model(work: Path, model: str, *, pairs: int) -> list[Row]:
     """Measure both cases of one model: adapters in use, and an engine for adapters without any in use."""
     plain = ExecutorSide(make_engine(work, model))
     built = make_engine(
@@ -66,44 +62,27 @@ def compare_model(work: Path, model: str, *, pairs: int) -> list[Comparison]:
     with_adapters = AdapterSide(built)
     with_adapters.send_adapters()
 
-    def rate(side: ExecutorSide, *, adapted: bool = False) -> Any:
-        def measure(number: int) -> float:
-            random = np.random.default_rng(number)
-            prompts = random.integers(3, SIZES[model]["vocab_size"], size=(STREAMS, PROMPT)).tolist()
-            if isinstance(side, AdapterSide):
-                side.adapted = adapted
-            return STREAMS * (NEW - 1) / side.seconds(prompts, NEW)
-
-        return measure
-
-    rows = [
-        compare(
-            f"{model}, {case}",
-            rate(with_adapters, adapted=adapted),
-            rate(plain),
-            pairs=pairs,
-            unit="tokens/s",
-            target=target,
-        )
-        for case, adapted, target in (
-            (f"{ADAPTERS} adapters and none", True, 0.8 if model == "llama-1b" else None),
-            ("built for adapters, none in use", False, None),
-        )
-    ]
+    rows = []
+    for case, adapted, target in (
+        (f"{ADAPTERS} adapters and none", True, 0.8 if model == "llama-1b" else None),
+        ("built for adapters, none in use", False, None),
+    ):
+        with_adapters.adapted = adapted
+        measured, base = rate(with_adapters, SHAPE, model), rate(plain, SHAPE, model)
+        rows.append(compare(f"{model}, {case}", measured, base, pairs=pairs, target=target))
     plain.executor.shutdown()
     with_adapters.executor.shutdown()
     return rows
 
 
 def main() -> None:
-    parser = benchmark_parser("lora", __doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", choices=SIZES, action="append", help="only these; may be repeated")
     arguments = parser.parse_args()
-    rows: list[Comparison] = []
-    for model in arguments.model or SIZES:
-        rows += compare_model(arguments.work.absolute(), model, pairs=arguments.pairs)
-    print(table(rows))
-    finish(arguments.out or arguments.work, "lora", {"cpus": os.cpu_count(), "rows": rows}, figures(rows))
+    models = arguments.model or SIZES
+    rows = [row for model in models for row in compare_model(arguments.work, model, pairs=arguments.pairs)]
+    print(table(rows, measured="With, tokens/s", base="Without, tokens/s"))
+    finish(arguments, "lora", rows)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,24 @@
 """Drafts from n-grams: what they gain where an answer repeats its prompt, and cost where it does not.
 
-Run as `python -m tests.benchmarks.bench_ngrams --work FOLDER --out FOLDER`; the model is a random Llama of 1.1 B
-parameters, one stream on two CPUs. Its answers are forced by a logits post-processor: half of the 4-grams of a
-repeating answer stand in the prompt or earlier in the answer, as in a summary that quotes; those of the other one never
-do.
-llama.cpp, without speculation, takes part when it is installed (`pip install '.[llama-cpp]'`).
+The model is a random Llama of 1.1 B parameters, one stream on two CPUs. Its answers are forced by a logits
+post-processor: half of the 4-grams of a repeating answer stand in the prompt or earlier in the answer, as in a summary
+that quotes; those of the other one never do. llama.cpp, without speculation, takes part when it is installed
+(`pip install '.[llama-cpp]'`).
 """
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.benchmarks import llama_cpp_side
-from tests.benchmarks.bench_executor import KV_TOKENS, ExecutorSide
-from tests.benchmarks.bench_precision import KINDS, MODEL, llama_cpp, two_cpus
-from tests.benchmarks.comparison import Comparison, compare, figures, table
+from tests.benchmarks.bench_executor import KV_TOKENS, ExecutorSide, ended
+from tests.benchmarks.bench_precision import KINDS, MODEL, llama_cpp, print_others, two_cpus
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import benchmark_parser, finish
+from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
 
 PROMPT = 96
 # Two passages of new tokens, each followed by a quotation: 35 of its 4-grams lie within the prompt.
@@ -85,33 +80,19 @@ class ForcedSide(ExecutorSide):
         return [self._api.Request(prompt, new, streaming=True, logits_post_processor=self._force) for prompt in prompts]
 
 
-@contextmanager
-def _side(engine: Path) -> Iterator[ForcedSide]:
-    side = ForcedSide(engine)
-    try:
-        yield side
-    finally:
-        side.executor.shutdown()
-        del side
-        gc.collect()
-
-
 def _forced(side: ForcedSide, quoted: int, *, drafts: bool = True) -> Callable[[int], float]:
     return lambda number: side.rate(*text(number, quoted=quoted), drafts=drafts)
 
 
-def compare_kind(work: Path, kind: str, *, pairs: int) -> tuple[list[Comparison], list[Comparison]]:
+def compare_kind(work: Path, kind: str, *, pairs: int) -> tuple[list[Row], list[Row]]:
     """Compare with the executor without drafts, and with llama.cpp."""
-    quantize = KINDS[kind][0]
-    engine = make_engine(work, MODEL, name="engine" if quantize == "none" else f"engine-{quantize}", quantize=quantize)
-    with _side(engine) as side:
+    with ended(ForcedSide(make_engine(work, MODEL, quantize=KINDS[kind][0]))) as side:
         own = [
             compare(
                 f"{kind}, {words}",
                 _forced(side, quoted),
                 _forced(side, quoted, drafts=False),
                 pairs=pairs,
-                unit="tokens/s",
                 target=target,
             )
             for words, quoted, target in (("no repetition", 0, PLAIN), ("half of it repeated", QUOTED, None))
@@ -125,28 +106,20 @@ def compare_kind(work: Path, kind: str, *, pairs: int) -> tuple[list[Comparison]
                 return (len(answer) - 1) / other.seconds([prompt], len(answer))
 
             case = f"{kind} / {KINDS[kind][1]}, half of it repeated"
-            target = LLAMA_CPP[kind]
-            row = compare(case, _forced(side, QUOTED), theirs, pairs=pairs, unit="tokens/s", target=target)
+            row = compare(case, _forced(side, QUOTED), theirs, pairs=pairs, target=LLAMA_CPP[kind])
     return own, [row]
 
 
 def main() -> None:
-    parser = benchmark_parser("ngrams", __doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--kind", choices=KINDS, action="append", help="only these weights; may be repeated")
     arguments = parser.parse_args()
     two_cpus()
-    own: list[Comparison] = []
-    others: list[Comparison] = []
-    for kind in arguments.kind or KINDS:
-        found = compare_kind(arguments.work.absolute(), kind, pairs=arguments.pairs)
-        own, others = own + found[0], others + found[1]
-    print(table(own, measured="With drafts", base="Without") + "\n")
-    if others:
-        print(table(others, measured="Ours", base="llama.cpp"))
-    else:
-        print("llama.cpp: skipped, it is not installed (pip install '.[llama-cpp]' builds it: CMake, a C++ compiler).")
-    report = {"cpus": os.cpu_count(), "known_4grams": known_ngrams(*text(1, quoted=QUOTED)), "rows": [*own, *others]}
-    finish(arguments.out or arguments.work, "ngrams", report, figures([*own, *others]))
+    found = [compare_kind(arguments.work, kind, pairs=arguments.pairs) for kind in arguments.kind or KINDS]
+    own, others = ([row for rows in side for row in rows] for side in zip(*found, strict=True))
+    print(table(own, measured="With drafts, tokens/s", base="Without, tokens/s") + "\n")
+    print_others(others)
+    finish(arguments, "ngrams", [*own, *others], known_4grams=known_ngrams(*text(1, quoted=QUOTED)))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
 """Memory and disk as `trtserve plan` estimates them, compared with the measured use of each stage.
 
-Run as `python -m tests.benchmarks.bench_plan --work FOLDER`. Every case converts, builds and serves a random model with
-the real commands; memory is RssAnon + RssShmem of their processes, sampled. Memory is taken when it is first used: the
-server is asked with prompts of several lengths, one of which fills a step.
+Every case converts, builds and serves a random model with the real commands; memory is RssAnon + RssShmem of their
+processes, sampled. Memory is taken when it is first used: the server is asked with prompts of several lengths, one of
+which fills a step.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.frame import Row, benchmark_parser, finish, table
 from tests.benchmarks.memory import anonymous_bytes
-from tests.benchmarks.results import Figure, finish
 
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "llama-30m": ("llama", {
@@ -59,26 +56,11 @@ CASES = (
 VOCABULARY = 32000
 TOKENS = 1024
 LENGTHS = (16, 64, 256)
-BOUND = 0.10
+BOUND = 10.0
+"""Largest error in per cent."""
 TIMEOUT = 900.0
 SAMPLE_SECONDS = 0.004
 SAMPLER_PRIORITY = -10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One figure of one case: bytes foreseen and measured, and the relative error."""
-
-    case: str
-    stage: str
-    what: str
-    planned: int
-    measured: int
-
-    @property
-    def error(self) -> float:
-        """Return the plan's relative deviation from the measurement."""
-        return self.planned / self.measured - 1
 
 
 def generate(folder: Path, model: str) -> None:
@@ -157,7 +139,10 @@ def run_case(work: Path, model: str, dtype: str, quantize: str) -> list[Row]:
     planned = _planned(environment, str(source), *convert, *build, *cache)
 
     def row(stage: str, what: str, measured: int) -> Row:
-        return Row(case=case, stage=stage, what=what, planned=planned[stage][f"{what}_bytes"], measured=measured)
+        foreseen = planned[stage][f"{what}_bytes"]
+        error = 100 * abs(foreseen / measured - 1)
+        sides = {"measured": foreseen / 1e6, "base": measured / 1e6}
+        return Row(case=f"{case}, {stage}, {what}", value=error, target=BOUND, at_most=True, **sides)
 
     def made(stage: str, *arguments: str) -> tuple[Path, list[Row]]:
         watched = Watched(environment, *arguments, "--quiet")
@@ -209,37 +194,15 @@ def _ask(server: Watched, environment: dict[str, str], arguments: list[str]) -> 
         raise SystemExit("a question was not answered")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown, in MB (10^6 bytes)."""
-    lines = ["| Case | stage | what | planned MB | measured MB | error |", "|---" * 6 + "|"]
-    for row in rows:
-        figures = f"{row.planned / 1e6:.0f} | {row.measured / 1e6:.0f} | {100 * row.error:+.1f} %"
-        lines.append(f"| {row.case} | {row.stage} | {row.what} | {figures} |")
-    worst = max(rows, key=lambda row: abs(row.error))
-    lines.append(
-        f"\nLargest error {100 * worst.error:+.1f} % ({worst.case}, {worst.stage}); allowed {100 * BOUND:.0f} %"
-    )
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Parse, measure, print the table, and write it as JSON; an error beyond the bound is a missed target."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for models and artefacts (8 GB)")
-    parser.add_argument("--out", type=Path, help="folder for plan.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7, help="not used: every case is measured once")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only these cases")
     arguments = parser.parse_args()
-    work = arguments.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for number in arguments.case or range(len(CASES)):
-        rows += run_case(work, *CASES[number])
-        print(table(rows), flush=True)
-    figures = [
-        Figure(case=f"{row.case}, {row.stage}", value=abs(row.error), target=BOUND, at_most=True) for row in rows
-    ]
-    finish(arguments.out or work, "plan", {"rows": [{**asdict(row), "error": row.error} for row in rows]}, figures)
+        rows += run_case(arguments.work, *CASES[number])
+        print(table(rows, measured="Planned, MB", base="Measured, MB", value="Error, %"), flush=True)
+    finish(arguments, "plan", rows)
 
 
 if __name__ == "__main__":

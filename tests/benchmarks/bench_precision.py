@@ -1,29 +1,24 @@
 """Decoding with float16, int8 and int4 weights, compared with each other and with llama.cpp on the same shapes.
 
-Run as `python -m tests.benchmarks.bench_precision --work FOLDER --out FOLDER`; the model is a random Llama of 1.1 B
-parameters. Everything runs in this process on two CPUs and keeps 8-bit keys and values. "float16" are weights that the
-checkpoint holds as float16; OpenVINO packs them as bfloat16 and multiplies in bfloat16 where the CPU can, llama.cpp
-widens float16 to float32. int8 and int4 multiply with activations that are rounded to 8 bits on both sides.
+The model is a random Llama of 1.1 B parameters. Everything runs in this process on two CPUs and keeps 8-bit keys and
+values. "float16" are weights that the checkpoint holds as float16; OpenVINO packs them as bfloat16 and multiplies in
+bfloat16 where the CPU can, llama.cpp widens float16 to float32. int8 and int4 multiply with activations that are
+rounded to 8 bits on both sides.
 
 llama.cpp takes part when it is installed: `pip install '.[llama-cpp]'` builds it for this CPU.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
 
 from tests.benchmarks import llama_cpp_side
-from tests.benchmarks.bench_executor import ExecutorSide
-from tests.benchmarks.comparison import Comparison, compare, figures, table
+from tests.benchmarks.bench_executor import ExecutorSide, Shape, Side, ended, rate
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import benchmark_parser, finish
+from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
 from trtserve.specs import Quantization
 
 MODEL = "llama-1b"
@@ -45,41 +40,14 @@ LLAMA_CPP: dict[str, dict[int, float | None]] = {
 }
 
 
-class Side(Protocol):
-    """One implementation with one kind of weights."""
-
-    def seconds(self, prompts: list[list[int]], new: int) -> float:
-        """Seconds from the first tokens to the last."""
-        ...
-
-
-def _rate(side: Side, streams: int) -> Callable[[int], float]:
-    """New tokens per second after the first, on the random prompts of a pair."""
-
-    def measure(number: int) -> float:
-        random = np.random.default_rng(number)
-        prompts = random.integers(3, SIZES[MODEL]["vocab_size"], size=(streams, PROMPT)).tolist()
-        return streams * (NEW[streams] - 1) / side.seconds(prompts, NEW[streams])
-
-    return measure
-
-
-def _pair(case: str, streams: int, ours: Side, other: Side, target: float | None, pairs: int) -> Comparison:
+def _pair(case: str, streams: int, ours: Side, other: Side, target: float | None, pairs: int) -> Row:
     words = f"{case}, {streams} stream{'s' if streams > 1 else ''}"
-    return compare(words, _rate(ours, streams), _rate(other, streams), pairs=pairs, unit="tokens/s", target=target)
+    shape = Shape(streams=streams, prompt=PROMPT, new=NEW[streams])
+    return compare(words, rate(ours, shape, MODEL), rate(other, shape, MODEL), pairs=pairs, target=target)
 
 
-@contextmanager
-def _engine(work: Path, kind: str) -> Iterator[ExecutorSide]:
-    quantize = KINDS[kind][0]
-    name = "engine" if quantize == "none" else f"engine-{quantize}"
-    side = ExecutorSide(make_engine(work, MODEL, name=name, quantize=quantize))
-    try:
-        yield side
-    finally:
-        side.executor.shutdown()
-        del side
-        gc.collect()
+def _engine(work: Path, kind: str) -> AbstractContextManager[ExecutorSide]:
+    return ended(ExecutorSide(make_engine(work, MODEL, quantize=KINDS[kind][0])))
 
 
 @contextmanager
@@ -94,7 +62,7 @@ def llama_cpp(work: Path, kind: str, streams: int) -> Iterator[llama_cpp_side.Ll
         side.close()
 
 
-def against_float16(work: Path, *, pairs: int) -> list[Comparison]:
+def against_float16(work: Path, *, pairs: int) -> list[Row]:
     """Compare int8 and int4 with float16, at one stream and at eight."""
     rows = []
     with _engine(work, "float16") as base:
@@ -104,7 +72,7 @@ def against_float16(work: Path, *, pairs: int) -> list[Comparison]:
     return rows
 
 
-def against_llama_cpp(work: Path, *, pairs: int) -> list[Comparison]:
+def against_llama_cpp(work: Path, *, pairs: int) -> list[Row]:
     """Compare each weight type with llama.cpp's of the same width."""
     rows = []
     for kind, targets in LLAMA_CPP.items():
@@ -121,25 +89,22 @@ def two_cpus() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
 
 
-def run(work: Path, *, pairs: int) -> dict[str, Any]:
-    """Measure all there is; the work folder keeps models and engines between runs."""
-    two_cpus()
-    report: dict[str, Any] = {"cpus": os.cpu_count(), "against_float16": against_float16(work, pairs=pairs)}
-    if llama_cpp_side.is_installed():
-        report["against_llama_cpp"] = against_llama_cpp(work, pairs=pairs)
-    return report
+def print_others(rows: Sequence[Row]) -> None:
+    """Print the comparison with llama.cpp, or why there is none."""
+    if rows:
+        print(table(rows, measured="Ours, tokens/s", base="llama.cpp, tokens/s"))
+    else:
+        print("llama.cpp: skipped, it is not installed (pip install '.[llama-cpp]' builds it: CMake, a C++ compiler).")
 
 
 def main() -> None:
-    arguments = benchmark_parser("precision", __doc__).parse_args()
-    report = run(arguments.work.absolute(), pairs=arguments.pairs)
-    print(table(report["against_float16"], measured="Packed", base="float16") + "\n")
-    if "against_llama_cpp" in report:
-        print(table(report["against_llama_cpp"], measured="Ours", base="llama.cpp"))
-    else:
-        print("llama.cpp: skipped, it is not installed (pip install '.[llama-cpp]' builds it: CMake, a C++ compiler).")
-    rows = [*report["against_float16"], *report.get("against_llama_cpp", [])]
-    finish(arguments.out or arguments.work, "precision", report, figures(rows))
+    arguments = benchmark_parser(__doc__).parse_args()
+    two_cpus()
+    own = against_float16(arguments.work, pairs=arguments.pairs)
+    print(table(own, measured="Packed, tokens/s", base="float16, tokens/s") + "\n")
+    others = against_llama_cpp(arguments.work, pairs=arguments.pairs) if llama_cpp_side.is_installed() else []
+    print_others(others)
+    finish(arguments, "precision", [*own, *others])
 
 
 if __name__ == "__main__":

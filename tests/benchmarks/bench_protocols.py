@@ -1,8 +1,7 @@
 """The same run by every protocol and to every model of the demo: do the figures agree, and if not, why?
 
-Run as `python -m tests.benchmarks.bench_protocols --work FOLDER --out FOLDER`. Everything goes through the command
-line, one user at a time. Protocols take turns, in the other order in every second round; a difference is that from gRPC
-to the same model, with the 95 % interval of `trtserve bench compare`.
+Everything goes through the command line, one user at a time. Protocols take turns, in the other order in every second
+round; a difference is that from gRPC to the same model, with the 95 % interval of `trtserve bench compare`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.results import benchmark_parser, finish
+from tests.benchmarks.frame import benchmark_parser, finish
 from trtserve.bench.compare import Difference, compare
 from trtserve.bench.report import read_report, read_runs
 
@@ -63,7 +62,7 @@ WHOLE = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Found:
     """Means over the runs of a case, next to those of gRPC to the same model."""
 
     case: Case
@@ -111,14 +110,14 @@ def measure(line: CommandLine, cases: list[Case], openai: tuple[str, ...], resul
             line("bench", "token-norm-dist", *LOAD, *options, "--quiet", "--out", str(out))
 
 
-def rows(cases: list[Case], results: Path) -> Iterator[Row]:
+def rows(cases: list[Case], results: Path) -> Iterator[Found]:
     """Compare the results of each case with those of the first one to the same model."""
     for case in cases:
         base = next(each for each in cases if each.model == case.model)
         runs = read_runs(results / case.folder)
         floor = read_report(results / case.folder / "0").calibration
         assert floor is not None
-        yield Row(
+        yield Found(
             case=case,
             first_ms=_mean([run.statistics.time_to_first_token_ms.mean for run in runs]),
             tokens_per_second=_mean([run.statistics.output_tokens_per_second for run in runs]) or 0.0,
@@ -132,7 +131,7 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def table(found: list[Row]) -> str:
+def table(found: list[Found]) -> str:
     """The rows as a Markdown table."""
     lines = ["| Model | By | TTFT, ms | Δ to gRPC | Latency Δ to gRPC | Tokens/s | Client's floor, ms |"]
     lines.append("|---|---|--:|--:|--:|--:|--:|")
@@ -158,7 +157,7 @@ def _change(differences: list[Difference], name: str) -> str:
 def run(work: Path) -> dict[str, Any]:
     """Serve the demo with and without streaming, and measure every case."""
     line, results = CommandLine(work / "protocols"), work / "protocols" / "results"
-    found: list[Row] = []
+    found: list[Found] = []
     gaps: dict[str, list[str]] = {}
     for cases, options in ((STREAMED, ()), (WHOLE, ("--no-streaming",))):
         with line.serving(*options) as openai:
@@ -169,7 +168,7 @@ def run(work: Path) -> dict[str, Any]:
     print(table(found))
     for model, lines in gaps.items():
         print(f"\n{model}:", *lines, sep="\n")
-    return {"cpus": os.cpu_count(), "rows": found, "gaps": gaps}
+    return {"cases": found, "gaps": gaps}
 
 
 def diagnosed(line: CommandLine, model: str) -> list[str]:
@@ -180,8 +179,8 @@ def diagnosed(line: CommandLine, model: str) -> list[str]:
 
 def main() -> None:
     """Measure, print the table, and write it as JSON."""
-    arguments = benchmark_parser("protocols", __doc__).parse_args()
-    finish(arguments.out or arguments.work, "protocols", run(arguments.work.absolute()), [])
+    arguments = benchmark_parser(__doc__).parse_args()
+    finish(arguments, "protocols", [], **run(arguments.work))
 
 
 if __name__ == "__main__":

@@ -18,21 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.benchmarks.engines import SIZES
+from tests.benchmarks.frame import environment
 from tests.benchmarks.memory import anonymous_bytes
-from tests.benchmarks.processes import environment
 
 if TYPE_CHECKING:
     import torch
 
-SIZES = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "intermediate_size": 5632,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
 SAMPLE_SECONDS = 0.004
 TIMEOUT = 600.0
 _TOUCHED = 4 << 30
@@ -176,7 +168,7 @@ def _generate(folder: Path, dtype: str) -> None:
     from trtserve.checkpoint.tensor_files import CODES, layout, numpy_dtype
 
     llama = FAMILIES["llama"]
-    config = llama.config | SIZES | {"dtype": dtype, "torch_dtype": dtype}
+    config = llama.config | SIZES["llama-1b"] | {"dtype": dtype, "torch_dtype": dtype}
     listed = dict(llama.tensors(config))
     header, _ = layout(listed, dtype)
     folder.mkdir(parents=True)

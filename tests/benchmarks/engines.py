@@ -38,7 +38,7 @@ def make_engine(
     work: Path,
     model: str = "llama-135m",
     *,
-    name: str = "engine",
+    name: str | None = None,
     quantize: Quantization = "none",
     **features: Any,
 ) -> Path:
@@ -52,7 +52,23 @@ def make_engine(
     folder = work / model
     if not (folder / "model" / "config.json").exists():
         write_tiny_model(folder / "model", "llama", dtype="float16", gain=_GAINS[model], **SIZES[model])
-    converted = folder / ("checkpoint" if quantize == "none" else f"checkpoint-{quantize}")
+    kind = "" if quantize == "none" else f"-{quantize}"
+    converted = folder / f"checkpoint{kind}"
     checkpoint = convert_model(Model(path=folder / "model"), ConvertSpec(quantize=quantize), out=converted)
     limits = {"max_batch_size": 8, "max_seq_len": 2048, "max_num_tokens": MAX_NUM_TOKENS}
-    return build_engine(checkpoint, BuildSpec(**{**limits, **features, "runtime": "openvino"}), out=folder / name).path
+    spec = BuildSpec(**{**limits, **features, "runtime": "openvino"})
+    return build_engine(checkpoint, spec, out=folder / (name or f"engine{kind}")).path
+
+
+def make_repository(engine: Path, model: Path, out: Path, *, draft: Path | None = None, **settings: Any) -> Path:
+    """The repository of an engine and its `model`, without drafts from n-grams; `settings`: of RepositorySpec."""
+    from trtserve.artifacts import Engine, load_artifact
+    from trtserve.repository.assembling import assemble_repository, plan_repository
+    from trtserve.specs import RepositorySpec
+
+    def loaded(folder: Path) -> Engine:
+        return Engine(path=folder, manifest=load_artifact(Engine, folder).manifest)
+
+    spec = RepositorySpec(ngram_max_draft_len=0, **settings)
+    drafting = None if draft is None else loaded(draft)
+    return assemble_repository(plan_repository(loaded(engine), model, spec, draft=drafting, out=out)).path

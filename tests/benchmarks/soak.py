@@ -17,10 +17,9 @@ import random
 import statistics
 import sys
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,11 @@ from tests.benchmarks.memory import process_bytes
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client, infer_request
-from trtserve.client.tensors import ModelDescription
+from trtserve.client.grpc_transport import grpc_client, infer_request, open_channel
+from trtserve.client.tensors import ModelDescription, stop_tensors
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server, log_file
+from trtserve.server.triton.tritonserver import kv_blocks
 from trtserve.store import Store
 
 STREAMS = 64
@@ -46,6 +46,8 @@ KV_TOKENS = 8192
 CORE = "tensorrt_llm"
 # The last minute may be this far above the second one; a leak of one kilobyte per request would be ten times that.
 MOST_GROWTH = 0.02
+# Beams, and blocks that are used again.
+REUSED = ("--max-beam-width", "2", "--set", "enable_kv_cache_reuse=true")
 QUESTIONS = ("What is ML?", "What is machine learning?", "Say it in other words: what is a model?", "Tell me more.")
 
 
@@ -71,13 +73,12 @@ class Soak:
 
 
 @contextmanager
-def served(work: Path) -> Iterator[Server]:
-    """The demo model with prefix reuse, 64 requests at once and a small KV cache."""
-    home = work / "soak-home"
-    flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
-    cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
-    trtserve("import", "demo", *flags, *cache, home=home)
-    with running_server(find_repository("soak", store=Store(home)).path, home=home, gracefully=True) as server:
+def served(home: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    """The demo model as "soak", with 64 requests at once and a KV cache smaller than the load; it must end in order."""
+    size = ["--max-batch-size", str(STREAMS), "--max-tokens-in-paged-kv-cache", str(KV_TOKENS)]
+    trtserve("import", "demo", *size, "--name", "soak", *flags, home=home)
+    path = find_repository("soak", store=Store(home)).path
+    with running_server(path, home=home, gracefully=True, **options) as server:
         yield server
     require_orderly_end(home)
 
@@ -89,20 +90,31 @@ def require_orderly_end(home: Path) -> None:
     assert " (version 1) has " not in log  # … 3 in-flight inferences
 
 
-async def drive(server: Server, seconds: float, *, seed: int, grpc_cancels: float) -> Soak:
-    """All streams for `seconds`, and a sample of the server every few seconds."""
-    import grpc
+def described(server: Server) -> list[ModelDescription]:
+    """The models that take requests; the core model is the last one."""
+    with closing(grpc_client(_endpoint(server), timeout=10)) as client:
+        return [client.describe(name) for name in (server.model, "ensemble", CORE)]
+
+
+def _endpoint(server: Server) -> Endpoint:
+    address = server.address
+    return Endpoint(host=address.host, http_port=address.http_port, grpc_port=address.grpc_port)
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[Any]:
+    """A stub of Triton's gRPC service."""
     from tritonclient.grpc import service_pb2_grpc
 
-    endpoint = Endpoint(
-        host=server.address.host, http_port=server.address.http_port, grpc_port=server.address.grpc_port
-    )
-    client = grpc_client(endpoint, timeout=10)
-    models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
-    client.close()
+    async with open_channel(_endpoint(server)) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+async def drive(server: Server, seconds: float, *, seed: int, grpc_cancels: float) -> Soak:
+    """All streams for `seconds`, and a sample of the server every few seconds."""
+    models = described(server)
     soak, begin = Soak(grpc_cancels=grpc_cancels, core=models[-1]), time.monotonic()
-    async with grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    async with connected(server) as stub:
         streams = [_stream(stub, models, random.Random(seed + i), begin + seconds, soak) for i in range(STREAMS)]
         sampling = asyncio.create_task(_sample(server, begin, soak))
         await asyncio.gather(*streams)
@@ -152,9 +164,7 @@ async def _request(stub: Any, model: ModelDescription, choice: random.Random, so
 async def _stop(stub: Any, number: str, soak: Soak) -> None:
     """Stop a request in the engine; its stream then ends."""
     assert soak.core is not None
-    values: dict[str, list[Any]] = {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
-    tensors = [soak.core.tensor(name, value) for name, value in values.items()]
-    request = infer_request(soak.core.name, tensors, request_id=number)
+    request = infer_request(soak.core.name, stop_tensors(soak.core), request_id=number)
     async for response in stub.ModelStreamInfer(_once(request), timeout=ANSWER_TIMEOUT):
         if response.error_message:
             soak.errors[f"stop: {response.error_message}"] += 1
@@ -208,16 +218,7 @@ async def _sample(server: Server, begin: float, soak: Soak) -> None:
 def _look(server: Server, begin: float) -> Sample:
     root = psutil.Process(server.instances[0].process.pid)
     memory = sum(process_bytes(each.pid) for each in (root, *root.children(recursive=True)))
-    return Sample(seconds=time.monotonic() - begin, memory=memory, used_blocks=_used_blocks(server))
-
-
-def _used_blocks(server: Server) -> int:
-    with urllib.request.urlopen(
-        f"http://{server.address.host}:{server.address.metrics_port}/metrics", timeout=10
-    ) as answer:
-        lines = answer.read().decode().splitlines()
-    (line,) = [each for each in lines if each.startswith("nv_trt_llm_kv_cache_block_metrics") and '"used"' in each]
-    return int(float(line.split()[-1]))
+    return Sample(seconds=time.monotonic() - begin, memory=memory, used_blocks=int(kv_blocks(server.address)["used"]))
 
 
 def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
@@ -251,29 +252,46 @@ def _median_between(soak: Soak, first: float, last: float) -> float:
     return statistics.median(each.memory for each in soak.samples if first <= each.seconds < last)
 
 
-def main() -> int:
-    """Soak and print the figures; the exit code says whether everything stayed flat."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def soak_parser(description: str | None, *, minutes: float) -> argparse.ArgumentParser:
+    """Return the options that every soak has."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=minutes)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grpc-cancels", type=float, default=0.0, help="share of the cancels that cancel the call")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, *, least: float = 0.0) -> argparse.Namespace:
+    """Read the options; a minute near the start is compared with the last one, so there must be `least` minutes."""
     arguments = parser.parse_args()
-    if arguments.minutes < 3:
-        parser.error("--minutes must be at least 3: the second minute is compared with the last")
-    work = arguments.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    with served(work) as server:
-        soak = asyncio.run(
-            drive(server, arguments.minutes * 60, seed=arguments.seed, grpc_cancels=arguments.grpc_cancels)
-        )
-    figures, wrong = judge(soak)
+    if arguments.minutes < least:
+        parser.error(f"--minutes must be at least {least:.0f}: a minute near the start is compared with the last one")
+    arguments.work = arguments.work.absolute()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+def end(figures: dict[str, Any], wrong: Sequence[str]) -> int:
+    """Print the figures and the problems; the exit code says whether there are none."""
     print(json.dumps(figures, indent=2))
-    samples = [asdict(each) for each in soak.samples]
-    (work / "soak.json").write_text(json.dumps({**figures, "samples": samples}, indent=2) + "\n", encoding="utf-8")
     for line in wrong:
         print(f"WRONG: {line}", file=sys.stderr)
     return bool(wrong)
+
+
+def main() -> int:
+    """Soak and print the figures; the exit code says whether everything stayed flat."""
+    parser = soak_parser(__doc__, minutes=10)
+    parser.add_argument("--grpc-cancels", type=float, default=0.0, help="share of the cancels that cancel the call")
+    arguments = parsed(parser, least=3)
+    seconds, cancels = arguments.minutes * 60, arguments.grpc_cancels
+    with served(arguments.work / "soak-home", *REUSED) as server:
+        soak = asyncio.run(drive(server, seconds, seed=arguments.seed, grpc_cancels=cancels))
+    figures, wrong = judge(soak)
+    samples = [asdict(each) for each in soak.samples]
+    file = arguments.work / "soak.json"
+    file.write_text(json.dumps({**figures, "samples": samples}, indent=2) + "\n", encoding="utf-8")
+    return end(figures, wrong)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ request that arrives while 256 run is not sent but counted: a shared machine may
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -18,10 +17,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,14 +28,8 @@ import psutil
 from tests.benchmarks import soak as grpc_soak
 from tests.benchmarks import soak_openai
 from tests.benchmarks.memory import process_bytes
-from tests.benchmarks.soak import CANCELLED, CORE, KV_TOKENS, STREAMS, require_orderly_end
-from tests.support.commands import trtserve
-from tests.support.servers import running_server
-from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client
-from trtserve.server.repositories import find_repository
+from tests.benchmarks.soak import REUSED, STREAMS, end, parsed, served, soak_parser
 from trtserve.server.state import Server
-from trtserve.store import Store
 
 SHARE = 0.8
 MOST_RUNNING = 256
@@ -70,36 +62,14 @@ class Run:
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
 
 
-@contextmanager
-def served(work: Path) -> Iterator[Server]:
-    """The demo model behind its gateway, with 64 requests at once, beams, prefix reuse and a small KV cache."""
-    home = work / "soak-all-home"
-    flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
-    cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
-    trtserve("import", "demo", *flags, *cache, home=home)
-    with running_server(
-        find_repository("soak", store=Store(home)).path, home=home, gracefully=True, gateway=True, ui=True
-    ) as server:
-        yield server
-    require_orderly_end(home)
-
-
 async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Run]:
     """Return the capacity in requests/s, and what came of 80 % of it for `seconds`."""
-    import grpc
-    from tritonclient.grpc import service_pb2_grpc
-
-    address, choice = server.address, random.Random(seed)
-    endpoint = Endpoint(host=address.host, http_port=address.http_port, grpc_port=address.grpc_port)
-    client = grpc_client(endpoint, timeout=10)
-    models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
-    client.close()
+    choice, models = random.Random(seed), grpc_soak.described(server)
     state = grpc_soak.Soak(core=models[-1])
     async with (
-        grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS) as channel,
+        grpc_soak.connected(server) as stub,
         aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0), timeout=TIMEOUT) as session,
     ):
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
         async def by_grpc(chance: random.Random) -> str:
             outcome = await grpc_soak._request(stub, chance.choice(models), chance, state)
@@ -108,7 +78,7 @@ async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Ru
         entries: dict[str, Send] = {
             "gRPC": by_grpc,
             "HTTP": lambda chance: _generate(session, chance, server.model),
-            "OpenAI": lambda chance: soak_openai._request(session, chance),
+            "OpenAI": lambda chance: soak_openai.request(session, chance),
             "page": lambda chance: _page(session),
         }
         capacity = await _answered_per_second(entries, choice, clients=STREAMS)
@@ -179,15 +149,8 @@ async def _generate(session: aiohttp.ClientSession, chance: random.Random, bls: 
         **feature,
     }
     verb = "generate_stream" if stream else "generate"
-    patience = chance.uniform(0, 2) if chance.random() < CANCELLED else None
-    try:
-        path = f"/v2/models/{chance.choice((bls, 'ensemble'))}/{verb}"
-        status, text = await asyncio.wait_for(soak_openai._post(session, path, body), patience)
-    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-        return "given up" if patience is not None else "failed: no answer"
-    except aiohttp.ClientError as error:
-        return f"failed: {type(error).__name__}"
-    return "completed" if status == 200 and '"error"' not in text else f"failed: {status} {text[:200]} {body}"
+    path = f"/v2/models/{chance.choice((bls, 'ensemble'))}/{verb}"
+    return await soak_openai.posted(session, chance, path, body)
 
 
 async def _page(session: aiohttp.ClientSession) -> str:
@@ -249,28 +212,14 @@ def _ends(samples: list[tuple[float, int]]) -> tuple[float, float]:
 
 def main() -> int:
     """Soak and print the figures; the exit code says whether nothing failed and nothing grew."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    if arguments.minutes * 60 < SETTLED + 120:
-        parser.error(
-            f"--minutes must be at least {SETTLED / 60 + 2:.0f}: a minute after the start is compared with the last"
-        )
-    work = arguments.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    with served(work) as server:
+    arguments = parsed(soak_parser(__doc__, minutes=30), least=SETTLED / 60 + 2)
+    with served(arguments.work / "soak-all-home", *REUSED, gateway=True, ui=True) as server:
         capacity, run = asyncio.run(drive(server, arguments.minutes * 60, seed=arguments.seed))
         figures, wrong = judge(run, soak_openai.settled(server))
     figures = {"minutes": arguments.minutes, "capacity_per_s": capacity, **figures}
-    print(json.dumps(figures, indent=2))
-    (work / "soak-all.json").write_text(
-        json.dumps({**figures, "samples": run.memory, "at_once": run.at_once}) + "\n", encoding="utf-8"
-    )
-    for line in wrong:
-        print(f"WRONG: {line}", file=sys.stderr)
-    return bool(wrong)
+    file = arguments.work / "soak-all.json"
+    file.write_text(json.dumps({**figures, "samples": run.memory, "at_once": run.at_once}) + "\n", encoding="utf-8")
+    return end(figures, wrong)
 
 
 if __name__ == "__main__":

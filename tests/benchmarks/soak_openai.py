@@ -7,40 +7,21 @@ of a third of them at a random moment. Afterwards nothing may run in the engine,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tests.benchmarks.memory import process_bytes
-from tests.benchmarks.soak import CANCELLED, KV_TOKENS, QUESTIONS, STREAMS
-from tests.support.commands import trtserve
-from tests.support.servers import running_server
-from trtserve.server.repositories import find_repository
+from tests.benchmarks.soak import CANCELLED, QUESTIONS, STREAMS, end, parsed, served, soak_parser
 from trtserve.server.state import Server
 from trtserve.server.triton.tritonserver import kv_blocks
-from trtserve.store import Store
 
 SETTLED_WITHIN = 30.0
-
-
-@contextmanager
-def served(work: Path) -> Iterator[Server]:
-    """The demo model behind its gateway, with 64 requests at once and a KV cache smaller than the load."""
-    home = work / "soak-openai-home"
-    flags = ["--max-batch-size", str(STREAMS), "--max-tokens-in-paged-kv-cache", str(KV_TOKENS)]
-    trtserve("import", "demo", *flags, "--name", "soak", home=home)
-    with running_server(find_repository("soak", store=Store(home)).path, home=home, gateway=True) as server:
-        yield server
 
 
 async def drive(url: str, seconds: float, *, seed: int) -> Counter[str]:
@@ -55,26 +36,28 @@ async def drive(url: str, seconds: float, *, seed: int) -> Counter[str]:
 
 async def _client(session: aiohttp.ClientSession, choice: random.Random, end: float, ended: Counter[str]) -> None:
     while time.monotonic() < end:
-        ended[await _request(session, choice)] += 1
+        ended[await request(session, choice)] += 1
 
 
-async def _request(session: aiohttp.ClientSession, choice: random.Random) -> str:
-    path, body = _body(choice)
+async def request(session: aiohttp.ClientSession, choice: random.Random) -> str:
+    return await posted(session, choice, *_body(choice))
+
+
+async def posted(session: aiohttp.ClientSession, choice: random.Random, path: str, body: dict[str, Any]) -> str:
+    """Send a request, of which a third are given up at a random moment, and return how it ended."""
     patience = choice.uniform(0, 2) if choice.random() < CANCELLED else None
+
+    async def answer() -> tuple[int, str]:
+        async with session.post(path, json=body) as response:
+            return response.status, await response.text()
+
     try:
-        status, text = await asyncio.wait_for(_post(session, path, body), patience)
+        status, text = await asyncio.wait_for(answer(), patience)
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-        return "given up"
+        return "given up" if patience is not None else "failed: no answer"
     except aiohttp.ClientError as error:
         return f"failed: {type(error).__name__}"
-    if status != 200:
-        return f"failed: {status} {text[:200]}"
-    return f"failed: {text[-300:]}" if '"error"' in text else "completed"
-
-
-async def _post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    async with session.post(path, json=body) as response:
-        return response.status, await response.text()
+    return "completed" if status == 200 and '"error"' not in text else f"failed: {status} {text[-300:]} {body}"
 
 
 def _body(choice: random.Random) -> tuple[str, dict[str, Any]]:
@@ -103,31 +86,21 @@ def settled(server: Server) -> int:
 
 def main() -> int:
     """Soak and print the figures; the exit code says whether every block came back."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    work = arguments.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    with served(work) as server:
+    arguments = parsed(soak_parser(__doc__, minutes=2))
+    with served(arguments.work / "soak-openai-home", gateway=True) as server:
         gateway = server.instances[0].gateway
         assert gateway is not None
         ended = asyncio.run(drive(server.url, arguments.minutes * 60, seed=arguments.seed))
+        used = settled(server)
         figures = {
             "minutes": arguments.minutes,
             "streams": STREAMS,
             **dict(sorted(ended.items())),
             "gateway_mib": round(process_bytes(gateway.process.pid) / 2**20, 1),
-            "used_blocks_at_the_end": settled(server),
+            "used_blocks_at_the_end": used,
         }
-    print(json.dumps(figures, indent=2))
     wrong = [name for name in ended if name.startswith("failed")]
-    if figures["used_blocks_at_the_end"]:
-        wrong.append(f"{figures['used_blocks_at_the_end']} KV blocks are in use after the last request")
-    for line in wrong:
-        print(f"WRONG: {line}", file=sys.stderr)
-    return bool(wrong)
+    return end(figures, [*wrong, *([f"{used} KV blocks are in use after the last request"] if used else [])])
 
 
 if __name__ == "__main__":
