@@ -93,9 +93,9 @@ def test_a_tokenizer_that_panics_is_an_error(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     folder = with_parts(tmp_path, pre_tokenizer=split)
     tokenizer = open_tokenizer(folder)
-    with pytest.raises(ValueError, match="cannot encode this text: .*retry-limit"):
+    with pytest.raises(ValueError, match=r"cannot encode this text: .*retry-limit"):
         encode(tokenizer, "a" * 40 + "b", special=False)
-    with pytest.raises(UsageError, match="cannot encode this text: .*retry-limit"):
+    with pytest.raises(UsageError, match=r"cannot encode this text: .*retry-limit"):
         TokenizerFiles(folder).encode("a" * 40 + "b", special=True)
     with pytest.raises(ValueError, match="cannot decode these tokens"):
         decode(tokenizer, [-1], skip_special_tokens=True)

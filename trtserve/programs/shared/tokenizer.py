@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-
 _LARGEST_FILE = 64 << 20  # the largest known tokenizer has 34 MB
 _MOST_ADDED = 1 << 17  # tokens; each takes 0.1 ms whenever the tokenizer is loaded
 _MOST_GROWTH = 16  # characters that a normalizer or a decoder may make of one
@@ -100,7 +99,7 @@ def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
         raise ValueError(f"The tokenizer cannot encode this text: {_reason(error)}.") from None
     return ids
 
@@ -111,7 +110,7 @@ def decode(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> 
         text: str = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
         raise ValueError(f"The tokenizer cannot decode these tokens: {_reason(error)}.") from None
     return text
 
