@@ -101,6 +101,31 @@ def test_tokens_are_counted_exactly(features: ModelServer) -> None:
     assert number(done, GENERAL, "iteration_counter") >= number(before, GENERAL, "iteration_counter") + 19
 
 
+def test_times_of_streams_are_in_buckets(features: ModelServer) -> None:
+    """As a histogram of Prometheus has them, though Triton knows them as counters."""
+
+    def samples() -> dict[tuple[str, str], float]:
+        return {
+            (each.name.removeprefix("nv_trtserve_"), each.labels.get("le", "")): each.value
+            for each in parse(read(features).text)
+            if "_token_seconds" in each.name
+        }
+
+    before = samples()
+    with features.stream() as stream:
+        stream.all("tensorrt_llm", NEWEST.core(PROMPT, 12, streaming=True, end_id=-1))
+        stream.all("tensorrt_llm", NEWEST.core(PROMPT, 7))  # has no first token of its own
+    wait_until(lambda: samples()["first_token_seconds_count", ""] == before["first_token_seconds_count", ""] + 1)
+    after = samples()
+    grown = {key: after[key] - before[key] for key in after}
+    assert grown["inter_token_seconds_count", ""] == grown["inter_token_seconds_bucket", "+Inf"] == 11
+    assert grown["first_token_seconds_bucket", "+Inf"] == 1
+    assert 0 < grown["inter_token_seconds_sum", ""] < 10
+    buckets = [value for (name, _), value in grown.items() if name == "inter_token_seconds_bucket"]
+    assert len(buckets) == 15
+    assert max(buckets) == 11
+
+
 def test_draft_tokens_are_counted(features: ModelServer) -> None:
     before = idle(features)
     draft = {"draft_input_ids": np.array([[5, 6, 7]], dtype=np.int32)}
@@ -181,6 +206,25 @@ def test_the_command_on_a_real_page(features: ModelServer, capsys: pytest.Captur
     first, second = captured.out.splitlines()
     assert first.endswith("- tokens/s\t- prompt tokens/s\t- iterations/s")
     assert second.endswith("0.0 tokens/s\t0.0 prompt tokens/s\t0.0 iterations/s")
+
+
+def test_times_of_generate_stream_are_on_the_page_of_the_gateway(features: ModelServer, features_root: Path) -> None:
+    with openai_endpoint(features, repository=features_root / "repository") as url:
+        base = url.removesuffix("/v1")
+
+        def ask(path: str, body: object = None) -> str:
+            content = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(f"{base}{path}", content, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return str(answer.read().decode())
+
+        asked = {"text_input": "Hi", "max_tokens": 6, "stream": True, "bad_words": "", "stop_words": "", "end_id": -1}
+        pieces = len(re.findall("^data:", ask("/v2/models/tensorrt_llm_bls/generate_stream", asked), re.MULTILINE))
+        ask("/v2/models/tensorrt_llm_bls/generate", {**asked, "stream": False})
+        page = ask("/metrics").splitlines()
+    assert pieces >= 2  # parts of characters wait
+    assert "trtserve_generate_time_to_first_token_seconds_count 1.0" in page
+    assert f"trtserve_generate_inter_token_seconds_count {pieces - 1}.0" in page
 
 
 def test_dashboard_and_alerts_ask_for_metrics_that_exist(features: ModelServer, features_root: Path) -> None:

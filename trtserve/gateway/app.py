@@ -127,7 +127,7 @@ class Gateway:
         triton = TritonHttp(settings.triton_http, settings.metrics)
         health = TritonHealth(triton, self.gate, settings.triton, settings.run_folder)
         self._health = health
-        self._relay = Relay(settings, triton, self.gate, health)
+        self._relay = Relay(settings, triton, self.gate, health, self._measures)
         app.state.parts = GatewayParts(settings=settings, triton=triton, gate=self.gate, health=health)
         watches = [asyncio.create_task(each) for each in (self.gate.sweep(), health.watch())]
         try:

@@ -16,6 +16,7 @@ from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
 from trtserve.gateway.health import TritonHealth
+from trtserve.gateway.openai.answering import Measures, Stopwatch
 from trtserve.gateway.settings import GatewaySettings
 from trtserve.gateway.triton import TritonHttp, TritonPath, find_target
 
@@ -29,6 +30,7 @@ _BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
 _NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
 _OWN_ID = "gateway-"
 _STREAM = "text/event-stream"
+_EVENTS = re.compile(rb"^data:(?! *{\"error\")", re.MULTILINE)
 # Words of errors that the request did not cause → status. Triton 2.51 answers most errors of models with 400.
 _SERVER_ERRORS = (
     (re.compile(rb"executor has stopped working|Stub process '[^']*' is not healthy"), 503),
@@ -43,12 +45,15 @@ _STOP_AGAIN = 0.5
 class Relay:
     """The application below /v2."""
 
-    def __init__(self, settings: GatewaySettings, triton: TritonHttp, gate: Gate, health: TritonHealth) -> None:
+    def __init__(
+        self, settings: GatewaySettings, triton: TritonHttp, gate: Gate, health: TritonHealth, measures: Measures
+    ) -> None:
         self._settings = settings
         self._limits = settings.limits
         self._triton = triton
         self._gate = gate
         self._health = health
+        self._measures = measures
         self._stops: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,6 +74,8 @@ class Relay:
         """Send a request to Triton when its body has been checked, and the answer to the client."""
         exchange: Exchange = scope["state"]["exchange"]
         headers = headers_of(scope)
+        streams = target.operation == "generate_stream"
+        stopwatch = self._measures.stopwatch("generate") if streams else None
         body = await receive_body(headers, receive, self._limits, reserve)
         checked, own_id = await self._checked(target, headers, body, exchange)
         del body
@@ -89,7 +96,7 @@ class Relay:
 
         async def relay() -> None:
             async with self._triton.send(scope["method"], target.path, checked.content, passed_on) as response:
-                await _answer(response, own_id, to_client)
+                await _answer(response, own_id, to_client, stopwatch)
 
         relaying = asyncio.create_task(relay())
         try:
@@ -151,8 +158,8 @@ class Relay:
         await stop_until_ended(relaying, stop, within=_STOP_SECONDS, pause=_STOP_AGAIN)
 
 
-async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
-    """Pass Triton's answer on as it arrives, without the id that the client did not give."""
+async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: Stopwatch | None) -> None:
+    """Pass Triton's answer on as it arrives, without the id that the client did not give; time its events."""
     added = f'"id":"{own_id}",'.encode()
     headers = [(name, value) for name, value in response.raw_headers if name.lower() not in _NOT_PASSED_ON]
     length, status = response.content_length, response.status
@@ -178,6 +185,9 @@ async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
     if first:
         await send({"type": "http.response.body", "body": first, "more_body": True})
     async for chunk in response.content.iter_any():
+        if stopwatch is not None and status < _ERROR:
+            for _ in _EVENTS.findall(chunk):
+                stopwatch.piece()
         body = chunk.replace(added, b"") if own_id else chunk
         await send({"type": "http.response.body", "body": body, "more_body": True})
     await send({"type": "http.response.body", "body": b""})

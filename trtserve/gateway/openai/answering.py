@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -232,30 +232,35 @@ class EventStream(Response):
 
 
 class Measures:
-    """The metrics of one endpoint."""
+    """The metrics of one gateway: the times of the streams of OpenAI's API, and of Triton's generate_stream."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._first = Histogram(
-            "trtserve_openai_time_to_first_token_seconds",
-            "From the request to the first streamed text.",
-            buckets=_FIRST,
-            registry=self._registry,
-        )
-        self._gaps = Histogram(
-            "trtserve_openai_inter_token_seconds",
-            "Between two pieces of streamed text.",
-            buckets=_GAPS,
-            registry=self._registry,
-        )
+        self._times = {
+            kind: (
+                Histogram(
+                    f"trtserve_{kind}_time_to_first_token_seconds",
+                    "From the request to the first streamed text.",
+                    buckets=_FIRST,
+                    registry=self._registry,
+                ),
+                Histogram(
+                    f"trtserve_{kind}_inter_token_seconds",
+                    "Between two pieces of streamed text.",
+                    buckets=_GAPS,
+                    registry=self._registry,
+                ),
+            )
+            for kind in ("openai", "generate")
+        }
 
     def page(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def stopwatch(self) -> Stopwatch:
+    def stopwatch(self, kind: Literal["openai", "generate"] = "openai") -> Stopwatch:
         """Return the times of one streamed answer, which begin now."""
-        return Stopwatch(self._first, self._gaps)
+        return Stopwatch(*self._times[kind])
 
 
 class Stopwatch:

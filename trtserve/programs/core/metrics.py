@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from bisect import bisect_left
 from collections.abc import Callable
 from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -68,7 +71,49 @@ _STATIC = (
 _TOKENS = "nv_trtserve_tokens_total"
 # Also added: what executors count in `specdec_stats`.
 _DRAFTS = "nv_trtserve_draft_tokens_total"
+# And the times of streams, in buckets as a histogram of Prometheus has them. Triton's own histograms cost a message for
+# each token.
+_FIRST = "nv_trtserve_first_token_seconds"
+_GAPS = "nv_trtserve_inter_token_seconds"
+_TIME_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, math.inf)
 _LENGTH_BUCKETS = [10, 50, 100, 500, 1000]
+
+
+class _Times:
+    """A histogram of seconds, which counts here and is reported as counters."""
+
+    def __init__(self, name: str, description: str, labels: dict[str, str]) -> None:
+        self._counts, self._reported = [0] * len(_TIME_BUCKETS), [0] * len(_TIME_BUCKETS)
+        self._sum = self._reported_sum = 0.0
+        self.families = [
+            pb_utils.MetricFamily(name=f"{name}_{part}", description=description, kind=pb_utils.MetricFamily.COUNTER)
+            for part in ("bucket", "count", "sum")
+        ]
+        bucket, count, total = self.families
+        names = ["+Inf" if bound == math.inf else f"{bound:g}" for bound in _TIME_BUCKETS]
+        self._buckets = [bucket.Metric(labels={**labels, "le": each}) for each in names]
+        self._count, self._total = count.Metric(labels=labels), total.Metric(labels=labels)
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self._counts[bisect_left(_TIME_BUCKETS, seconds)] += times
+        self._sum += seconds * times
+
+    def report(self) -> None:
+        """Send what has come since the last report."""
+        total, counts = self._sum, list(accumulate(self._counts))
+        changes = [now - before for now, before in zip(counts, self._reported, strict=True)]
+        if not changes[-1]:
+            return
+        for metric, change in zip((*self._buckets, self._count), (*changes, changes[-1]), strict=True):
+            if change:
+                metric.increment(change)
+        self._total.increment(total - self._reported_sum)
+        self._reported, self._reported_sum = counts, total
+
+    def clear(self) -> None:
+        self._buckets.clear()
+        del self._count, self._total
+        self.families.clear()
 
 
 class MetricsReporter:
@@ -103,6 +148,8 @@ class MetricsReporter:
             field: drafts.Metric(labels={**self._labels, "draft_token_type": kind})
             for kind, field in (("drafted", "num_draft_tokens"), ("accepted", "num_accepted_tokens"))
         }
+        self._first = _Times(_FIRST, "From a streamed request to its first token", self._labels)
+        self._gaps = _Times(_GAPS, "Between two tokens of a stream", self._labels)
         self._tokens = dict.fromkeys(self._counters, 0)
         self._lock = threading.Lock()
         self._input_lengths = self._histogram("nv_llm_input_token_len", "total_input_tokens")
@@ -126,6 +173,8 @@ class MetricsReporter:
         self._gauges.clear()
         self._counters.clear()
         self._drafts.clear()
+        for times in (self._first, self._gaps):
+            times.clear()
         self._families.clear()
 
     def add_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
@@ -133,6 +182,13 @@ class MetricsReporter:
         with self._lock:
             self._tokens["prompt"] += prompt
             self._tokens["generated"] += generated
+
+    def observe_tokens(self, seconds: float, tokens: int, *, first: bool) -> None:
+        """Record the time that tokens of a stream took together; only one thread may."""
+        if first:
+            self._first.observe(seconds)
+        elif tokens > 0:
+            self._gaps.observe(seconds / tokens, tokens)
 
     def observe_request(self, input_tokens: int, output_tokens: int) -> None:
         """Record the lengths of one finished executor request."""
@@ -147,6 +203,8 @@ class MetricsReporter:
         for kind, tokens in counted.items():
             if tokens:
                 self._counters[kind].increment(tokens)
+        for times in (self._first, self._gaps):
+            times.report()
         if not records:
             return
         for field, counter in self._drafts.items():

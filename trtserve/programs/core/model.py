@@ -184,6 +184,7 @@ class TritonPythonModel:
                 output_prompt_length=length if with_prompt else 0,
                 max_tokens=request.max_tokens if self._module.since("0.13") else request.max_new_tokens,
                 repeats=request.streaming and request.sampling_config.beam_width > 1,
+                streamed=request.streaming,
                 logits=logits,
                 finish_reason=bool(np.any(inputs.get("return_finish_reason", False))),
                 batch_index=index if indexed else None,
@@ -236,11 +237,13 @@ class TritonPythonModel:
         outputs = {name: value for name, value in outputs.items() if name in self._outputs}
         sequence = answer.request_id, getattr(result, "sequence_index", 0)  # 0.12 and 0.13 have one sequence
         tokens = generated_tokens(result, wanted) + len(earlier)
-        self._metrics.add_tokens(
-            # A request that is refused has no result, so its prompt does not count.
-            prompt=wanted.prompt_length if pending.begins(answer.request_id) else 0,
-            generated=pending.count(*sequence, tokens, repeated=wanted.repeats),
-        )
+        new = pending.count(*sequence, tokens, repeated=wanted.repeats)
+        # A request that is refused has no result, so its prompt does not count.
+        prompt = wanted.prompt_length if pending.begins(answer.request_id) else 0
+        self._metrics.add_tokens(prompt=prompt, generated=new)
+        if wanted.streamed and new:
+            seconds, first = pending.since_last(*sequence)
+            self._metrics.observe_tokens(seconds, new, first=first)
         pending.send(outputs, parameters=response_parameters(result, wanted, pending.generated[sequence]))
         if final:
             self._metrics.observe_request(wanted.prompt_length, pending.total(answer.request_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ class Pending:
     """Executor id → what the outputs of that batch row depend on; rows that ended are removed."""
     generated: dict[tuple[int, int], int] = field(default_factory=dict)
     """(Executor id, sequence index) → tokens generated so far."""
+    began: float = field(default_factory=time.perf_counter)
+    last: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(Executor id, sequence index) → when its last tokens came."""
     answered: set[int] = field(default_factory=set)
     """Executor ids that have had a result."""
 
@@ -71,6 +75,12 @@ class Pending:
         # The last result of a cancelled request has no tokens.
         self.generated[key] = max(before, tokens) if repeated else before + tokens
         return self.generated[key] - before
+
+    def since_last(self, executor_id: int, sequence: int) -> tuple[float, bool]:
+        """Return the seconds since the last tokens of a sequence, and whether these are the first ones."""
+        key, now = (executor_id, sequence), time.perf_counter()
+        before, self.last[key] = self.last.get(key), now
+        return now - (self.began if before is None else before), before is None
 
     def total(self, executor_id: int) -> int:
         """Return the tokens of all sequences of an executor request."""

@@ -35,6 +35,7 @@ class Wanted:
     """Whether each result holds all tokens so far (streamed beams)."""
     logits: Any = np.float32
     """NumPy type of the logits outputs in config.pbtxt."""
+    streamed: bool = False
     finish_reason: bool = False
     batch_index: int | None = None
     """Index of the row, or None when the request has one row."""
