@@ -7,7 +7,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +95,27 @@ def _growth(part: Any) -> int:
 
 
 def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    """Return the ids of `text`. Raises ValueError when the tokenizer fails: what Rust panics with is no Exception."""
-    try:
+    """Return the ids of `text`. Raises ValueError when the tokenizer fails."""
+    with _failures("The tokenizer cannot encode this text"):
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
-        raise ValueError(f"The tokenizer cannot encode this text: {_reason(error)}.") from None
     return ids
 
 
 def decode(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """Return the text of `ids`. Raises ValueError when the tokenizer fails."""
-    try:
+    with _failures("The tokenizer cannot decode these tokens"):
         text: str = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    return text
+
+
+@contextmanager
+def _failures(what: str) -> Iterator[None]:
+    try:
+        yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
-        raise ValueError(f"The tokenizer cannot decode these tokens: {_reason(error)}.") from None
-    return text
+        raise ValueError(f"{what}: {_reason(error)}.") from None
 
 
 def _reason(error: BaseException) -> str:
