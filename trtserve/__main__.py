@@ -22,10 +22,7 @@ def main() -> None:
     gc.set_threshold(_ALLOCATIONS)
     # Of transformers only tokenizers are used; its advice to install PyTorch would mislead.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # A stream that our parent closed is None here, which nothing that prints expects.
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
+    _prepare_streams()
     try:
         from trtserve.cli import run
         from trtserve.process.signals import raise_interrupt
@@ -46,6 +43,16 @@ def main() -> None:
             signal.signal(number, signal.SIG_IGN)
     gc.freeze()  # the process gives all of its memory back at once: nothing is looked for in it before
     sys.exit(code)
+
+
+def _prepare_streams() -> None:
+    for name in ("stdout", "stderr"):
+        # A stream that our parent closed is None here, which nothing that prints expects.
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
+        # A letter that a terminal or a pipe cannot take is no reason to fail.
+        if getattr(sys, name).errors == "strict":
+            getattr(sys, name).reconfigure(errors="replace")
 
 
 def _end_without_memory() -> NoReturn:

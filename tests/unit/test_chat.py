@@ -6,20 +6,22 @@ import io
 import json
 import os
 import pty
+import re
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from trtserve.cli import run
-from trtserve.cli.chat import MarkdownAnswer, complete_blocks, typed_ahead
+from trtserve.cli import output, run
+from trtserve.cli.chat import MarkdownAnswer, PlainAnswer, complete_blocks, silent_keyboard, typed_ahead
 from trtserve.client import query
 from trtserve.client.answer import Generation
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import Conversation
 from trtserve.client.spec import QuerySpec
-from trtserve.errors import RequestError, ServerNotFoundError
+from trtserve.errors import RequestError, ServerNotFoundError, UsageError
 
 
 class ScriptedModel:
@@ -28,6 +30,7 @@ class ScriptedModel:
     def __init__(self) -> None:
         self.asked: list[QuerySpec] = []
         self.answers: list[list[str | BaseException]] = []
+        self.takes_system = True
 
     def __call__(self, spec: QuerySpec, _server: Endpoint, *, on_text: Callable[[str], None]) -> Generation:
         self.asked.append(spec)
@@ -39,11 +42,18 @@ class ScriptedModel:
             sequences=(), model="m", request_id="r", streamed=True, responses=2, latency=1.0, output_tokens=7
         )
 
+    def prepare(self, spec: QuerySpec, *_: object) -> None:
+        """Refuse a system message, as the template of some models does."""
+        if spec.system is not None and not self.takes_system:
+            raise UsageError("no place for a system message")
+
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> ScriptedModel:
     model = ScriptedModel()
     monkeypatch.setattr(query, "generate", model)
+    monkeypatch.setattr(query, "connect", lambda *_: io.BytesIO())
+    monkeypatch.setattr(query, "request_contexts", model.prepare)
     return model
 
 
@@ -92,6 +102,22 @@ def test_a_conversation_is_saved(model: ScriptedModel, talk: Conversation, tmp_p
     assert roles == ["system", "user", "assistant"]
     talk.save(tmp_path / "talk.md")
     assert (tmp_path / "talk.md").read_text() == "**system**\n\nBe kind\n\n**user**\n\nHi\n\n**assistant**\n\nHello\n"
+
+
+def test_a_system_message_that_the_model_has_no_place_for_is_refused_at_once(
+    model: ScriptedModel, talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.takes_system = False
+    with pytest.raises(UsageError, match="no place"):
+        talk.set_system("Be kind")
+    model.answers = [["one"]]
+    talk.ask("Hi", lambda _: None)
+    talk.set_system("")
+    assert model.asked[0].system is None
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    assert run(["chat", "--url", "gpu-box:8001", "--system", "Be kind"]) == UsageError.code
+    assert "no place for a system message" in capsys.readouterr().err
+    assert len(model.asked) == 1
 
 
 def test_lines_of_the_standard_input(
@@ -152,3 +178,84 @@ def test_lines_that_were_typed_too_early_are_questions_of_their_own() -> None:
     finally:
         os.close(keyboard)
         os.close(terminal)
+
+
+class Screen(io.StringIO):
+    """A terminal of some lines that knows what `rich` writes: what has left it at the top stays in `scrolled`."""
+
+    def __init__(self, height: int) -> None:
+        super().__init__()
+        self.height, self.scrolled, self.row = height, list[str](), 0
+        self.lines = [""]
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+            if part == "\n":
+                self.row += 1
+                if self.row == len(self.lines):
+                    self.lines.append("")
+                if len(self.lines) > self.height:
+                    self.scrolled.append(self.lines.pop(0))
+                    self.row -= 1
+            elif part.startswith("\x1b") and part.endswith("A"):
+                self.row = max(0, self.row - int(part[2:-1] or 1))
+            elif part == "\x1b[2K":
+                self.lines[self.row] = ""
+            elif part != "\r" and not part.startswith("\x1b"):
+                self.lines[self.row] += part
+        return len(text)
+
+    def seen(self) -> list[str]:
+        return [line.rstrip() for line in [*self.scrolled, *self.lines] if line.strip()]
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_a_block_taller_than_the_screen_is_printed_once(width: int) -> None:
+    screen = Screen(10)
+    code = "\n".join(f"line {number}" for number in range(40))
+    text = f"Before.\n\n```\n{code}\n```\n\n{' '.join(f'word{number}' for number in range(200))}\n\n- last"
+    with MarkdownAnswer(Console(file=screen, force_terminal=True, width=width, height=10)) as answer:
+        for at in range(0, len(text), 7):
+            answer.add(text[at : at + 7])
+    seen = screen.seen()
+    assert [line.strip() for line in seen if "line" in line] == code.splitlines()
+    assert [word for line in seen for word in line.split() if word.startswith("word")] == [
+        f"word{number}" for number in range(200)
+    ]
+    assert (seen[0], seen[-1].split()) == ("Before.", ["•", "last"])
+
+
+def test_a_stopped_answer_stays_on_the_screen_once() -> None:
+    screen = Screen(10)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        MarkdownAnswer(Console(file=screen, force_terminal=True, width=40)) as answer,
+    ):
+        answer.add("One line ")
+        answer.add("and more")
+        raise KeyboardInterrupt
+    assert screen.seen() == ["One line and more"]
+
+
+def test_nothing_typed_is_shown_while_an_answer_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin, os.fdopen(controller, "wb", buffering=0):
+        monkeypatch.setattr("sys.stdin", stdin)
+        with silent_keyboard():
+            assert not termios.tcgetattr(stdin)[3] & termios.ECHO
+        assert termios.tcgetattr(stdin)[3] & termios.ECHO
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_answers_cannot_command_the_terminal(monkeypatch: pytest.MonkeyPatch, plain: bool) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", screen)
+    printing = PlainAnswer() if plain else MarkdownAnswer(output.terminal())
+    with printing as answer:
+        answer.add("a \x1b]52;c;aGk=\x07 [b](<javascript:\x1b]52;>) \x9b31m \x1b[2J `\x1b[2J`\n\n")
+    assert "52;c;aGk=" in screen.getvalue()
+    assert not re.findall(r"\x1b\]|\x07|\x9b|\x1b\[2J", screen.getvalue())

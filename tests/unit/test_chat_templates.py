@@ -24,6 +24,7 @@ from trtserve.client.tokenizer import (
     messages,
     prepare_prompts,
     render,
+    takes_system,
 )
 from trtserve.errors import RequestError, UsageError
 
@@ -156,6 +157,23 @@ def test_error_raised_by_a_template_is_shown() -> None:
     with pytest.raises(UsageError, match="no system, please") as caught:
         render("{{ raise_exception('no system, please') }}", messages("x", None), {})
     assert "--raw" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("template", "taken"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", True),
+        ("{{ messages[-1].content }}", False),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}", False),
+        (None, False),
+    ],
+)
+def test_a_template_without_system_messages_is_known(folder: Path, template: str | None, taken: bool) -> None:
+    files = with_config(folder, chat_template=template)
+    assert takes_system(files) == taken
+    if template is not None and not taken:
+        with pytest.raises(UsageError, match=r"no system|no place for a system message"):
+            chat_texts(QuerySpec(prompts=("c",), system="S"), files, template)
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ messages.__class__.__mro__ }}"])

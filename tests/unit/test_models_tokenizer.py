@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_models import write_byte_tokenizer
+from tests.support.tiny_models import write_byte_tokenizer, write_tiny_model
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.errors import RepositoryError, UsageError
+from trtserve.errors import MissingDependencyError, RepositoryError, UsageError
+from trtserve.pipeline.model import plan_model
 from trtserve.programs.shared.tokenizer import decode, encode, load_tokenizer, open_tokenizer, require_bounded
 from trtserve.repository.tokenizer import check_tokenizer
 
@@ -99,3 +100,28 @@ def test_a_tokenizer_that_panics_is_an_error(tmp_path: Path) -> None:
         TokenizerFiles(folder).encode("a" * 40 + "b", special=True)
     with pytest.raises(ValueError, match="cannot decode these tokens"):
         decode(tokenizer, [-1], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "package"),
+    [
+        (b"\n\x0e\n\x05<unk>", "a SentencePiece model", "sentencepiece"),
+        (b"IQ== 0\n", "a tiktoken vocabulary", "tiktoken"),
+    ],
+)
+def test_packages_that_a_tokenizer_needs_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str, package: str
+) -> None:
+    monkeypatch.setattr("trtserve.programs.shared.tokenizer.find_spec", lambda name: None if name == package else name)
+    folder = write_tiny_model(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(content)
+    words = f"tokenizer.model is {kind}, which needs the package {package}"
+    for load in (
+        lambda: TokenizerFiles(folder).tokenizer,
+        lambda: check_tokenizer(folder, None),
+        lambda: plan_model(str(folder)),
+    ):
+        with pytest.raises(MissingDependencyError, match=words) as caught:
+            load()
+        assert f"pip install {package}" in str(caught.value.hint)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import select
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +18,20 @@ import typer
 
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import Fields, servers
-from trtserve.cli.output import print_data, print_error, say, terminal
+from trtserve.cli.output import print_data, print_error, print_piece, say, terminal, visible
 from trtserve.client.spec import QuerySpec, RequestOptions
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.segment import Segment
 
     from trtserve.client.endpoint import Endpoint
     from trtserve.client.query import AnswerTimes, Conversation
 
+_PAUSES = 4.0  # between two drawings, in times of what a drawing takes
+_LOCAL_MODES = 3  # in the list of tcgetattr
 _FENCES = ("```", "~~~")
 
 
@@ -44,21 +50,23 @@ class PlainAnswer:
 
     def add(self, piece: str) -> None:
         """Print the next piece."""
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        print_piece(piece)
 
 
 class MarkdownAnswer:
-    """Prints Markdown: blocks that are complete stay as they are, the last one is drawn again while it grows.
+    """Prints Markdown: what is complete or above the screen's room stays as it is, the rest is drawn again.
 
-    Drawing the whole answer again would flicker, and cannot reach what has left the screen.
+    Drawing more would flicker, and cannot reach what has left the screen.
     """
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
 
         self._text = ""
-        self._live = Live(console=console, refresh_per_second=12, vertical_overflow="visible")
+        self._above = 0  # lines of the last block that are printed for good
+        self._pause = self._drawn = 0.0
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> MarkdownAnswer:
         """Begin to draw."""
@@ -69,7 +77,7 @@ class MarkdownAnswer:
         self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         """Leave the last block on the screen."""
-        self._live.update(_markdown(self._text), refresh=True)
+        self._draw()
         self._live.stop()
 
     def add(self, piece: str) -> None:
@@ -77,15 +85,51 @@ class MarkdownAnswer:
         self._text += piece
         end = complete_blocks(self._text)
         if end:
-            self._live.console.print(_markdown(self._text[:end]))
-            self._text = self._text[end:]
-        self._live.update(_markdown(self._text))
+            self._print(self._lines(self._text[:end]))
+            self._text, self._above = self._text[end:], 0
+        if end or time.monotonic() - self._drawn >= self._pause:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw the last block: the lines that the screen has no room for are printed for good."""
+        from rich.segment import SegmentLines
+
+        began = time.monotonic()
+        lines = self._lines(self._text)
+        room = max(1, self._console.height - 2)
+        if len(lines) > self._above + room:
+            self._print(lines[:-room])
+        self._live.update(SegmentLines(lines[self._above :], new_lines=True), refresh=True)
+        self._drawn = time.monotonic()
+        self._pause = (self._drawn - began) * _PAUSES
+
+    def _print(self, lines: list[list[Segment]]) -> None:
+        from rich.segment import SegmentLines
+
+        if lines[self._above :]:
+            self._console.print(SegmentLines(lines[self._above :], new_lines=True), end="")
+        self._above = max(self._above, len(lines))
+
+    def _lines(self, text: str) -> list[list[Segment]]:
+        from rich.markdown import Markdown
+
+        return self._console.render_lines(Markdown(visible(text)), pad=False) if text else []
 
 
-def _markdown(text: str) -> RenderableType:
-    from rich.markdown import Markdown
-
-    return Markdown(text)
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Show nothing of what is typed while an answer is drawn, not even ^C: it would move the lines to draw again."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = list(before)
+    silent[_LOCAL_MODES] &= ~(termios.ECHO | termios.ECHONL)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def complete_blocks(text: str) -> int:
@@ -140,8 +184,9 @@ def chat(
     from trtserve.client.query import Conversation
 
     name, server = _endpoint(model, connection)
-    spec = QuerySpec(model=name, system=system, options=request.given())
-    conversation = Conversation(spec=spec, server=server)
+    conversation = Conversation(spec=QuerySpec(model=name, options=request.given()), server=server)
+    if system is not None:
+        conversation.set_system(system)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         say(f"{server.model or name or server.grpc}: /help lists the commands, Ctrl-D ends.")
@@ -172,7 +217,7 @@ def _endpoint(model: str | None, connection: Connection) -> tuple[str | None, En
 def _ask(conversation: Conversation, question: str, printing: MarkdownAnswer | PlainAnswer, *, talkative: bool) -> None:
     """Print the answer. Ctrl-C stops it, and an error ends it; the conversation goes on in a terminal."""
     try:
-        with printing as answer:
+        with silent_keyboard(), printing as answer:
             times = conversation.ask(question, answer.add)
     except KeyboardInterrupt:
         if not talkative:

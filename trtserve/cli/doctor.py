@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_json, print_table, wrapped
+from trtserve.cli.output import TerminalProgress, print_json, print_table, terminal, wrapped
 from trtserve.specs import RuntimeName, ServerSpec
 from trtserve.specs.tools import ForRelease
 
@@ -92,10 +92,9 @@ def _described(examination: Examination) -> dict[str, object]:
 
 def _print(examination: Examination) -> None:
     """Print a block per group: state, name and evidence of each finding, and the fix below it."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     names = max(len(finding.name) for finding in examination.findings) + 2
     for group, findings in groupby(examination.findings, key=lambda finding: finding.group):
         console.print(Text(_TITLES[group], style="bold"))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
+from trtserve.cli.output import CONTROLS
 from trtserve.errors import TrtserveError
 from trtserve.progress import SILENT, Task, Unit
 from trtserve.server.triton import server_log
@@ -67,5 +68,6 @@ class JsonLog:
     def _write(self, record: dict[str, object]) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         with self._lock:
-            sys.stderr.write(json.dumps({"time": now, **record}, default=str, ensure_ascii=False) + "\n")
+            text = json.dumps({"time": now, **record}, default=str, ensure_ascii=False)
+            sys.stderr.write(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
             sys.stderr.flush()

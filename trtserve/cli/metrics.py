@@ -11,7 +11,7 @@ import typer
 
 from trtserve.cli.endpoint import require_port, split_address
 from trtserve.cli.options import JsonOption, ServerArgument, ServerOption, one_name
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say, terminal
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 
@@ -174,10 +174,9 @@ def _line(core: CoreMetrics, rates: dict[str, float]) -> str:
 
 
 def _watch_live(source: MetricsSource, first: Reading, readings: Iterator[Reading]) -> None:
-    from rich.console import Console
     from rich.live import Live
 
-    with Live(_view(source, first), console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(_view(source, first), console=terminal(), auto_refresh=False) as live:
         for reading in _all(first, readings):
             live.update(_view(source, reading), refresh=True)
 

@@ -31,7 +31,7 @@ _MOST_LINES = 3  # of a table cell; a table with taller cells is printed without
 # Sizes such as 3 GiB are not broken after the number.
 _SIZE = re.compile(r"(?<=\d) (?=[KMGT]i?B\b)")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 # A short label, two spaces or more, a text; and the label of a command, which is copied and never broken.
 _LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
 _COPIED = "command "
@@ -48,22 +48,31 @@ _BYTES = {
 }
 
 
-def terminal() -> Console:
-    """Return the terminal that stdout is."""
+def terminal(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    """Return the terminal that stdout or stderr is; texts cannot command it, whatever is printed."""
     from rich.console import Console
+    from rich.segment import Segment
 
-    return Console(highlight=False)
+    class Harmless(Console):
+        def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:
+            for segment in super().render(*arguments, **options):
+                yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+    return Harmless(stderr=stderr, highlight=False, soft_wrap=soft_wrap)
 
 
 def _stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return terminal(stderr=True, soft_wrap=True)
 
 
 def print_data(text: str) -> None:
     """Write one piece of data to stdout."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    print_piece(text if text.endswith("\n") else text + "\n")
+
+
+def print_piece(text: str) -> None:
+    """Write a piece of a text to stdout: as it is, or with its control characters spelled out on a terminal."""
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
@@ -155,10 +164,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
         print_data("\n".join("\t".join(map(str, row)) for row in (columns, *rows)))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    room = Console().width
+    room = terminal().width
     widths, lines = _fitting_widths(columns, rows, room), True
     if widths is None:
         widths, lines = _bare_widths(columns, rows, room), False
@@ -173,7 +181,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
         table.add_column(column, overflow="fold", width=width)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    Console().print(table)
+    terminal().print(table)
 
 
 def _fitting_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room: int) -> list[int] | None:
@@ -211,14 +219,14 @@ def _bare_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room:
     return widths if sum(widths) + len(widths) - 1 <= room else None
 
 
-def _visible(text: str) -> str:
-    """Return `text` with control characters spelled out: names in a model's files must not command the terminal."""
-    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+def visible(text: str) -> str:
+    """Return `text` with control characters spelled out: names and answers of models must not command the terminal."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def say(text: str) -> None:
     """Write a message to stderr, wrapped and indented on a terminal."""
-    console, text = _stderr(), _visible(text)
+    console, text = _stderr(), visible(text)
     if console.is_terminal:
         text = "\n".join(_folded(text.splitlines() or [""], console.width, hang=2))
     console.print(text, markup=False)
@@ -237,7 +245,7 @@ def _say_labelled(label: str, style: str, text: str) -> None:
     """Write a label and its text, aligned and wrapped between words on a terminal."""
     from rich.text import Text
 
-    console, text = _stderr(), _visible(text)
+    console, text = _stderr(), visible(text)
     if console.is_terminal:
         room = max(_NARROWEST, console.width - _LABEL)
         lines = [part for line in text.splitlines() for part in wrapped(line, room)]

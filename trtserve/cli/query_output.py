@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
@@ -44,8 +43,7 @@ class Sink:
 
     def _write(self, piece: str) -> None:
         self._printed = True
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        output.print_piece(piece)
 
     def add(self, generation: Generation, spec: QuerySpec) -> None:
         """Print one answer, or keep it for the JSON document."""

@@ -245,8 +245,12 @@ class Conversation:
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def set_system(self, text: str) -> None:
-        """Replace the system message; an empty text removes it."""
-        self.spec = replace(self.spec, system=text or None)
+        """Replace the system message; an empty text removes it. UsageError: the model has no system messages."""
+        spec = replace(self.spec, system=text or None)
+        if text:
+            with closing(connect(spec, self.server)) as client:
+                request_contexts(replace(spec, prompts=("?",)), self.server, client)
+        self.spec = spec
 
     def reset(self) -> None:
         """Forget what was said; the system message stays."""

@@ -96,6 +96,8 @@ class TokenizerFiles:
         """The tokenizer, loaded as the preprocessing model does: local files only, no remote code."""
         try:
             return open_tokenizer(self.folder)
+        except ModuleNotFoundError as error:
+            raise missing_packages(self.folder, error) from None
         except (OSError, ValueError, KeyError) as error:
             if not any(self.folder.glob("tokenizer*")):
                 names = "tokenizer.json, tokenizer.model or tokenizer_config.json"
@@ -132,6 +134,14 @@ class TokenizerFiles:
         """Return every id that ends an answer, the tokenizer's own first, as the preprocessing model has them."""
         own = self.tokenizer.eos_token_id
         return list(dict.fromkeys([*([] if own is None else [int(own)]), *self.configured_end_ids()]))
+
+
+def missing_packages(folder: Path, error: ModuleNotFoundError) -> MissingDependencyError:
+    """Return the error for a tokenizer that needs packages which are not installed."""
+    return MissingDependencyError(
+        f"The tokenizer in {folder} cannot be loaded: {error}.",
+        hint=f"pip install {error.name}, or save the tokenizer as tokenizer.json, which needs no further package.",
+    )
 
 
 def find_tokenizer(
@@ -217,7 +227,30 @@ def find_chat_template(files: TokenizerFiles, *, tools: bool = False) -> str | N
 def chat_texts(spec: QuerySpec, files: TokenizerFiles, template: str) -> tuple[str, ...]:
     """Render every prompt of `spec` as the user's turn of the template."""
     tokens = files.special_tokens()
+    if spec.system is not None:
+        require_system(template, spec.system, tokens)
     return tuple(render(template, messages(prompt, spec.system, spec.history), tokens) for prompt in spec.prompts)
+
+
+def require_system(template: str, system: str, special_tokens: Mapping[str, str]) -> None:
+    """Raise UsageError for a chat template that refuses system messages, or drops them without a word."""
+    first, second = (render(template, messages("?", each), special_tokens) for each in (system, None))
+    if first == second and system.strip():
+        raise UsageError(
+            "The model's chat template has no place for a system message: it would be dropped.",
+            hint="Write it into the question.",
+        )
+
+
+def takes_system(files: TokenizerFiles) -> bool:
+    """Return whether conversations may have a system message."""
+    try:
+        template = find_chat_template(files)
+        if template is not None:
+            require_system(template, "Answer briefly.", files.special_tokens())
+    except TrtserveError:
+        return False
+    return template is not None
 
 
 def messages(prompt: str, system: str | None, history: Sequence[Mapping[str, str]] = ()) -> list[Mapping[str, str]]:

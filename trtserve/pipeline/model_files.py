@@ -9,8 +9,16 @@ from typing import Any
 
 from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint, load_artifact
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from trtserve.client.tokenizer import missing_packages
+from trtserve.errors import (
+    ArtifactError,
+    CorruptFileError,
+    MissingDependencyError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from trtserve.files import is_weights, read_json_object, require_own
+from trtserve.programs.shared.tokenizer import require_packages
 from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile, Revision
 from trtserve.store.hub.calls import COMMIT
@@ -136,6 +144,14 @@ def planned_files(
             f"{label} has no tokenizer; expected one of {', '.join(_TOKENIZERS)}.",
             hint="Name a folder that has one with --tokenizer, or copy the tokenizer's files next to config.json.",
         )
+    if own_tokenizer and "tokenizer.json" not in by_name and "tokenizer.model" in by_name:
+        path = read(by_name["tokenizer.model"])
+        try:
+            require_packages(path.parent)
+        except ModuleNotFoundError as error:
+            raise missing_packages(path.parent, error) from None
+        except ValueError as error:
+            raise MissingDependencyError(str(error), hint="Install versions that work together.") from None
     small = SMALL_FILES if known else {name for name in by_name if Path(name).suffix in _SMALL and "/" not in name}
     templates = {name for name in by_name if PurePosixPath(name).match(_TEMPLATES) and name.count("/") == 1}
     wanted = (small | templates | weights) - {MANIFEST}  # ours is written there

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from trtserve.client.tokenizer import missing_packages
 from trtserve.errors import RepositoryError
 from trtserve.files import parse_json, require_own
 from trtserve.programs.shared.tokenizer import decode, encode, open_tokenizer
@@ -52,6 +53,8 @@ def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = S
         tokenizer = open_tokenizer(folder)
         ids = encode(tokenizer, _PROBE, special=True)
         text = decode(tokenizer, ids, skip_special_tokens=True)
+    except ModuleNotFoundError as error:
+        raise missing_packages(folder, error) from None
     except Exception as error:
         raise RepositoryError(
             f"The tokenizer cannot be loaded: {_sentence(error)}",

@@ -191,7 +191,13 @@ def _key_check(keys: Collection[str]) -> Callable[[Request], None]:
 
 def _described(served: ServedModel) -> list[Json]:
     """Return the entries of a model and its adapters."""
-    head = {"object": "model", "created": served.created, "owned_by": "trtserve", "max_model_len": served.max_seq_len}
+    head = {
+        "object": "model",
+        "created": served.created,
+        "owned_by": "trtserve",
+        "max_model_len": served.max_seq_len,
+        "system_messages": served.takes_system,
+    }
     parents = {name: None if name == served.name else served.name for name in served.names}
     return [{"id": name, **head, "parent": parent} for name, parent in parents.items()]
 

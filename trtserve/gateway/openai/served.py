@@ -16,7 +16,13 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import GrpcTransport, grpc_client
 from trtserve.client.query import describe_model
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
-from trtserve.client.tokenizer import PREPROCESSING, TokenizerFiles, find_tokenizer, server_adds_special_tokens
+from trtserve.client.tokenizer import (
+    PREPROCESSING,
+    TokenizerFiles,
+    find_tokenizer,
+    server_adds_special_tokens,
+    takes_system,
+)
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.files import read_json_object
@@ -64,6 +70,8 @@ class ServedModel:
     """Whether the engine returns logits of prompts, or None where that is not known."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """What `generation_config.json` says about sampling."""
+    takes_system: bool = False
+    """Whether its chat template has a place for a system message."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -240,6 +248,7 @@ def _describe(
         context_logits=engine.get("build_config", {}).get("gather_context_logits"),
         adapters=None if endpoint.repository is None else LoraNames(endpoint.repository, table),
         sampling={} if files is None else _sampling(files),
+        takes_system=files is not None and takes_system(files),
     )
 
 

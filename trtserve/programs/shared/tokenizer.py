@@ -9,12 +9,15 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 _LARGEST_FILE = 64 << 20  # the largest known tokenizer has 34 MB
 _MOST_ADDED = 1 << 17  # tokens; each takes 0.1 ms whenever the tokenizer is loaded
 _MOST_GROWTH = 16  # characters that a normalizer or a decoder may make of one
+_MODULES = {"protobuf": "google.protobuf"}
 _UNICODE_GROWTH = 18  # of the longest compatibility decomposition
 
 
@@ -32,8 +35,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def open_tokenizer(folder: Path, **options: Any) -> Any:
-    """Load a tokenizer. Raises ValueError for one that `require_bounded` refuses, else what transformers raises."""
+    """Load a tokenizer. Raises ValueError for one that `require_bounded` refuses, else what transformers raises.
+
+    Raises ModuleNotFoundError when it needs packages that are not installed.
+    """
     require_bounded(folder)
+    require_packages(folder)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
@@ -45,6 +52,28 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
         raise
     except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
         raise ValueError(_reason(error)) from None
+
+
+def require_packages(folder: Path) -> None:
+    """Raise ModuleNotFoundError when a folder without tokenizer.json needs packages that are not installed.
+
+    Raises ValueError for packages that do not work together. transformers would try another format and name that.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return
+    for path in sorted(folder.glob("*.model")):
+        with path.open("rb") as file:
+            # A SentencePiece model begins with the length of its first piece, other files of this name with text.
+            sentencepiece = file.read(1) == b"\n"
+        needed = ("sentencepiece", "protobuf") if sentencepiece else ("tiktoken",)
+        missing = [name for name in needed if find_spec(_MODULES.get(name, name)) is None]
+        if missing:
+            kind = "a SentencePiece model" if sentencepiece else "a tiktoken vocabulary"
+            packages = f"the package{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+            raise ModuleNotFoundError(f"{path.name} is {kind}, which needs {packages}", name=missing[0])
+        if sentencepiece:
+            with _failures(f"{path.name} is a SentencePiece model, and that package does not work here"):
+                import_module("sentencepiece.sentencepiece_model_pb2")
 
 
 def require_bounded(folder: Path) -> None:
