@@ -230,13 +230,15 @@ def test_a_block_taller_than_the_screen_is_printed_once(width: int) -> None:
 
 def test_a_stopped_answer_stays_on_the_screen_once() -> None:
     screen = Screen(10)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        MarkdownAnswer(Console(file=screen, force_terminal=True, width=40)) as answer,
-    ):
-        answer.add("One line ")
-        answer.add("and more")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with MarkdownAnswer(Console(file=screen, force_terminal=True, width=40)) as answer:
+            answer.add("One line ")
+            answer.add("and more")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert screen.seen() == ["One line and more"]
 
 
