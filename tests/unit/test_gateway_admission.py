@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
+from trtserve.errors import UsageError
 from trtserve.gateway.admission import Gate
 from trtserve.gateway.app import HANG_UP, Gateway
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
-from trtserve.gateway.settings import GatewaySettings, RequestLimits
+from trtserve.gateway.settings import GatewaySettings, RequestLimits, write_private
 from trtserve.gateway.triton import TritonHttp
+from trtserve.specs import ServerSpec
 
 
 def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +93,51 @@ def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         asyncio.run(asyncio.wait_for(ask(f"127.0.0.1:{listening.getsockname()[1]}"), timeout=5))
+
+
+SITE = {"origin": "https://app.example"}
+KEY = {"authorization": "Bearer " + "k" * 16}
+
+
+@pytest.mark.parametrize("allowed", [("https://app.example", "http://localhost:3000"), ("*",)])
+def test_pages_of_a_site_that_is_allowed(tmp_path: Path, allowed: tuple[str, ...]) -> None:
+    key = tmp_path / "key"
+    write_private(key, "k" * 16)
+    settings = GatewaySettings(
+        name="gateway",
+        host="127.0.0.1",
+        port=1,
+        triton_http="127.0.0.1:1",
+        triton_grpc="127.0.0.1:1",
+        metrics="127.0.0.1:1",
+        model="m",
+        key_file=key,
+        allow_origins=allowed,
+    )
+    client = TestClient(Gateway(settings), base_url="http://127.0.0.1")
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+    before = client.options("/v1/chat/completions", headers={**SITE, **asked})
+    assert before.status_code == 200
+    assert "x-stainless-os" in before.headers["access-control-allow-headers"]
+    answers = [before, client.get("/version", headers={**SITE, **KEY}), client.get("/version", headers=SITE)]
+    assert [answer.status_code for answer in answers] == [200, 200, 401]
+    origin = "*" if allowed == ("*",) else SITE["origin"]
+    assert {answer.headers["access-control-allow-origin"] for answer in answers} == {origin}
+    assert not any("access-control-allow-credentials" in answer.headers for answer in answers)
+    other = client.get("/version", headers={"origin": "https://other.example", **KEY})
+    assert other.status_code == (200 if allowed == ("*",) else 403)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"allow_origin": ("app.example",)}, "expected a site such as"),
+        ({"allow_origin": ("https://app.example/path",)}, "expected a site such as"),
+        ({"allow_origin": ("null",)}, "expected a site such as"),
+        ({"allow_origin": ("*",)}, "Add a key|would let every page"),
+        ({"allow_origin": ("https://app.example",), "raw_http": True}, "knows no --allow-origin"),
+    ],
+)
+def test_origins_that_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ServerSpec(**settings)

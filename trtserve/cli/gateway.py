@@ -62,7 +62,10 @@ def gateway(
         int, typer.Option("--metrics-port", metavar="PORT", help="Its metrics port.", min=1, rich_help_panel=_TRITON)
     ] = METRICS_PORT,
     access: Annotated[
-        ServerSpec, Fields("host", "api_key_file", "tls_certificate", "tls_key", "no_auth", "no_tls", "max_requests")
+        ServerSpec,
+        Fields(
+            "host", "api_key_file", "tls_certificate", "tls_key", "no_auth", "no_tls", "allow_origin", "max_requests"
+        ),
     ],
 ) -> None:
     """Serve OpenAI's API in front of any Triton server with these models, NVIDIA's own included, until Ctrl-C.
@@ -100,6 +103,7 @@ def gateway(
         key_file=access.api_key_file,
         certificate=access.tls_certificate,
         private_key=access.tls_key,
+        allow_origins=access.allow_origin,
         limits=RequestLimits(requests=access.max_requests),
     )
     with listening_socket(host, port) as listening:

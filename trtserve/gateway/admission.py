@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -29,8 +29,12 @@ _MANY_BYTES = 16 << 20
 class Access:
     """The rules of one gateway."""
 
-    def __init__(self, key: str | None, *, loopback: bool) -> None:
-        """`loopback` says that only this machine can connect, so that other names in Host are a page's trick."""
+    def __init__(self, key: str | None, *, loopback: bool, origins: Sequence[str] = ()) -> None:
+        """`loopback` says that only this machine can connect, so that other names in Host are a page's trick.
+
+        `origins` are the sites whose pages may use the server.
+        """
+        self._origins = frozenset(origins)
         self._key = None if key is None else key.encode()
         self._loopback = loopback
 
@@ -42,7 +46,8 @@ class Access:
                 421, f"the Host {host[:200]!r} is not this machine, and the server listens on loopback only"
             )
         origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        own = origin is None or origin.partition("://")[2].lower() == host.lower()
+        if not own and self._origins.isdisjoint((origin, "*")):
             raise RefusedError(403, "pages of other sites may not use this server")
         if self._key is not None and path not in OPEN_PATHS and not self._has_key(headers):
             text = "send the API key of this server: Authorization: Bearer KEY"

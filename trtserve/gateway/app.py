@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic_core import to_json
+from starlette.middleware.cors import CORSMiddleware
 
 from trtserve._version import __version__
 from trtserve.gateway.admission import OPEN_PATHS, Access, Exchange, Gate
@@ -66,7 +67,17 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self._json_limits = replace(settings.limits, body_bytes=settings.limits.json_bytes)
-        self._access = Access(settings.api_key, loopback=ip_address(settings.host).is_loopback)
+        origins, loopback = settings.allow_origins, ip_address(settings.host).is_loopback
+        self._access = Access(settings.api_key, loopback=loopback, origins=origins)
+        self._entry: Callable[[Scope, Receive, Send], Awaitable[None]] = self._answer
+        if origins:  # never with credentials: a page must send the key itself
+            self._entry = CORSMiddleware(
+                self._answer,
+                allow_origins=origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"),
+            )
         self.gate = Gate(settings.limits)
         self._relay: Relay
         self._health: TritonHealth
@@ -80,6 +91,9 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the start and the end of the server."""
+        await self._entry(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._routes(scope, receive, send)
             return

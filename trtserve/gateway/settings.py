@@ -89,6 +89,8 @@ class GatewaySettings:
     """PEM file with the certificate's key."""
     certificate_name: str | None = None
     """A name that the certificate is for, which clients of this machine expect instead of the host's."""
+    allow_origins: tuple[str, ...] = ()
+    """Sites whose pages may use the server, or * for all."""
     open_apis: tuple[str, ...] = ()
     """Groups of Triton's protocol that are closed by default and open here."""
     limits: RequestLimits = field(default_factory=RequestLimits)

@@ -108,6 +108,7 @@ def plan_gateway(
         certificate=certificate,
         private_key=private_key,
         certificate_name=named,
+        allow_origins=spec.allow_origin,
         open_apis=spec.open_api,
         limits=RequestLimits(
             requests=spec.max_requests,

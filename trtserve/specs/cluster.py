@@ -124,6 +124,7 @@ _WITHOUT_TRTSERVE = (
     "api_key_file",
     "tls_certificate",
     "tls_key",
+    "allow_origin",
     "raw_http",
     "max_requests",
     "max_request_mib",

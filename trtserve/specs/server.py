@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ Api = Literal["shared-memory", "trace", "logging", "model-control"]
 """Parts of Triton's protocol that change or reveal more than a client of a model needs."""
 SUPERVISION = "Supervision"
 _LAST_PORT = 65535
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 # Triton's default ports, which clients assume too.
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 
@@ -136,6 +138,13 @@ class ServerSpec(InContainer):
         separator=",",
         panel=ACCESS,
     )
+    allow_origin: tuple[str, ...] = option(
+        (),
+        metavar="ORIGIN,…",
+        help="Let pages of these sites use the server (CORS), such as https://app.example; * for all needs a key.",
+        separator=",",
+        panel=ACCESS,
+    )
     raw_http: bool = option(
         False, help="Let Triton itself answer on --http-port; malformed requests can crash it.", panel=ACCESS
     )
@@ -190,6 +199,19 @@ class ServerSpec(InContainer):
         if self.api_key is not None and self.api_key_file is not None:
             raise UsageError("The API key is given twice: in --api-key (or TRTSERVE_API_KEY) and in --api-key-file.")
         has_key = self.api_key is not None or self.api_key_file is not None
+        for origin in self.allow_origin:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"--allow-origin is {origin!r}; expected a site such as https://app.example or *.",
+                    hint="An origin is scheme, host and port as a browser sends them, without a path.",
+                )
+        if "*" in self.allow_origin and not has_key:
+            raise UsageError(
+                "--allow-origin '*' would let every page that you open use the server.",
+                hint="Add a key with --api-key-file, or name the sites.",
+            )
+        if self.raw_http and self.allow_origin:
+            raise UsageError("--raw-http opens Triton's own HTTP service, which knows no --allow-origin.")
         if self.raw_http and (has_key or self.tls_certificate is not None):
             raise UsageError(
                 "--raw-http opens Triton's own HTTP service, which knows neither keys nor TLS.",
