@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -16,9 +18,14 @@ from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, Trtserve
 
 T = TypeVar("T")
 
-# Of a text file that is read as a whole: the largest known tokenizer has 34 MB.
-_LARGEST_TEXT = 64 << 20
+LARGEST_TEXT = 64 << 20
+"""Bytes of a text file that is read as a whole: the largest known tokenizer has 34 MB, the largest index 14 MB."""
+LARGEST_DATA = 2 << 30
+"""Bytes of a file of data that is read as a whole: prompts, traces, the requests of a benchmark."""
+# Of a JSON file of settings. Parsed, it can take 30 times its size.
+_LARGEST_JSON = 16 << 20
 _BLOCK = 64 << 10
+_LONGEST_NAME, _LONGEST_PATH = 256, 4000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT})
@@ -86,7 +93,9 @@ def require_own(path: Path, folder: Path) -> None:
 
 def is_below(name: object) -> bool:
     """Return whether `name` is a relative path that leads to a place below the folder that it is joined to."""
-    return isinstance(name, str) and "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+    if not isinstance(name, str) or len(name) > _LONGEST_PATH or "\0" in name or not is_unicode(name):
+        return False
+    return all(part not in ("", ".", "..") and len(part) < _LONGEST_NAME for part in name.split("/"))
 
 
 def child(folder: Path, name: str) -> Path:
@@ -149,19 +158,42 @@ def _is_open_at(handle: TextIO, path: Path) -> bool:
         return False
 
 
-def read_text(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None) -> str:
-    """Return the text in `path`; `error` for a file that cannot be read, is not UTF-8 or is larger than 64 MiB.
+def open_file(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None) -> io.BufferedReader:
+    """Open a regular file for reading. Raises `error` for anything else: a pipe would block, a device never end.
 
+    OSError passes through.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise error(f"{path} is no regular file: it is not read.", hint=hint)
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def read_text(
+    path: Path,
+    error: type[TrtserveError] = ArtifactError,
+    *,
+    hint: str | None = None,
+    limit: int = LARGEST_TEXT,
+    pipes: bool = False,
+    errors: str = "strict",
+) -> str:
+    """Return the text in `path`; `error` for a file that cannot be read, is not UTF-8 or has more than `limit` bytes.
+
+    Pipes and devices are read where a user named the file (`pipes`), and refused where another file or a folder did.
+    `errors` is that of bytes.decode.
     FileNotFoundError passes through: only the caller knows what a missing file means.
     """
     try:
-        content = bytearray()
-        with path.open("rb") as handle:
-            while block := handle.read(_BLOCK):  # a read takes the memory of its size, even for a small file
+        with path.open("rb") if pipes else open_file(path, error, hint=hint) as handle:
+            size = os.fstat(handle.fileno()).st_size  # 0 for a pipe
+            content = bytearray()
+            # A read takes the memory of its size, even for a small file.
+            while size <= limit and (block := handle.read(_BLOCK)):
                 content += block
-                if len(content) > _LARGEST_TEXT:
-                    raise error(f"{path} is larger than {_LARGEST_TEXT >> 20} MiB: it is not read.", hint=hint)
-        return content.decode()
+                size = max(size, len(content))
+        if size > limit:
+            raise error(f"{path} is larger than {limit >> 20} MiB: it is not read.", hint=hint)
+        return content.decode(errors=errors)
     except FileNotFoundError:
         raise
     except OSError as refused:
@@ -188,10 +220,10 @@ def is_unicode(text: str) -> bool:
 
 
 def read_json_object(
-    path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None
+    path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None, limit: int = _LARGEST_JSON
 ) -> dict[str, Any]:
     """Return the JSON object in `path`; `error` for a file that holds something else or that `read_text` refuses."""
-    text = read_text(path, error, hint=hint)
+    text = read_text(path, error, hint=hint, limit=limit)
     try:
         content = parse_json(text)
     except ValueError as damage:

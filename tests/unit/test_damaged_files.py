@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
+import socket
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -26,11 +28,12 @@ from trtserve.checkpoint.source import read_hf_config, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
-from trtserve.client.inputs import read_token_ids
+from trtserve.client.inputs import read_adapter_table, read_token_ids
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.errors import ArtifactError, UsageError
+from trtserve.errors import ArtifactError, CorruptFileError, RepositoryError, UsageError
 from trtserve.executor.loaders import read_engine_config
 from trtserve.files import read_json_object
+from trtserve.pipeline.model_files import planned_files
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.programs.shared.arrays import read_array
 from trtserve.programs.shared.lora_names import LoraNames
@@ -39,6 +42,8 @@ from trtserve.repository.config import read_config as read_model_config
 from trtserve.repository.engines import read_engine
 from trtserve.repository.served import read_model_yaml
 from trtserve.repository.tokenizer import token_ids
+from trtserve.store.hub import RemoteFile
+from trtserve.store.integrity import Checksums
 
 DEEP = 50_000
 CONTENTS = {
@@ -90,6 +95,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "manifest": in_folder("manifest.json", Manifest.read),
     "any object": read_json_object,
 }
+# Files that a user names are read from pipes and devices too.
+BY_USERS = ("trace", "histogram", "dataset", "token ids")
 
 
 @pytest.mark.parametrize("content", CONTENTS)
@@ -202,9 +209,82 @@ def test_a_refused_manifest_names_the_key_and_what_it_should_hold(
         Manifest.read(tmp_path)
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.files._LARGEST_TEXT", 1 << 20)
+@pytest.mark.parametrize("size", [3 << 30, 17 << 20])
+def test_the_error_about_a_huge_file_names_the_limit(size: int, tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as handle:
-        handle.truncate((1 << 20) + 1)
-    with pytest.raises(ArtifactError, match="larger than 1 MiB"):
+        handle.truncate(size)
+    with pytest.raises(ArtifactError, match=r"config\.json is larger than 16 MiB: it is not read"):
         read_json_object(tmp_path / "config.json")
+
+
+def test_a_huge_tokenizer_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    files = [
+        RemoteFile(name=name, size=size, digest="") for name, size in (("config.json", 9), ("vocab.json", 1 << 40))
+    ]
+    with pytest.raises(CorruptFileError, match=r"vocab\.json of org/x has 1024\.0 GiB; .* up to 64 MiB"):
+        planned_files("org/x", files, lambda file: pytest.fail(f"{file.name} is read"))
+
+
+def bound(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": bound,
+    "folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("reader", [name for name in READERS if name not in BY_USERS])
+def test_what_is_no_file_is_not_read(reader: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the address of a socket is short
+    NO_FILES[kind](Path("a-file"))
+    assert refusal(partial(READERS[reader], tmp_path / "a-file")) is not None or reader == "vocabulary"
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../secret", "a/../../b", "", ".", "a\0b", "a" * 256, "a//b"])
+def test_a_manifest_lists_files_below_its_folder_only(name: str, tmp_path: Path) -> None:
+    content = {"kind": "repository", "name": "m", "fingerprint": "f", "files": {name: "0" * 64}}
+    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="is not the name of a file below its folder"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"members": [1]},
+        {"members": {"a": "b"}},
+        {"core_models": {"tensorrt_llm": "x"}},
+        {"core_models": {"tensorrt_llm": {"engine": "a\0b"}}},
+        {"core_models": {"tensorrt_llm": {"files": {"rank0.engine": -1}}}},
+        {"limits": {"max_seq_len": "many"}},
+        {"container_paths": ["/models"]},
+        {"suffix": "a" * 5000},
+        {"vocab_size": 10**40},
+    ],
+)
+def test_facts_of_other_types_are_refused(facts: dict[str, Any], tmp_path: Path) -> None:
+    content = {"kind": "repository", "name": "m", "fingerprint": "f", "facts": facts}
+    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="cannot be read as the facts of a manifest"):
+        Manifest.read(tmp_path)
+
+
+def test_a_checksum_of_a_device_is_not_computed(tmp_path: Path) -> None:
+    (tmp_path / "weights").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    assert Checksums().of([tmp_path / "weights", tmp_path / "pipe"]) == {}
+
+
+@pytest.mark.parametrize("folder", ["/etc", "../x", "a/../../x"])
+def test_adapters_are_below_the_repository(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "lora.json").write_text(json.dumps({"adapters": {"poet": {"task_id": 1, "folder": folder}}}))
+    with pytest.raises(ValueError, match="not below the repository"):
+        LoraNames(tmp_path)
+    with pytest.raises(RepositoryError, match="not a folder below the repository"):
+        read_adapter_table(tmp_path / "lora.json")

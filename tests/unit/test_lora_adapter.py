@@ -179,3 +179,28 @@ def test_arrays(storage: StorageType, kind: str) -> None:
     assert table.tolist() == [[[1, 3, 1], [1, 0, 1]]]
     numbers = weights.view(ml_dtypes.bfloat16) if storage == "bfloat16" else weights
     assert numbers.astype(np.float32).tolist() == [[[1, 1, 2, 2, 0, 0, 0], [1, 1, 2, 2, 2, 2, 2]]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"alpha_pattern": ["q_proj"]},
+        {"alpha_pattern": "q_proj"},
+        {"alpha_pattern": {"q_proj": "4"}},
+        {"alpha_pattern": {"q_proj": None}},
+        {"alpha_pattern": {"q_proj": float("nan")}},
+        {"alpha_pattern": {"a" * 1001: 4}},
+        {"lora_alpha": float("inf")},
+        {"lora_alpha": 10**400},
+        {"lora_alpha": True},
+    ],
+)
+def test_numbers_and_patterns_of_other_types_are_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(CorruptFileError, match=r"adapter_config\.json has "):
+        config(**content)
+
+
+@pytest.mark.parametrize("pattern", ["[", "a\\"])
+def test_invalid_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(CorruptFileError, match="an alpha_pattern that cannot be used"):
+        config(alpha_pattern={pattern: 4}).scale("model.layers.0.self_attn.q_proj", 8)

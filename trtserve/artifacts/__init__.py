@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from trtserve._version import __version__
 from trtserve.errors import ArtifactError
-from trtserve.files import read_as, read_json_object
+from trtserve.files import decode_as, is_below, read_as, read_json_object
 
 Kind = Literal["model", "checkpoint", "engine", "repository", "adapter"]
 
@@ -65,7 +67,60 @@ class Manifest:
                 f"{path} has schema {manifest.schema}; this trtserve reads schema {SCHEMA}.",
                 hint="Make the artefact again with this version.",
             )
+        decode_as(dict(manifest.facts), _Facts, "the facts of a manifest", path, hint=damaged, tolerant=True)
+        if outside := [name for name in manifest.files if not is_below(name)]:
+            raise ArtifactError(
+                f"{path} lists {outside[0][:200]!r}, which is not the name of a file below its folder.",
+                hint="trtserve did not write it: do not use the folder.",
+            )
         return manifest
+
+
+_Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=4096)]
+_Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartFacts:
+    """What is read of the facts of a repository, or of one of its members, and of other artefacts."""
+
+    alias: _Text | None = None
+    suffix: _Text | None = None
+    runtime: _Text | None = None
+    release: _Text | None = None
+    container_paths: _Text | None = None
+    vocab_size: _Number | None = None
+    limits: dict[str, _Number | None] | None = None
+    machine: dict[str, Any] | None = None
+    gpu: dict[str, Any] | None = None
+    model: _Text | None = None
+    checkpoint: _Text | None = None
+    targets: list[_Text] | None = None
+    max_rank: _Number | None = None
+    parameters: _Number | None = None
+    kv_bytes_per_token: _Number | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MemberFacts:
+    facts: _PartFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CoreFacts:
+    engine: _Text | None = None
+    world_size: _Number | None = None
+    gpu_device_ids: _Text | None = None
+    origin: dict[str, _Text] | None = None
+    built_as: _Text | None = None
+    parameters: _Number | None = None
+    files: dict[_Text, _Number | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts(_PartFacts):
+    members: dict[_Text, _MemberFacts] | None = None
+    core_models: dict[_Text, _CoreFacts] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

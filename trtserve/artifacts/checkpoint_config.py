@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from trtserve.errors import CorruptFileError, TrtserveError
 from trtserve.files import decode_as
@@ -12,6 +14,10 @@ from trtserve.files import decode_as
 T = TypeVar("T", bool, int, float, str)
 
 _AGAIN = "Convert the model again."
+# Layers and experts are counted one by one, as are ranks.
+Parts = Annotated[int, Meta(ge=0, le=10_000)]
+Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_MOST_RANKS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +36,8 @@ class ParallelMapping:
         """Refuse sizes of which no mapping can be made."""
         for name in ("tp_size", "pp_size", "cp_size", "gpus_per_node", "world_size"):
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"Expected a positive `{name}`, got {size}")
+            if size is not None and not 1 <= size <= _MOST_RANKS:
+                raise ValueError(f"Expected a `{name}` of 1 to {_MOST_RANKS}, got {size}")
 
     @property
     def product(self) -> int:
@@ -63,8 +69,8 @@ class Quantization:
 class MixtureOfExperts:
     """`moe`: the experts of each layer, and how many of them see a token."""
 
-    num_experts: int = 0
-    top_k: int = 0
+    num_experts: Parts = 0
+    top_k: Parts = 0
     normalization_mode: int | None = None
 
 
@@ -93,20 +99,20 @@ class CheckpointConfig:
     architecture: str = ""
     dtype: str = ""
     logits_dtype: str = "float32"
-    vocab_size: int = 0
-    hidden_size: int = 0
-    num_hidden_layers: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_size: int = 0
-    intermediate_size: int = 0
-    moe_intermediate_size: int = 0
-    moe_shared_expert_intermediate_size: int = 0
+    vocab_size: Size = 0
+    hidden_size: Size = 0
+    num_hidden_layers: Parts = 0
+    num_attention_heads: Size = 0
+    num_key_value_heads: Size = 0
+    head_size: Size = 0
+    intermediate_size: Size = 0
+    moe_intermediate_size: Size = 0
+    moe_shared_expert_intermediate_size: Size = 0
     hidden_act: str = ""
     norm_epsilon: float = 1e-5
     position_embedding_type: str = ""
-    max_position_embeddings: int = 0
-    original_max_position_embeddings: int = 0
+    max_position_embeddings: Size = 0
+    original_max_position_embeddings: Size = 0
     rotary_base: float = 10000.0
     rotary_scaling: Mapping[str, Any] | None = None
     full_attention_rotary_scaling: Mapping[str, Any] | None = None  # ours: of Gemma 3's layers without a window

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig, ParallelMapping, without_nulls
 from trtserve.errors import CorruptFileError, TrtserveError
 from trtserve.files import decode_as
 
 _AGAIN = "Build the engine again."
+Limit = Annotated[int, Meta(ge=-1, lt=1 << 62)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class PluginConfig:
     use_paged_context_fmha: bool | None = None
     paged_kv_cache: bool | None = None
     multiple_profiles: bool | None = None
-    tokens_per_block: int | None = None
+    tokens_per_block: Limit | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +32,21 @@ class LoraBuildConfig:
     """`build_config.lora_config`: the adapters that fit the engine."""
 
     lora_target_modules: tuple[str, ...] = ()
-    max_lora_rank: int = 64  # as in TensorRT-LLM
+    max_lora_rank: Limit = 64  # as in TensorRT-LLM
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
     """`build_config`: limits and features. A limit is 0, or None, where an engine of another tool does not say it."""
 
-    max_batch_size: int = 0
-    max_input_len: int | None = None
-    max_seq_len: int = 0
-    max_num_tokens: int = 0
-    max_beam_width: int = 1
-    opt_num_tokens: int | None = None
-    max_prompt_embedding_table_size: int = 0
-    max_draft_len: int = 0
+    max_batch_size: Limit = 0
+    max_input_len: Limit | None = None
+    max_seq_len: Limit = 0
+    max_num_tokens: Limit = 0
+    max_beam_width: Limit = 1
+    opt_num_tokens: Limit | None = None
+    max_prompt_embedding_table_size: Limit = 0
+    max_draft_len: Limit = 0
     speculative_decoding_mode: int | str | None = None
     gather_context_logits: bool = False
     gather_generation_logits: bool = False

@@ -20,8 +20,8 @@ from trtserve.bench.intervals import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.report import BenchReport
 from trtserve.client.tensors import CORE_MODEL
-from trtserve.errors import ArtifactError, UsageError
-from trtserve.files import read_json_object
+from trtserve.errors import ArtifactError, RepositoryError, UsageError
+from trtserve.files import read_json_object, read_text
 
 DRIFT = 0.05
 """How far the means of two runs of one server may differ, as a part of the mean, where it was not measured."""
@@ -258,7 +258,7 @@ def _settings(repository: Path, measured: BenchReport) -> list[Gap]:
     used -= {"tensorrt_llm_bls"} if measured.model == "ensemble" else set()
     used = set() if measured.model == CORE_MODEL or measured.protocol == "openai" else used
     for path in sorted(repository.glob("*/config.pbtxt")):
-        model, text = path.parent.name, path.read_text(encoding="utf-8")
+        model, text = path.parent.name, read_text(path, RepositoryError)
         instances = _instances(text)
         if model in used and 0 < instances < asked:
             found.append(Gap(name=f"instances of {model}", reason=f"{instances} for {asked} requests in flight"))

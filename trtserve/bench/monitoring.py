@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
+from trtserve.bench.records import Real, Whole
 from trtserve.client.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
 from trtserve.host.gpus import gpu_load_reader
 from trtserve.host.proxies import opener_for
@@ -86,21 +87,21 @@ _SCHEDSTAT = Path("/proc/self/schedstat")
 class WorkerHealth:
     """One worker's own state over the measured window."""
 
-    worker: int = 0
-    seconds: float = 0.0
-    cpu: float = 0.0
+    worker: Whole = 0
+    seconds: Real = 0.0
+    cpu: Real = 0.0
     """Share of one core that the process used."""
-    loop_lag_p99_ms: float = 0.0
+    loop_lag_p99_ms: Real = 0.0
     """How late the event loop ran a timer; includes the up to 1 ms by which epoll rounds up."""
-    loop_lag_max_ms: float = 0.0
-    gc_pause_max_ms: float = 0.0
-    run_queue_ms: float = 0.0
+    loop_lag_max_ms: Real = 0.0
+    gc_pause_max_ms: Real = 0.0
+    run_queue_ms: Real = 0.0
     """Time in which the process could run and the kernel ran others."""
-    write_blocked_max_ms: float = 0.0
+    write_blocked_max_ms: Real = 0.0
     """Longest time for which a socket took no more of a request (HTTP; gRPC hides its sockets)."""
-    crowded_reads: int = 0
+    crowded_reads: Whole = 0
     """Reads of events that found 32 KiB or more waiting, so that all of them got one time (HTTP)."""
-    late_connections: int = 0
+    late_connections: Whole = 0
     """Connections opened inside the window."""
 
 
@@ -198,13 +199,13 @@ OnSample = Callable[[Totals], None]
 class Samples:
     """Rows over time, and the growth of the server's counters."""
 
-    rows: list[dict[str, float]] = field(default_factory=list)
+    rows: list[dict[str, Real]] = field(default_factory=list)
     """Every half second: `time_ns` (monotonic), in_flight, ended, cpu, steal, memory_bytes, and what else was read."""
-    server: dict[str, dict[str, float]] = field(default_factory=dict)
+    server: dict[str, dict[str, Real]] = field(default_factory=dict)
     """Model → counter → growth from the first to the last reading of the metrics page."""
-    others: float | None = None
+    others: Real | None = None
     """Processors that programs besides client and server used on average; None: unknown."""
-    tokens: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, Real] = field(default_factory=dict)
     """Growth of the core models' token counters: prompt and generated."""
 
 

@@ -22,6 +22,7 @@ from trtserve.host.machine import install_command
 _ENDINGS = (".html", ".svg", ".png")
 _WIDTH, _HEIGHT = 430, 240
 _MOST_POINTS = 4000
+_LESS = "\ue000"  # in place of "<", until it can be written as \u003c; no font and no name has this character
 _HEAT_REQUESTS = 150
 _HEAT_TOKENS = 200
 Spec = dict[str, Any]
@@ -40,7 +41,9 @@ def write_plots(reports: Sequence[BenchReport], path: Path) -> None:
         elif path.suffix == ".png":
             path.write_bytes(convert.vegalite_to_png(spec, scale=2))
         else:
-            page = convert.vegalite_to_html(spec, bundle=True)
+            # The page has the specification as JSON in a script, which `</script>` in a model's name would end.
+            spec = json.loads(json.dumps(spec).replace("<", _LESS))
+            page = convert.vegalite_to_html(spec, bundle=True).replace(_LESS, "\\u003c")
             path.write_text(_with_figures(page, reports), encoding="utf-8")
 
 

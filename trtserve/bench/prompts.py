@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trtserve.bench.records import Traffic, TrafficLimits, TrafficRequest, clip
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
-from trtserve.files import is_unicode, parse_json
+from trtserve.files import LARGEST_DATA, is_unicode, parse_json, read_text
 from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
@@ -180,11 +180,9 @@ def read_dataset(path: Path) -> list[Example]:
 
 def _entries(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text(path, UsageError, hint=_DATASETS, limit=LARGEST_DATA, pipes=True)
+    except FileNotFoundError as error:
         raise UsageError(f"--dataset is {path}: {error.strerror}.") from None
-    except ValueError as error:
-        raise UsageError(f"--dataset is {path}, which is not JSON: {error}.", hint=_DATASETS) from None
     try:
         content = parse_json(text)
     except ValueError as error:
@@ -285,9 +283,10 @@ class Arrival:
 def read_trace(path: Path) -> list[Arrival]:
     """Read a trace in order of time; the first request is at 0. Raises UsageError for another form."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        text = read_text(path, UsageError, hint=_TRACES, limit=LARGEST_DATA, pipes=True)
+        lines = text.removeprefix("\ufeff").splitlines()
         found = _mooncake(lines) if lines and lines[0].lstrip().startswith("{") else _azure(lines)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise UsageError(f"--trace is {path}: {error.strerror}.", hint=_TRACES) from None
     except KeyError as error:
         raise UsageError(f"--trace is {path}, which is not a trace: a request has no {error}.", hint=_TRACES) from None

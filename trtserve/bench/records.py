@@ -10,11 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta
 
 from trtserve.artifacts.engine_config import EngineConfig
+from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import decode_as, parse_json, read_json_object
+from trtserve.files import LARGEST_DATA, decode_as, parse_json, read_json_object, read_text
 from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
@@ -66,8 +69,8 @@ class Traffic:
 
 def limits_of_repository(repository: Path, model: str) -> TrafficLimits:
     """Read the limits from the files of a model repository. Raises RepositoryError for a damaged one."""
-    added = _read_json(repository / "preprocessing" / "1" / "tokenizer" / "tokenizer.json").get("added_tokens", [])
-    special = frozenset(int(token["id"]) for token in added if token.get("special"))
+    added = TokenizerFiles(repository / "preprocessing" / "1" / "tokenizer").added_tokens()
+    special = frozenset(token["id"] for token in added if token.get("special"))
     return replace(limits_of_engine(engine_of_repository(repository, model)), special_ids=special)
 
 
@@ -119,6 +122,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 FILE_NAME = "requests.jsonl"
 
 Status = Literal["completed", "failed", "cancelled"]
+# Numbers of a result, which may be a stranger's file: larger ones overflow where figures are computed.
+Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Real = Annotated[float, Meta(ge=-(1 << 62), le=1 << 62)]
+Positive = Annotated[float, Meta(gt=0, le=1 << 62)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,26 +152,26 @@ class DecodedResponse:
 class RequestRecord:
     """What happened to one planned request; times are nanoseconds of the monotonic clock."""
 
-    index: int
-    input_tokens: int
-    requested_tokens: int
-    worker: int = 0
+    index: Whole
+    input_tokens: Count
+    requested_tokens: Count
+    worker: Whole = 0
     """Number of the process that sent it."""
-    intended_ns: int = 0
+    intended_ns: Whole = 0
     """Time of the schedule; in a closed loop the actual send."""
-    sent_ns: int | None = None
+    sent_ns: Whole | None = None
     """None if the request was never sent."""
-    ended_ns: int = 0
+    ended_ns: Whole = 0
     status: Status = "cancelled"
     error: str | None = None
     scheduled: bool = False
     streamed: bool = False
     finish_reason: str | None = None
-    arrivals: list[tuple[int, int]] = field(default_factory=list)
+    arrivals: list[tuple[Whole, Count]] = field(default_factory=list)
     """Time (ns) and number of tokens of every response that carried tokens."""
-    server_tokens: int | None = None
+    server_tokens: Count | None = None
     """Output tokens by the server's count, or None if it does not count."""
-    tokenizer_tokens: int | None = None
+    tokenizer_tokens: Count | None = None
     """Tokens of the answer's text by the tokenizer, or None for token ids."""
     responses: list[DecodedResponse] = field(default_factory=list, repr=False)
     """What arrived; not part of the file."""
@@ -216,11 +224,9 @@ def write_records(records: Iterable[RequestRecord], folder: Path) -> None:
 def read_records(path: Path) -> list[RequestRecord]:
     """Read the lines that `write_records` wrote. Raises UsageError for anything else."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        lines = read_text(path, UsageError, limit=LARGEST_DATA).splitlines()
+    except FileNotFoundError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
     return [_read_record(line, number, path) for number, line in enumerate(lines, 1)]
 
 

@@ -6,14 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from trtserve.bench.monitoring import Samples, WorkerHealth
-from trtserve.bench.records import FILE_NAME, RequestRecord, read_records
+from trtserve.bench.records import FILE_NAME, Positive, Real, RequestRecord, Whole, read_records
 from trtserve.bench.statistics import QUANTILES, VALID_DELIVERY, Distribution, Goals, Statistics, compute, read_goals
 from trtserve.bench.verdict import Calibration, Machine, Surroundings, Verdict, implausible, judge
 from trtserve.errors import UsageError
-from trtserve.files import decode_as, parse_json
+from trtserve.files import LARGEST_DATA, decode_as, parse_json, read_json_object, read_text
 
 COLUMNS = ("Stat", "Value")
 SCHEMA = 2
@@ -44,7 +46,7 @@ class RunFacts:
     """UTC, ISO 8601."""
     precision: Mapping[str, str] = field(default_factory=dict)
     """The engine's compute and KV cache precision, as far as known."""
-    limits: Mapping[str, int | None] = field(default_factory=dict)
+    limits: Mapping[str, Whole | None] = field(default_factory=dict)
     """The engine's limits that the traffic was kept within."""
     fingerprint: str | None = None
     """Of the repository or the engine."""
@@ -54,7 +56,7 @@ class RunFacts:
     bounds: Machine = field(default_factory=Machine)
     """What the engine's speed cannot exceed."""
     calibration: Calibration | None = None
-    queue_wait_ms: float | None = None
+    queue_wait_ms: Real | None = None
     """Mean wait in the server's own queue, from its metrics."""
     interrupted: bool = False
     timed_out: bool = False
@@ -242,22 +244,25 @@ def read_report(path: Path) -> BenchReport:
     folder = path if path.is_dir() else path.parent
     records = read_records(folder / FILE_NAME if path.is_dir() else path)
     try:
-        content = parse_json((folder / REPORT).read_text(encoding="utf-8"))
-        rows = [parse_json(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
+        content = read_json_object(folder / REPORT, UsageError)
+        lines = read_text(folder / SAMPLES, UsageError, limit=LARGEST_DATA).splitlines()
+        places = (f"Line {number} of {folder / SAMPLES}" for number in range(1, len(lines) + 1))
+        rows = [_sample(parse_json(line), place) for line, place in zip(lines, places, strict=True)]
+    except FileNotFoundError as error:
         raise UsageError(
             f"{error.filename} cannot be read: {error.strerror}.",
             hint="Give the folder that `trtserve bench … --out DIR` wrote.",
         ) from None
     except ValueError as error:
         raise UsageError(f"{folder} is damaged: {error}.") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else "none"
+    if content.get("schema") != SCHEMA:
         raise UsageError(
-            f"{folder / REPORT} has the schema {found}; this version reads {SCHEMA}.",
+            f"{folder / REPORT} has the schema {content.get('schema', 'none')!r:.100}; this version reads {SCHEMA}.",
             hint="Measure again, or read it with the version of trtserve that wrote it.",
         )
     stored = decode_as(content, _ReportFile, "a report", folder / REPORT, UsageError, tolerant=True)
+    asked = {name: value for name, value in stored.spec.items() if name in _ASKED}
+    decode_as(asked, _Asked, "what a benchmark was asked for", folder / REPORT, UsageError)
     computed = notes_on(compute(records, read_goals(stored.spec.get("slo") or {})))
     # Of several ranks, in results of older versions, only the first one sampled its requests in flight.
     samples = Samples(
@@ -272,10 +277,30 @@ def read_report(path: Path) -> BenchReport:
     )
 
 
+def _sample(content: object, place: str) -> dict[str, float]:
+    row = decode_as(content, dict[str, Real], "a sample", place, UsageError)
+    if "time_ns" not in row or "in_flight" not in row:
+        raise UsageError(f"{place} cannot be read as a sample: missing key `time_ns` or `in_flight`.")
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What figures and plots use of the spec."""
+
+    concurrency: Annotated[int, Meta(ge=1, le=1 << 62)] | None = None
+    request_rate: Positive | None = None
+    ramp_to: Positive | None = None
+    slo: dict[str, str] | None = None
+
+
+_ASKED = frozenset(each.name for each in fields(_Asked))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Server:
-    counters: dict[str, dict[str, float]]
-    tokens: dict[str, float]
+    counters: dict[str, dict[str, Real]]
+    tokens: dict[str, Real]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +310,7 @@ class _ReportFile(RunFacts):
     workers: tuple[WorkerHealth, ...]
     server: _Server
     notes: tuple[str, ...]
-    ranks: int = 1
+    ranks: Whole = 1
 
 
 def read_runs(path: Path) -> list[BenchReport]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtserve.bench.prompts import IdWriter, Writer, replay
 from trtserve.bench.records import Traffic, TrafficLimits, TrafficRequest, clip
 from trtserve.errors import UsageError
-from trtserve.files import parse_json
+from trtserve.files import parse_json, read_text
 from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
@@ -124,13 +124,13 @@ def of_lengths(
 def read_histogram(path: Path) -> dict[str, Buckets]:
     """Read the buckets of prompt and answer lengths. Raises UsageError for another form."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path, UsageError, pipes=True)
         if content.lstrip().startswith("{"):
             listed = parse_json(content)
             found = {kind: [(int(low), int(high), int(count)) for low, high, count in listed[kind]] for kind in EXAMPLE}
         else:
             found = _of_csv(content)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise UsageError(f"--histogram is {path}: {error.strerror}.", hint=_FORM) from None
     except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
         raise UsageError(f"--histogram is {path}, which is not a histogram: {error}.", hint=_FORM) from None

@@ -16,7 +16,7 @@ from typing import Literal
 
 from trtserve.bench.intervals import FEWEST, mean_interval
 from trtserve.bench.monitoring import WorkerHealth
-from trtserve.bench.records import RequestRecord, first_token_ms
+from trtserve.bench.records import Count, Positive, Real, RequestRecord, Whole, first_token_ms
 from trtserve.bench.statistics import VALID_DELIVERY, Statistics
 
 # No engine generates a token of one answer faster than this; answers that do were not generated one by one.
@@ -39,10 +39,10 @@ _WEIGHTS = ("*.bin", "*.safetensors", "*.engine")
 class Machine:
     """What bounds the engine's speed; None where unknown."""
 
-    weight_bytes: int | None = None
+    weight_bytes: Count | None = None
     """Bytes that every step reads."""
-    bytes_per_second: float | None = None
-    operations_per_second: float | None = None
+    bytes_per_second: Positive | None = None
+    operations_per_second: Positive | None = None
 
 
 def find_machine(engine: Path | None, *, gpu: bool) -> Machine:
@@ -80,17 +80,17 @@ class Calibration:
     """What the client can do on this machine, with the echo server on the same machine."""
 
     protocol: str
-    workers: int
-    responses_per_answer: int
-    answers_per_second: float
+    workers: Whole
+    responses_per_answer: Count
+    answers_per_second: Positive
     """Highest rate of answers with this many responses."""
-    dispatch_p50_ms: float
+    dispatch_p50_ms: Real
     """How late requests are sent at a moderate rate."""
-    dispatch_p99_ms: float
-    dispatch_max_ms: float
-    floor_p50_ms: float
+    dispatch_p99_ms: Real
+    dispatch_max_ms: Real
+    floor_p50_ms: Real
     """From the intended send to the first response of a server that needs no time."""
-    floor_p99_ms: float
+    floor_p99_ms: Real
 
     def capacity(self, responses: float) -> float:
         """Return the highest rate of answers with this many responses, a response costing as much as a request."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError
+from trtserve.process.answering import first_matches
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,9 +45,16 @@ MODULES: Mapping[str, tuple[str, int]] = {
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(
-    r"(?P<path>.*\.layers\.(?P<layer>\d+)\.(?:self_attn|mlp|block_sparse_moe)\.(?P<module>[a-z0-9_]+))"
+    r"(?P<path>.*\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp|block_sparse_moe)\.(?P<module>[a-z0-9_]+))"
     r"\.lora_(?P<part>[AB])\.weight"
 )
+# Names, with what cannot make a regular expression slow: repetitions and groups are what can.
+_PLAIN_PATTERN = re.compile(r"[^*+?{}()]*")
+PATTERN_SECONDS = 5
+"""Seconds in which the patterns of an adapter must be matched with the names of its modules."""
+_MOST_PATTERNS = 10_000
+_LONGEST_PATTERN = 1000
+_LARGEST_ALPHA = 1e9
 _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 # PEFT changes the base model's weights when it loads adapters with these settings.
 _CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
@@ -69,12 +77,37 @@ class AdapterConfig:
     rslora: bool = False
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     base_model: str = ""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """Module → alpha, of the modules that `with_modules` was asked about."""
 
     def scale(self, path: str, rank: int) -> float:
         """Return alpha / rank, or alpha / √rank with rsLoRA; `path` is the module's name in the model."""
-        key = next((key for key in self.alpha_pattern if re.match(rf"(.*\.)?({key})$", path)), None)
-        alpha = self.alpha if key is None else self.alpha_pattern[key]
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        alphas = self.alphas if path in self.alphas else self.with_modules([path]).alphas
+        return alphas[path] / (math.sqrt(rank) if self.rslora else rank)
+
+    def with_modules(self, paths: Sequence[str]) -> AdapterConfig:
+        """Return the same settings with the alpha of each module: that of the first pattern that matches its name.
+
+        Raises CorruptFileError for patterns that are invalid, and for those that take longer than PATTERN_SECONDS.
+        """
+        keys = list(self.alpha_pattern)
+        patterns = [rf"(.*\.)?({key})$" for key in keys]
+        try:
+            if all(map(_PLAIN_PATTERN.fullmatch, keys)):
+                compiled = [re.compile(pattern) for pattern in patterns]
+                found = [next((n for n, each in enumerate(compiled) if each.match(path)), None) for path in paths]
+            else:
+                found = first_matches(patterns, paths, seconds=PATTERN_SECONDS)
+        except TimeoutError:
+            raise CorruptFileError(
+                f"adapter_config.json has a regular expression in alpha_pattern that takes more than "
+                f"{PATTERN_SECONDS} s for {len(paths)} modules.",
+                hint="Write the modules' names instead.",
+            ) from None
+        except (re.error, ValueError) as error:
+            raise CorruptFileError(f"adapter_config.json has an alpha_pattern that cannot be used: {error}.") from None
+        alphas = [self.alpha if number is None else self.alpha_pattern[keys[number]] for number in found]
+        return replace(self, alphas=dict(zip(paths, alphas, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,24 +130,40 @@ def adapter_config(content: Mapping[str, Any]) -> AdapterConfig:
     """Read adapter_config.json. Raises UnsupportedModelError for features that LoRA rows cannot express."""
     kind = str(content.get("peft_type", "LORA")).upper()
     if kind != "LORA":
-        raise UnsupportedModelError(f"The adapter has peft_type {kind}; only LORA can be converted.")
+        raise UnsupportedModelError(f"The adapter has peft_type {kind:.100}; only LORA can be converted.")
     for key, words in _REFUSED_VALUES.items():
         if content.get(key):
             raise _unsupported(words)
     if content.get("bias", "none") != "none":
-        raise _unsupported(f"biases (bias {content['bias']!r})")
+        raise _unsupported(f"biases (bias {content['bias']!r:.100})")
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGING_INITS):
-        raise _unsupported(f"changed base weights (init_lora_weights {start!r})")
-    alpha = content.get("lora_alpha")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise CorruptFileError(f"adapter_config.json has lora_alpha = {alpha!r}; expected a number.")
+        raise _unsupported(f"changed base weights (init_lora_weights {start!r:.100})")
+    patterns = content.get("alpha_pattern") or {}
+    if not isinstance(patterns, Mapping) or len(patterns) > _MOST_PATTERNS:
+        raise CorruptFileError(
+            f"adapter_config.json has alpha_pattern = {patterns!r:.100}; expected an object of at most "
+            f"{_MOST_PATTERNS} patterns."
+        )
+    if long := next((key for key in patterns if len(key) > _LONGEST_PATTERN), None):
+        raise CorruptFileError(
+            f"adapter_config.json has a pattern of {len(long)} characters in alpha_pattern; at most {_LONGEST_PATTERN} "
+            "are tried."
+        )
     return AdapterConfig(
-        alpha=alpha,
+        alpha=_number("lora_alpha", content.get("lora_alpha")),
         rslora=bool(content.get("use_rslora")),
-        alpha_pattern=dict(content.get("alpha_pattern") or {}),
-        base_model=str(content.get("base_model_name_or_path") or ""),
+        alpha_pattern={key: _number(f"alpha_pattern {key!r}", value) for key, value in patterns.items()},
+        base_model=str(content.get("base_model_name_or_path") or "")[:1000],
     )
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST_ALPHA < value < _LARGEST_ALPHA:
+        raise CorruptFileError(
+            f"adapter_config.json has {name} = {value!r:.100}; expected a number below {_LARGEST_ALPHA:g}."
+        )
+    return value
 
 
 def _unsupported(words: str) -> UnsupportedModelError:

@@ -15,7 +15,7 @@ from typing import Any
 from trtserve.checkpoint.architectures.gemma3 import VISION
 from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, Entry, PickledFile, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
-from trtserve.files import is_below, read_json_object
+from trtserve.files import LARGEST_TEXT, is_below, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -76,17 +76,13 @@ def weight_map(path: Path) -> dict[str, str]:
 
     Files must be inside the index's folder.
     """
-    places = _json_object(path).get("weight_map")
+    places = read_json_object(path, CorruptFileError, hint=_AGAIN, limit=LARGEST_TEXT).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CorruptFileError(f"{path} is not a weight index: it has no weight_map.", hint=_AGAIN)
     for name, file in places.items():
-        if not isinstance(file, str) or not _is_below(file):
+        if not is_below(file):
             raise CorruptFileError(f"{path} is not a valid weight index: {name} is in {file!r}.", hint=_AGAIN)
     return places
-
-
-def _is_below(file: str) -> bool:
-    return is_below(file) and len(Path(file).name) < 256
 
 
 def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:

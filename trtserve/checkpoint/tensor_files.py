@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
+from trtserve.files import open_file
 from trtserve.host.machine import install_command
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def read_bytes(descriptor: int, buffer: memoryview, offset: int, what: str = "A 
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    with path.open("rb") as handle:
+    with open_file(path, CorruptFileError) as handle:
         size = os.fstat(handle.fileno()).st_size
         start = handle.read(8)
         if start.startswith(b"version "):

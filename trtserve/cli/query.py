@@ -20,7 +20,7 @@ from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.client.spec import PROMPTS, REQUEST_OPTIONS, QuerySpec, RequestOptions
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.files import is_unicode, parse_json
+from trtserve.files import is_unicode, parse_json, read_text
 from trtserve.specs.options import given_flags
 
 if TYPE_CHECKING:
@@ -240,6 +240,7 @@ Prompts = tuple[str, ...]
 TokenIds = tuple[tuple[int, ...], ...]
 
 _STDIN = Path("-")
+_CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query"
 # Start of a JSON list; "[INST] …" is a prompt.
 _LIST = re.compile(r"""\s*\[\s*["{]""")
 
@@ -286,15 +287,15 @@ def _decoded(content: bytes) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(
             f"The prompt is not UTF-8 text: {error.reason} at byte {error.start}.",
-            hint="Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query",
+            hint=_CONVERT,
         ) from None
 
 
 def _of_file(path: Path) -> Prompts:
     """Return the texts of a JSON list, or the non-empty lines of any other file."""
     try:
-        text = _decoded(_stdin() if path == _STDIN else path.read_bytes())
-    except OSError as error:
+        text = _decoded(_stdin()) if path == _STDIN else read_text(path, UsageError, hint=_CONVERT, pipes=True)
+    except FileNotFoundError as error:
         raise UsageError(f"--input-file: {path} cannot be read: {error.strerror}.") from None
     prompts = _json_texts(text, path)
     if prompts is None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec import Meta
+
+from trtserve import files
 from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, numpy_type
 from trtserve.client.tokenizer import PreparedPrompts, TokenizerFiles
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import parse_json, read_json_object
+from trtserve.files import is_below, parse_json, read_as, read_json_object
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -110,11 +113,11 @@ def as_declared(declared: TensorDescription, array: npt.NDArray[Any], what: str)
 def read_text(path: Path, what: str) -> str:
     """Read a UTF-8 file."""
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{what}: {path} cannot be read: {error.strerror or error}.") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{what}: {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+        return files.read_text(path, UsageError, pipes=True)
+    except FileNotFoundError:
+        raise UsageError(f"{what}: {path} does not exist.") from None
+    except UsageError as error:
+        raise UsageError(f"{what}: {error.message}") from None
 
 
 def _fits(declared: TensorDescription, shape: tuple[int, ...]) -> bool:
@@ -266,19 +269,41 @@ def _named_adapter(context: RequestContext, name: str) -> Values:
         )
     entry = known[name]
     return {
-        **context.scalar(int(entry["task_id"]), "lora_task_id"),
-        **_adapter_files(context, context.repository / entry["folder"]),
+        **context.scalar(entry.task_id, "lora_task_id"),
+        **_adapter_files(context, context.repository / entry.folder),
     }
 
 
-def _adapters(repository: Path | None) -> Mapping[str, Any] | None:
+def _adapters(repository: Path | None) -> Mapping[str, AdapterEntry] | None:
     """Return the repository's adapters by name, or None when its files are not on this machine."""
     if repository is None or not repository.is_dir():
         return None
     path = repository / "lora.json"
-    content = read_json_object(path, RepositoryError) if path.exists() else {}
-    adapters: Mapping[str, Any] = content.get("adapters", {})
-    return adapters
+    return read_adapter_table(path) if path.exists() else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterEntry:
+    """An adapter of a repository; `folder` is below the repository."""
+
+    task_id: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AdapterTable:
+    adapters: dict[str, AdapterEntry] = field(default_factory=dict)
+
+
+def read_adapter_table(path: Path) -> dict[str, AdapterEntry]:
+    """Return name → adapter of a lora.json. Raises RepositoryError for anything else."""
+    table = read_as(path, _AdapterTable, "a table of adapters", RepositoryError).adapters
+    if outside := next((name for name, entry in table.items() if not is_below(entry.folder)), None):
+        raise RepositoryError(
+            f"{path} has the adapter {outside[:100]!r} in {table[outside].folder[:200]!r}, which is not a folder below "
+            "the repository."
+        )
+    return table
 
 
 def prompt_table_inputs(context: RequestContext) -> Values:

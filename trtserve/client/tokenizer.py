@@ -20,7 +20,7 @@ from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
 from trtserve.client.transport import SyncClient
 from trtserve.errors import MissingDependencyError, RequestError, TrtserveError, UsageError
-from trtserve.files import read_json_object, read_text
+from trtserve.files import LARGEST_TEXT, read_json_object, read_text
 from trtserve.process.answering import AnsweringProcess
 from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer
 
@@ -58,7 +58,7 @@ class TokenizerFiles:
     def json(self, name: str) -> Mapping[str, Any]:
         """Return the content of a JSON file, or {} if the file does not exist."""
         try:
-            return read_json_object(self.folder / name, UsageError)
+            return read_json_object(self.folder / name, UsageError, limit=LARGEST_TEXT)
         except FileNotFoundError:
             return {}
 
@@ -118,10 +118,20 @@ class TokenizerFiles:
 
     def decode_token(self, token: int) -> str:
         """Return the text of one special token from tokenizer.json, or "" for any other token."""
-        added = self.json("tokenizer.json").get("added_tokens", ())
-        listed = {entry["id"]: entry["content"] for entry in added}
-        listed |= {int(key): entry["content"] for key, entry in self.config.get("added_tokens_decoder", {}).items()}
-        return str(listed.get(token, ""))
+        listed = {entry["id"]: entry["content"] for entry in self.added_tokens()}
+        decoder = self.config.get("added_tokens_decoder")
+        entry = decoder.get(str(token)) if isinstance(decoder, Mapping) else None
+        text = entry.get("content") if isinstance(entry, Mapping) else listed.get(token)
+        return text if isinstance(text, str) else ""
+
+    def added_tokens(self) -> list[Mapping[str, Any]]:
+        """Return the entries of `added_tokens` in tokenizer.json that have an `id` and a `content`."""
+        entries = self.json("tokenizer.json").get("added_tokens")
+        return [
+            entry
+            for entry in (entries if isinstance(entries, list) else ())
+            if isinstance(entry, Mapping) and type(entry.get("id")) is int and isinstance(entry.get("content"), str)
+        ]
 
     def configured_end_ids(self) -> list[int]:
         """Return the end token ids of generation_config.json, else those of config.json."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.errors import UsageError
-from trtserve.files import read_as, writing
+from trtserve.files import read_as, read_text, writing
 from trtserve.process import ProcessId
 
 MIB = 1 << 20
@@ -129,13 +129,16 @@ class GatewaySettings:
         return read_as(path, cls, "the settings of a gateway")
 
 
+_LARGEST_KEY_FILE = 1 << 20
+
+
 def read_key(path: Path) -> str:
     """Return the API key in a file: its first line. Raises UsageError when there is none, or others can read it."""
     try:
         if path.stat().st_mode & 0o077:
             raise UsageError(f"The key file {path} can be read by other users.", hint=f"Protect it: chmod 600 {path}")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path, UsageError, limit=_LARGEST_KEY_FILE).splitlines()
+    except OSError as error:
         raise UsageError(f"The key file {path} cannot be read: {error}.") from error
     if not lines or not lines[0].strip():
         raise UsageError(f"The key file {path} is empty.", hint="Its first line must be the key.")

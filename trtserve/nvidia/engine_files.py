@@ -6,7 +6,6 @@ must be 0, and TensorRT's version in bytes 24 to 27.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import BuildError, counted
+from trtserve.files import read_json_object
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.releases import release_of
 from trtserve.specs.runtime import Limits
@@ -71,11 +71,9 @@ def _require_ranks(folder: Path, checkpoint: Path, world_size: int, arguments: t
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_object(path, BuildError)
     except FileNotFoundError:
         raise BuildError("config.json is missing.") from None
-    except ValueError as error:
-        raise BuildError(f"config.json is not JSON: {error}.") from error
     if not all(isinstance(config.get(key), dict) for key in ("pretrained_config", "build_config")):
         raise BuildError("config.json has no pretrained_config and build_config.")
     return dict(config)

@@ -21,7 +21,7 @@ from trtserve.checkpoint.lora_adapter import (
 )
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
-from trtserve.files import read_json_object
+from trtserve.files import LARGEST_TEXT, read_json_object
 from trtserve.host.machine import format_bytes
 from trtserve.pipeline.model import download_folder
 from trtserve.pipeline.stages import destination
@@ -102,6 +102,7 @@ def plan_adapter(
     path, reused = destination(Adapter, source.name, digest, out=out, store=store)
     config = _source_config(folder, revision, store, token)
     pairs, unmatched = ([], []) if folder is None else match_names(_names(folder))
+    config = config.with_modules([pair.path for pair in pairs])
     return AdapterPlan(
         source=source,
         config=config,
@@ -150,6 +151,11 @@ def _folder_inputs(folder: Path) -> dict[str, str]:
 
 def _hub_inputs(revision: hub.Revision) -> dict[str, str]:
     digests = {file.name: file.digest for file in revision.files}
+    if large := next((f for f in revision.files if f.name == _SOURCE_CONFIG and f.size > LARGEST_TEXT), None):
+        raise CorruptFileError(
+            f"{_SOURCE_CONFIG} of {revision.repository} has {format_bytes(large.size)}; at most "
+            f"{format_bytes(LARGEST_TEXT)} are read."
+        )
     if _SOURCE_CONFIG not in digests:
         raise ModelNotFoundError(
             f"{revision.repository} has no {_SOURCE_CONFIG}: it is not a PEFT adapter.",
@@ -201,7 +207,8 @@ def _pulled(
     with progress.task(text, total=file.size, unit="bytes", done=done) as task:
         hub.pull(revision, file, folder, token=token, task=task)
     pairs, unmatched = match_names(_names(folder))
-    return replace(plan, folder=folder, pairs=tuple(pairs), unmatched=tuple(unmatched))
+    config = plan.config.with_modules([pair.path for pair in pairs])
+    return replace(plan, folder=folder, config=config, pairs=tuple(pairs), unmatched=tuple(unmatched))
 
 
 def _file(revision: hub.Revision, name: str) -> hub.RemoteFile:

@@ -17,7 +17,8 @@ from trtserve.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from trtserve.files import is_weights, read_json_object, require_own
+from trtserve.files import LARGEST_TEXT, is_weights, read_json_object, require_own
+from trtserve.host.machine import format_bytes
 from trtserve.programs.shared.tokenizer import require_packages
 from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile, Revision
@@ -131,6 +132,13 @@ def planned_files(
     """
     from trtserve.nvidia.releases.converters import convertible_family
 
+    read_whole = {*SMALL_FILES, INDEX, _PICKLED_INDEX}
+    if large := next((file for file in files if file.name in read_whole and file.size > LARGEST_TEXT), None):
+        raise CorruptFileError(
+            f"{large.name} of {label} has {format_bytes(large.size)}; such files are read as a whole, up to "
+            f"{format_bytes(LARGEST_TEXT)}.",
+            hint="Is it another file under this name? Take it from the model's own repository.",
+        )
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
         raise ModelNotFoundError(f"{label} has no {CONFIG}.", hint="Give a model in the Hugging Face format.")

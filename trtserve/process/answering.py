@@ -6,6 +6,7 @@ import atexit
 import json
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,3 +80,43 @@ class AnsweringProcess:
         if child is not None:
             child.kill()
             child.communicate()
+
+
+_MATCHER = """
+import json, re, resource, signal, sys
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+for line in sys.stdin.buffer:
+    asked = json.loads(line)
+    signal.alarm(asked["seconds"])
+    compiled, invalid = [], None
+    for pattern in asked["patterns"]:
+        try:
+            compiled.append(re.compile(pattern))
+        except Exception as error:
+            invalid = [pattern, str(error) or type(error).__name__]
+            break
+    found = None
+    if invalid is None:
+        found = [next((n for n, each in enumerate(compiled) if each.match(text)), None) for text in asked["texts"]]
+    sys.stdout.write(json.dumps({"invalid": invalid, "found": found}) + chr(10))
+    sys.stdout.flush()
+    signal.alarm(0)
+"""
+_matcher = AnsweringProcess((sys.executable, "-c", _MATCHER))
+
+
+def first_matches(patterns: Sequence[str], texts: Sequence[str], *, seconds: int) -> list[int | None]:
+    """Return for each text the number of the first regular expression that matches at its start, or None.
+
+    For expressions by strangers, which can take for ever: they run in a process of their own. Raises TimeoutError after
+    `seconds`, and ValueError for an expression that is invalid or takes too much memory.
+    """
+    try:
+        answer = _matcher.ask({"patterns": list(patterns), "texts": list(texts), "seconds": seconds})
+    except ChildProcessError as error:
+        raise ValueError(f"the process that tries them {error}") from None
+    if answer["invalid"] is not None:
+        pattern, reason = answer["invalid"]
+        raise ValueError(f"{pattern[:100]!r} is invalid: {reason}")
+    found: list[int | None] = answer["found"]
+    return found

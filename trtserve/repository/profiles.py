@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import read_json_object
+from trtserve.files import read_as, read_json_object
 from trtserve.nvidia.releases import NEWEST, Row, normalize_release, order
 from trtserve.repository.tables import load_model, read_releases, rows_of
 
@@ -145,9 +145,28 @@ def parameter_classes(model: str, release: str) -> dict[str, Any]:
 def read_classes(folder: Path) -> Mapping[str, Any]:
     """Return the content of CLASSES_FILE in the version folder of a model, or empty without the file."""
     try:
+        read_as(folder / CLASSES_FILE, _Classes, "the classes of parameters", RepositoryError, tolerant=True)
         return read_json_object(folder / CLASSES_FILE, RepositoryError)
     except FileNotFoundError:
         return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Refused:
+    accepted: list[str]
+    values: list[str] | None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ignored:
+    unset: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Classes:
+    refused: dict[str, _Refused] = field(default_factory=dict)
+    ignored: dict[str, _Ignored] = field(default_factory=dict)
 
 
 def refused_parameter(parameters: Mapping[str, str], classes: Mapping[str, Any]) -> str | None:

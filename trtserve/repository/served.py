@@ -11,7 +11,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
-from trtserve.files import read_json_object
+from trtserve.files import read_json_object, read_text
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classes
 from trtserve.repository.programs import require_program
@@ -323,9 +323,9 @@ def read_model_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RepositoryError(f"{path} cannot be read: {error}.") from error
+        content = yaml.safe_load(read_text(path, RepositoryError))
+    except FileNotFoundError as error:
+        raise RepositoryError(f"{path} does not exist.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2001-99-99
         raise RepositoryError(f"{path} is not YAML: {error}.") from error
     if not isinstance(content, dict) or not content.get("model"):

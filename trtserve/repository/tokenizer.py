@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from trtserve.client.tokenizer import missing_packages
-from trtserve.errors import RepositoryError
-from trtserve.files import parse_json, require_own
+from trtserve.errors import ArtifactError, RepositoryError
+from trtserve.files import LARGEST_TEXT, read_json_object, require_own
 from trtserve.programs.shared.tokenizer import decode, encode, open_tokenizer
 from trtserve.programs.shared.tokenizer import token_ids as read_token_ids
 from trtserve.progress import SILENT, Progress
@@ -96,6 +96,7 @@ def require_same_tokens(target: Path, draft: Path) -> None:
 def token_ids(folder: Path) -> dict[str, int] | None:
     """Return token → id of `tokenizer.json`, or None for a folder without a readable one."""
     try:
-        return read_token_ids(parse_json((folder / "tokenizer.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        ids = read_token_ids(read_json_object(folder / "tokenizer.json", limit=LARGEST_TEXT))
+        return ids if all(type(number) is int for number in ids.values()) else None
+    except (ArtifactError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtserve.artifacts import Model, ModelRepository, load_artifact
-from trtserve.errors import ModelNotFoundError, UsageError
+from trtserve.errors import ModelNotFoundError, RepositoryError, UsageError
+from trtserve.files import read_text
 from trtserve.nvidia.containers import known_container
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
@@ -153,7 +154,7 @@ def _missing(repository: ModelRepository) -> Iterator[Path]:
 def _outside(repository: Path) -> Iterator[Path]:
     texts = [(path, _STRING) for path in repository.glob("*/config.pbtxt")]
     texts += [(path, _YAML) for path in repository.glob("*/1/model.yaml")]
-    named = (Path(text) for path, pattern in texts for text in pattern.findall(path.read_text(encoding="utf-8")))
+    named = (Path(text) for path, pattern in texts for text in pattern.findall(read_text(path, RepositoryError)))
     # Files of the image keep their meaning there, even where this machine has them too.
     own = (repository.absolute(), Path("/opt/tritonserver"))
     yield from dict.fromkeys(path for path in named if not any(path.is_relative_to(folder) for folder in own))

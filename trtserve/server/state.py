@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import ArtifactError, TrtserveError, UsageError
-from trtserve.files import child, decode_as, locked, parse_json, write_json
+from trtserve.files import child, decode_as, locked, read_json_object, write_json
 from trtserve.process import ProcessId
 from trtserve.server.triton import tritonserver as triton_server
 from trtserve.server.triton.tritonserver import Address
@@ -302,7 +302,7 @@ def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
 def _read(path: Path) -> Server | None:
     """Return the server of a state file, or None when the file is missing or another version wrote it."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = read_json_object(path)
         for instance in content["instances"]:
             if "door" in instance:  # what the gateway was called before 2026-11-26
                 instance["gateway"] = instance.pop("door")

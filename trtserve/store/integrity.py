@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtserve.artifacts import MANIFEST, Artifact, Manifest
-from trtserve.errors import TrtserveError
-from trtserve.files import parse_json, write_json
+from trtserve.errors import ArtifactError, TrtserveError
+from trtserve.files import open_file, read_json_object, write_json
 
 _CHUNK = 1 << 20
 # What Triton reads as a configuration may be edited by hand.
@@ -32,8 +32,8 @@ class Checksums:
         self._memory = memory
         self._known: dict[str, str] = {}
         if memory is not None:
-            with suppress(OSError, ValueError):
-                self._known = parse_json(memory.read_text(encoding="utf-8"))
+            with suppress(OSError, ArtifactError):
+                self._known = read_json_object(memory)
 
     def of(self, files: Collection[Path]) -> dict[Path, str]:
         """Return the checksum of each file that can be read; several are read at once."""
@@ -48,7 +48,7 @@ class Checksums:
 
     def _checksum(self, path: Path) -> str | None:
         try:
-            with path.open("rb", buffering=0) as handle:
+            with open_file(path) as handle:
                 status = os.fstat(handle.fileno())
                 key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
                 if key not in self._known:
@@ -57,7 +57,7 @@ class Checksums:
                         digest.update(buffer[:size])
                     self._known[key] = digest.hexdigest()
                 return self._known[key]
-        except OSError:
+        except (OSError, ArtifactError):
             return None
 
 

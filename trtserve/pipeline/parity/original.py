@@ -17,7 +17,7 @@ from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_hf_config, read_source
 from trtserve.checkpoint.supported import SourceQuantization, source_quantization
 from trtserve.errors import CorruptFileError, MissingDependencyError, TrtserveError, UsageError, listing
-from trtserve.files import parse_json
+from trtserve.files import parse_json, read_text
 from trtserve.host.machine import give_memory_back, install_command
 from trtserve.pipeline.parity.comparison import PromptLogits
 from trtserve.pipeline.parity.constants import Constants, constants_of, products_of
@@ -111,8 +111,8 @@ def _own(model: Path, vocabulary: Vocabulary, prompts: Sequence[str | Tokens], f
 def _read_prompts(file: Path) -> list[str | Tokens]:
     """Read one prompt per line: a text, a JSON string (to allow line breaks), or a JSON list of token ids."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line for line in read_text(file, UsageError, pipes=True).splitlines() if line.strip()]
+    except FileNotFoundError as error:
         raise UsageError(f"--prompts: {file} cannot be read: {error}.") from None
     if not lines:
         raise UsageError(f"--prompts: {file} contains no prompts.")

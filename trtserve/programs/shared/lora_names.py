@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,10 @@ def _adapters(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     try:
         adapters = json.loads(path.read_text(encoding="utf-8"))["adapters"]
-        return {str(name): {"task_id": int(entry["task_id"]), **entry} for name, entry in adapters.items()}
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        found = {str(name): {"task_id": int(entry["task_id"]), **entry} for name, entry in adapters.items()}
+        outside = [name for name, entry in found.items() if {"..", "/"} & set(PurePosixPath(entry["folder"]).parts)]
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path.name} is not a table of LoRA adapters: {error!r}") from error
+    if outside:
+        raise ValueError(f"{path.name} has the adapter {outside[0]!r} in a folder that is not below the repository.")
+    return found

@@ -95,6 +95,8 @@ def require_bounded(folder: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one: whoever loads the file says what is wrong with it."""
+    if not path.is_file():  # a pipe would block
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import filecmp
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from trtserve.client.inputs import AdapterEntry, read_adapter_table
 from trtserve.errors import RepositoryError, TrtserveError, counted
-from trtserve.files import parse_json
+from trtserve.files import read_text
 from trtserve.nvidia.engine_files import begins_like_an_engine
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.options import speculative_mode
@@ -33,7 +33,7 @@ from trtserve.repository.profiles import BLS, CORE
 from trtserve.repository.served import LLMAPI_FILE
 
 _RANK = re.compile(r"rank(\d+)\.(engine|xml|bin)")
-_CONSTANT = re.compile(rb'\boffset="(\d+)"[^>]*?\bsize="(\d+)"')
+_CONSTANT = re.compile(r'\boffset="(\d{1,20})"[^>]{0,999}?\bsize="(\d{1,20})"')
 # The least size of a rank compared with the largest one: all ranks of tensor parallelism hold equal shares.
 _SMALLEST_SHARE = 0.8
 _FOLDER_KEYS = (
@@ -163,9 +163,13 @@ def damaged_files(repository: Repository) -> Iterator[Finding]:
 def _damaged_graph(model: ModelFolder, graph: Path, weights: Path) -> Iterator[Finding]:
     if not graph.is_file() or not weights.is_file():
         return
-    content, size = graph.read_bytes(), weights.stat().st_size
+    try:
+        content, size = read_text(graph, RepositoryError, errors="replace"), weights.stat().st_size
+    except RepositoryError as error:
+        yield model.finding(error.message, _COPY_AGAIN)
+        return
     needed = max((int(found[1]) + int(found[2]) for found in _CONSTANT.finditer(content)), default=0)
-    if not content.lstrip().startswith(b"<"):
+    if not content.lstrip().startswith("<"):
         yield model.finding(f"{graph.name} does not describe a network.", _COPY_AGAIN)
     elif size < needed:
         yield model.finding(
@@ -329,17 +333,17 @@ _MAKE_AGAIN = "Make the repository again: trtserve repo --lora NAME=FOLDER"
 @rule("lora-table", "lora.json can be read")
 def invalid_tables(repository: Repository) -> Iterator[Finding]:
     for file, entries in _tables(repository):
-        if isinstance(entries, Exception):
-            yield Finding(file=file, what=f"{file.name} is not a table of adapters: {entries!r}.", fix=_MAKE_AGAIN)
+        if isinstance(entries, RepositoryError):
+            yield Finding(file=file, what=entries.message, fix=_MAKE_AGAIN)
 
 
 @rule("lora-files", "adapters have their files")
 def missing_files(repository: Repository) -> Iterator[Finding]:
     for file, name, entry in _adapters(repository):
-        folder = repository.path / entry["folder"]
+        folder = repository.path / entry.folder
         missing = [each for each in (WEIGHTS, CONFIG) if not (folder / each).is_file()]
         if missing:
-            what = f"The adapter {name} has no {' and no '.join(missing)} in {entry['folder']}."
+            what = f"The adapter {name} has no {' and no '.join(missing)} in {entry.folder}."
             yield Finding(file=file, what=what, fix=_MAKE_AGAIN)
 
 
@@ -347,7 +351,7 @@ def missing_files(repository: Repository) -> Iterator[Finding]:
 def unfit_adapters(repository: Repository) -> Iterator[Finding]:
     for file, name, entry in _adapters(repository):
         core = repository.models.get(model_names(file.stem.removeprefix("lora"))[CORE])
-        folder = repository.path / entry["folder"]
+        folder = repository.path / entry.folder
         if (
             core is None
             or not core.engine.build_keys
@@ -359,9 +363,9 @@ def unfit_adapters(repository: Repository) -> Iterator[Finding]:
         except RepositoryError as error:
             yield core.finding(error.message, error.hint or _MAKE_AGAIN, folder)
             continue
-        if found.task_id != entry["task_id"]:
+        if found.task_id != entry.task_id:
             yield core.finding(
-                f"The files of the adapter {name} have changed: its task id is {entry['task_id']}, and the server "
+                f"The files of the adapter {name} have changed: its task id is {entry.task_id}, and the server "
                 "would use a cached adapter with that id.",
                 _MAKE_AGAIN,
                 folder,
@@ -389,20 +393,19 @@ def unfit_drafts(repository: Repository, bls: ModelFolder) -> Iterator[Finding]:
         yield draft.finding(error.message, error.hint or "", bls.file)
 
 
-def _tables(repository: Repository) -> Iterator[tuple[Path, dict[str, Mapping[str, Any]] | Exception]]:
+def _tables(repository: Repository) -> Iterator[tuple[Path, dict[str, AdapterEntry] | RepositoryError]]:
     """Every table of adapters: name → entry, or why it is not one."""
     yield from ((file, _read_table(file)) for file in sorted(repository.path.glob("lora*.json")))
 
 
-def _read_table(file: Path) -> dict[str, Mapping[str, Any]] | Exception:
+def _read_table(file: Path) -> dict[str, AdapterEntry] | RepositoryError:
     try:
-        entries = parse_json(file.read_text(encoding="utf-8"))["adapters"].items()
-        return {str(name): {"task_id": int(each["task_id"]), "folder": str(each["folder"])} for name, each in entries}
-    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        return read_adapter_table(file)
+    except RepositoryError as error:
         return error
 
 
-def _adapters(repository: Repository) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
+def _adapters(repository: Repository) -> Iterator[tuple[Path, str, AdapterEntry]]:
     for file, entries in _tables(repository):
-        if not isinstance(entries, Exception):
+        if not isinstance(entries, RepositoryError):
             yield from ((file, name, entry) for name, entry in sorted(entries.items()))

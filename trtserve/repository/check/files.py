@@ -15,6 +15,7 @@ from trtserve.artifacts import Artifact, Engine, ModelRepository, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, listing
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
+from trtserve.files import read_text
 from trtserve.progress import Progress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, refusal, rule
@@ -27,6 +28,7 @@ from trtserve.store import Store, remembered_checksums
 from trtserve.store.integrity import Checksums, damages
 
 _MAKE_AGAIN = "Rebuild the repository with trtserve repo or trtserve import."
+_MOST_FILES = 100_000
 # Names under which NVIDIA's programs keep their own modules.
 _OF_NVIDIA = frozenset({"lib", "helpers"})
 
@@ -218,8 +220,8 @@ def _programs(model: ModelFolder) -> list[tuple[PurePosixPath, Path, str]]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_text(file, errors="replace")
+    except (OSError, ArtifactError):
         return ""
 
 
@@ -248,7 +250,21 @@ def _imports(source: str) -> frozenset[str] | str:
 
 @rule("file-access", "files can be read, links lead somewhere", stops=True)
 def unreadable_files(repository: Repository) -> Iterator[Finding]:
+    count, walked = 0, set()
     for folder, names, files in os.walk(repository.path, followlinks=True):
+        status = Path(folder).stat()
+        if (place := (status.st_dev, status.st_ino)) in walked:  # a link leads back to it
+            names.clear()
+            continue
+        walked.add(place)
+        count += len(names) + len(files)
+        if count > _MOST_FILES:
+            yield Finding(
+                file=repository.path,
+                what=f"It has more than {_MOST_FILES} files and folders, with those that its links lead to.",
+                fix="Remove links to folders that are no engines: every start reads all of this.",
+            )
+            return
         for name in (*names, *files):
             path = Path(folder, name)
             if path.is_symlink() and not path.exists():

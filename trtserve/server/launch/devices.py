@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtserve.errors import RepositoryError, counted
-from trtserve.files import writing
+from trtserve.files import read_json_object, writing
 from trtserve.progress import Progress
 from trtserve.repository.served import CoreModel, Groups
 from trtserve.store.integrity import accept_change
@@ -198,7 +198,7 @@ class EngineNodes:
 
     def write(self) -> None:
         """Write the number into a new file: the present one may be a link to that of the engine it came from."""
-        content = json.loads(self.config.read_text(encoding="utf-8"))
+        content = read_json_object(self.config, RepositoryError)
         content["pretrained_config"].setdefault("mapping", {})["gpus_per_node"] = self.gpus_per_node
         made = self.config.with_name(f".{self.config.name}.{os.getpid()}")
         with writing(made):
