@@ -115,7 +115,7 @@ def read_text(path: Path, what: str) -> str:
     try:
         return files.read_text(path, UsageError, pipes=True)
     except FileNotFoundError:
-        raise UsageError(f"{what}: {path} does not exist.") from None
+        raise UsageError(f"{what}: {path} cannot be read: there is no such file.") from None
     except UsageError as error:
         raise UsageError(f"{what}: {error.message}") from None
 
@@ -298,7 +298,9 @@ class _AdapterTable:
 def read_adapter_table(path: Path) -> dict[str, AdapterEntry]:
     """Return name → adapter of a lora.json. Raises RepositoryError for anything else."""
     table = read_as(path, _AdapterTable, "a table of adapters", RepositoryError).adapters
-    if outside := next((name for name, entry in table.items() if not is_below(entry.folder)), None):
+    if outside := next(
+        (name for name, entry in table.items() if entry.folder != "." and not is_below(entry.folder)), None
+    ):
         raise RepositoryError(
             f"{path} has the adapter {outside[:100]!r} in {table[outside].folder[:200]!r}, which is not a folder below "
             "the repository."

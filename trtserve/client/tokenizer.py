@@ -118,20 +118,17 @@ class TokenizerFiles:
 
     def decode_token(self, token: int) -> str:
         """Return the text of one special token from tokenizer.json, or "" for any other token."""
-        listed = {entry["id"]: entry["content"] for entry in self.added_tokens()}
+        listed = {entry["id"]: entry.get("content") for entry in self.added_tokens()}
         decoder = self.config.get("added_tokens_decoder")
         entry = decoder.get(str(token)) if isinstance(decoder, Mapping) else None
         text = entry.get("content") if isinstance(entry, Mapping) else listed.get(token)
         return text if isinstance(text, str) else ""
 
     def added_tokens(self) -> list[Mapping[str, Any]]:
-        """Return the entries of `added_tokens` in tokenizer.json that have an `id` and a `content`."""
+        """Return the entries of `added_tokens` in tokenizer.json that have an `id`."""
         entries = self.json("tokenizer.json").get("added_tokens")
-        return [
-            entry
-            for entry in (entries if isinstance(entries, list) else ())
-            if isinstance(entry, Mapping) and type(entry.get("id")) is int and isinstance(entry.get("content"), str)
-        ]
+        listed = entries if isinstance(entries, list) else []
+        return [entry for entry in listed if isinstance(entry, Mapping) and type(entry.get("id")) is int]
 
     def configured_end_ids(self) -> list[int]:
         """Return the end token ids of generation_config.json, else those of config.json."""

@@ -89,7 +89,7 @@ def _beyond(folder: Path, vocab_size: int, *, added: bool) -> list[tuple[int, st
     ids = token_ids(folder)
     if not ids:
         return []
-    additions = {entry["content"] for entry in TokenizerFiles(folder).added_tokens()}
+    additions = {str(entry.get("content")) for entry in TokenizerFiles(folder).added_tokens()}
     return sorted(
         (number, token) for token, number in ids.items() if number >= vocab_size and (token in additions) == added
     )
