@@ -298,13 +298,12 @@ class _AdapterTable:
 def read_adapter_table(path: Path) -> dict[str, AdapterEntry]:
     """Return name → adapter of a lora.json. Raises RepositoryError for anything else."""
     table = read_as(path, _AdapterTable, "a table of adapters", RepositoryError).adapters
-    if outside := next(
-        (name for name, entry in table.items() if entry.folder != "." and not is_below(entry.folder)), None
-    ):
-        raise RepositoryError(
-            f"{path} has the adapter {outside[:100]!r} in {table[outside].folder[:200]!r}, which is not a folder below "
-            "the repository."
-        )
+    for name, entry in table.items():
+        if entry.folder != "." and not is_below(entry.folder):
+            raise RepositoryError(
+                f"{path} has the adapter {name[:100]!r} in {entry.folder[:200]!r}, which is not a folder below the "
+                "repository."
+            )
     return table
 
 
