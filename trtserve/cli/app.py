@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
 import itertools
 import logging
 import os
@@ -120,9 +119,6 @@ SHOWN = tuple(name for name, entry in COMMANDS.items() if entry.panel is not Non
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     logging.raiseExceptions = False  # what a library logs may have half a character of a file, which no stream takes
-    for stream in (sys.stdout, sys.stderr):  # such texts, and others where the terminal is not UTF-8, are escaped
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     forget_documents()
     try:
         _warn_of_variables()

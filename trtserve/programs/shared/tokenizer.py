@@ -35,7 +35,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def open_tokenizer(folder: Path, **options: Any) -> Any:
-    """Load a tokenizer. Raises ValueError for one that `require_bounded` refuses, else what transformers raises.
+    """Load a tokenizer. Raises OSError, ValueError or KeyError when that fails, whatever its files hold.
 
     Raises ModuleNotFoundError when it needs packages that are not installed.
     """
@@ -48,9 +48,9 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
         return AutoTokenizer.from_pretrained(
             str(folder), legacy=False, trust_remote_code=False, local_files_only=True, **options
         )
-    except (Exception, KeyboardInterrupt, SystemExit):
+    except (OSError, ValueError, KeyError, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
+    except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception; wrong types are TypeErrors
         raise ValueError(_reason(error)) from None
 
 
