@@ -34,7 +34,7 @@ def server_record(
         process=replace(own, started=own.started - age),
         log=log_file(name, store or Store()),
     )
-    of_instance = {key: changes.pop(key) for key in ("stubs", "ranks") if key in changes}
+    of_instance = {key: changes.pop(key) for key in ("stubs", "ranks", "container") if key in changes}
     server = Server(
         name=name,
         repository=Path("/repository"),

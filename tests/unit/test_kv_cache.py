@@ -43,7 +43,7 @@ def _run(cache: KvCache, key: CacheKey, use: BlockUse | None = None) -> tuple[li
     cache.extend(slot, len(key.tokens))
     cache.register_full_blocks(slot, key.tokens)
     blocks = cache.table[slot, : cache.counts[slot]].tolist()
-    cache.finish(allocation.slots, key.tokens)
+    cache.free(allocation.slots, key.tokens)
     return blocks, allocation.reused_tokens
 
 
@@ -75,7 +75,7 @@ def test_start_reserves_all_blocks_of_a_sequence() -> None:
     assert cache.start(_key(3), reserve=9, width=1, use=BlockUse()) is None
     assert cache.extend(allocation.slots[0], 5) == 8
     assert (cache.available, cache.pool.free) == (2, 3)
-    cache.finish(allocation.slots, [])
+    cache.free(allocation.slots, [])
     assert (cache.available, cache.pool.free) == (5, 5)
 
 
@@ -151,7 +151,7 @@ def test_beams_follow_their_parents_without_extra_blocks() -> None:
     assert cache.pool.free == 1
     cache.reorder(slots, [1, 0], 9)
     assert len(copies) == 1, "beams that change places need no copy"
-    cache.finish(slots, [])
+    cache.free(slots, [])
     assert cache.available == 5
 
 
@@ -272,7 +272,7 @@ def test_beams_reuse_whole_blocks_and_store_none() -> None:
     cache.extend(allocation.slots[0], 8)
     cache.fork(allocation.slots, 8)
     assert cache.table[allocation.slots[1], 0] == blocks[0]
-    cache.finish(allocation.slots, [])
+    cache.free(allocation.slots, [])
     assert cache.available == 20
 
 

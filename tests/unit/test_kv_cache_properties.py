@@ -169,7 +169,7 @@ class KvCacheMachine(RuleBasedStateMachine):
 
     def _end(self, life: _Life, *, stored: bool) -> None:
         self.lives.remove(life)
-        self.cache.finish(life.slots, life.beams[0] if stored else [])
+        self.cache.free(life.slots, life.beams[0] if stored else [])
 
     def _check_row(self, life: _Life, beam: int) -> None:
         tokens = life.beams[beam]

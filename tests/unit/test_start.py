@@ -28,6 +28,7 @@ from trtserve.process import ProcessId
 from trtserve.repository.served import inspect_repository
 from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.plan import plan_server, with_free_ports
+from trtserve.server.readiness import require_members
 from trtserve.server.repositories import find_repository
 from trtserve.server.start import start_server
 from trtserve.server.state import write_state
@@ -259,6 +260,14 @@ def test_a_path_where_a_name_is_expected_is_explained(repository: ModelRepositor
     with pytest.raises(ModelNotFoundError) as caught:
         find_repository(str(folder), store=store)
     assert caught.value.hint == f"Import the model first: trtserve import {folder}"
+
+
+def test_stubs_in_a_container_are_not_missed(repository: ModelRepository, tmp_path: Path) -> None:
+    plan = plan_server(repository, ServerSpec(), store=Store(tmp_path))
+    assert plan.served.python_models
+    with pytest.raises(ServerStartError, match="ended while the server became ready"):
+        require_members(server_record(store=plan.store), plan)
+    require_members(server_record(store=plan.store, container="boxed"), plan)
 
 
 def test_running_already_names_the_model(repository: ModelRepository, tmp_path: Path) -> None:

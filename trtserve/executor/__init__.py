@@ -1,1 +1,1 @@
-"""TensorRT-LLM's executor interface on OpenVINO: continuous batching of requests over one engine."""
+"""TensorRT-LLM's executor interface on OpenVINO and PyTorch: continuous batching of requests over one engine."""

@@ -1,4 +1,4 @@
-"""The names of `tensorrt_llm.bindings.executor`, implemented on OpenVINO.
+"""The names of `tensorrt_llm.bindings.executor`, implemented by the embedded executor.
 
 These classes accept the keywords of every release, with the newest defaults; `for_release` returns one release's.
 """

@@ -119,7 +119,7 @@ def usual_steps(batch: int, tokens: int, *, beams: int = 1) -> Iterator[tuple[in
 
 
 def smallest_step(batch: int, tokens: int, *, beams: int = 1) -> tuple[int, int]:
-    """Return the step with the least memory that refuses no further requests."""
+    """Return the limits with the least memory that still accept every request the engine accepts."""
     rows = min(batch, _BATCH)
     return rows, min(tokens, max(_FEWEST_TOKENS, rows * beams))
 

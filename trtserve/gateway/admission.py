@@ -30,7 +30,7 @@ class Access:
     """The rules of one gateway."""
 
     def __init__(self, key: str | None, *, loopback: bool, origins: Sequence[str] = ()) -> None:
-        """`loopback` says that only this machine can connect, so that other names in Host are a page's trick.
+        """`loopback`: only this machine can connect, so another name in Host is a web page that rebinds its own.
 
         `origins` are the sites whose pages may use the server.
         """
@@ -86,7 +86,7 @@ class Exchange:
     request_id: str = ""
     """The id that the client or the gateway gave it."""
     sending_since: float | None = None
-    """When the part of the answer was handed over that the client has not read yet."""
+    """Since when the client has not read the last part that was sent, or None."""
     refusal: RefusedError | None = None
     """Why the gateway ended it."""
     hang_up: Callable[[], None] | None = None

@@ -185,7 +185,7 @@ class Gateway:
             routes.include_router(page_router())
 
     async def _require_model(self, request: Request, model: str) -> None:
-        """Note what a request needs, so that it ends when a process of that ends, and refuse it if one has ended."""
+        """Record which models a request needs: it is refused if a process of theirs has died, and ended if one dies."""
         parts: GatewayParts = self._routes.state.parts
         needs = (await parts.triton.model(model)).needs
         request.state.exchange.needs = needs

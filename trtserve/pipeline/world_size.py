@@ -75,7 +75,7 @@ def plan_rebuild(repository: ModelRepository, served: ServedRepository, spec: Se
 
 
 def planned_stages(rebuild: Rebuild, progress: Progress) -> tuple[list[StageSummary], ModelRepository]:
-    """Return the stages of the import, and its repository: where it is, or as far as known where it will be."""
+    """Return the import's stages and its repository, with the expected path if it does not exist yet."""
     store = Store()
     plan = plan_import(rebuild.spec, store=store, progress=progress)
     warn_about_resources(plan, progress)

@@ -32,7 +32,7 @@ class ServedRepository:
     streaming: bool
     """Whether the default model or the core model is decoupled."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """The config.json of the first core model's engine, or an empty mapping."""
+    """The config.json of the first core model's engine, or a config without content."""
     engine_bytes: int = 0
     """Size of the weights, including the draft model's."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class ServedRepository:
 
     @property
     def world_size(self) -> int:
-        """Ranks of one instance of the first core model: tensor × pipeline parallel."""
+        """Ranks of one instance of the first core model."""
         return self.core_models[0].world_size if self.core_models else self.engine.mapping.ranks
 
     @property
@@ -213,7 +213,7 @@ class CoreModel:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The model.yaml of llmapi."""
     world_size: int = 1
-    """Ranks of one instance: tensor × pipeline parallel."""
+    """Ranks of one instance."""
     instances: int = 1
     gpu_device_ids: Groups = ()
     """One group per instance, or empty when the parameter is not set."""

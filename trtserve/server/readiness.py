@@ -93,7 +93,9 @@ def require_front(server: Server) -> None:
 
 def require_members(server: Server, plan: ServerPlan) -> None:
     """Raise ServerStartError when a stub or a rank ended while the server became ready."""
-    expected = plan.served.python_models if plan.mode == Single.name else frozenset()
+    # The stubs in a container are not this machine's processes: docker's own client is all that can be watched.
+    watched = plan.mode == Single.name and not any(instance.container for instance in server.instances)
+    expected = plan.served.python_models if watched else frozenset()
     for instance in server.instances:
         running = {stub.model for stub in instance.stubs if stub.alive()}
         if lost := sorted(expected - running):

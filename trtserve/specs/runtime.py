@@ -44,7 +44,7 @@ class Limits:
 
 
 TRTLLM_LIMITS = Limits(max_batch_size=2048, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
-"""Defaults of trtllm-build."""
+"""Defaults of the newest trtllm-build, to plan with; a build takes those of its release (`nvidia.build_arguments`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class EngineNeeds:
     """Memory and disk in bytes of an engine served from main memory: `disk` of its files, `build` the peak of a build.
 
     `serving` is the serving process's peak after a maximum-size step, without the KV cache, which adds `kv_per_token`
-    per token. Both processes load `libraries`. All are 0 for an engine served from GPUs.
+    per token. The build process and the serving process both load `libraries`. All are 0 for an engine served from
+    GPUs.
     """
 
     disk: int = 0

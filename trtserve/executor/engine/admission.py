@@ -1,4 +1,4 @@
-"""Turn requests into sequences, or refuse them: the RuntimeErrors become error outputs."""
+"""Check requests and make sequences of them, or refuse them; the scheduler decides when they run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Admission:
         self._guides.prepare()
 
     def guide(self, request: GenerationRequest) -> CompiledGuide | None:
-        """Return the guide of `request`, also when it has none. None: it has to be compiled first."""
+        """Return the compiled guide of `request` (UNGUIDED without one), or None while it must still be compiled."""
         return UNGUIDED if request.guide is None else self._guides.ready(request.guide)
 
     def compile_guide(self, request: GenerationRequest, done: Done, wanted: Wanted) -> None:
@@ -172,7 +172,7 @@ class Admission:
         )
 
     def _key(self, request: GenerationRequest, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:
-        """Return what identifies reusable blocks; none with own positions or a rotation that depends on the length."""
+        """Return the key of reusable blocks. Requests with own positions or a rotation that changes share none."""
         table, windows = request.prompt_table, self._limits.windows
         beyond = self._limits.long_rope_beyond
         own_positions = request.position_ids is not None or (beyond is not None and longest > beyond)

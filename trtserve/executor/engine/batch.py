@@ -34,7 +34,7 @@ class BatchedStep:
     sampled: list[Sequence]
     """Row i of the logits gives the next token of `sampled[i]`."""
     begins: int
-    """The first of `sampled`, that have just computed their context."""
+    """How many of `sampled`, from the first, have just finished their context."""
     spans: list[Span]
     """The rows of beams and drafts, after those of `sampled`."""
     contexts: list[Span]

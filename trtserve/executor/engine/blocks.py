@@ -109,7 +109,7 @@ class BlockTree:
         return self._roots.get(key) or Node(-1, key, None)
 
     def match(self, root: Node, content: bytes, *, partial: bool) -> Match:
-        """Return the longest known beginning of `content`; with `partial` also of the first block that differs."""
+        """Return the longest known beginning of `content`; with `partial`, also what matches of the next block."""
         nodes: list[Node] = []
         node, size = root, self.block_bytes
         for first in range(0, len(content), size):

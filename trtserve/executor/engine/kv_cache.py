@@ -254,8 +254,8 @@ class KvCache:
     def reorder(self, slots: tuple[int, ...], parents: Sequence[int], tokens: int) -> None:
         """Continue beam i from beam parents[i]; all have `tokens` tokens in equally many blocks.
 
-        One of the beams with the same parent keeps its partial block; the others copy it into blocks that beams
-        without successors give back.
+        Of beams with one parent, one keeps the partial block and the others get copies, in blocks freed by beams that
+        end.
         """
         if all(parent == beam for beam, parent in enumerate(parents)):
             return
@@ -347,7 +347,7 @@ class KvCache:
                 None if prefix is not None and id(prefix.last) in removed else prefix for prefix in self._prefixes
             ]
 
-    def finish(self, slots: tuple[int, ...], tokens: Int64s | list[int]) -> None:
+    def free(self, slots: tuple[int, ...], tokens: Int64s | list[int]) -> None:
         """Free the rows `slots` and their reservations; blocks that hold `tokens` may be reused.
 
         `tokens` are those whose keys and values are in the cache, from the first on, or empty if they cannot be

@@ -261,7 +261,7 @@ class EngineLoop:
             raise FatalModelError(f"{count} steps in a row have failed, the last one with {last}") from error
 
     def hang(self) -> str | None:
-        """Return that and how long a step has not come back from its device, or None. For other threads."""
+        """Return a message with the seconds that a step has been stuck on its device, or None. For other threads."""
         seconds = self._stepper.hung()
         return None if seconds is None else f"A step has not come back from its device for {seconds:.0f} s"
 
@@ -293,7 +293,7 @@ class EngineLoop:
         return ids
 
     def _admit_or_compile(self, id_: int, arrived: _Arrived) -> list[Sequence] | RequestOutput:
-        """Admit a request whose guide is known; of another, have the guide compiled, which ends in `_compiled`."""
+        """Admit a request whose guide is ready. Otherwise start to compile it; `_compiled` admits the request later."""
         guide = self._admission.guide(arrived.request)
         if guide is None:
             with self._wake:

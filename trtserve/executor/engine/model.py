@@ -42,7 +42,7 @@ class StepInputs:
     subsequence_begins: Int32s
     """i32[s + 1]. Sequence i owns tokens subsequence_begins[i] … subsequence_begins[i + 1]."""
     block_indices: Int32s
-    """i32[b], the cache blocks of all sequences, one sequence after another. Sequences may share full blocks.
+    """i32[b], the b cache blocks of all sequences, one sequence after another. Sequences may share full blocks.
 
     Block n of a sequence holds its tokens n * tokens_per_block … (n + 1) * tokens_per_block.
     """
@@ -93,8 +93,7 @@ class Follower(Protocol):
 
 
 class ModelRunner(Protocol):
-    """A model with paged attention. `paged_model.PagedModel` implements it with OpenVINO;
-    `loaders.MODELS` lists all.
+    """A model with paged attention; `loaders.MODELS` lists the implementations.
 
     Every method that computes may raise FatalModelError.
     """
@@ -149,7 +148,7 @@ class Draws:
     numbers: list[int] = field(default_factory=list)
     """The rows, ascending."""
     rows: list[SamplingRow] = field(default_factory=list)
-    """How to choose. The rows' `generated` and processors may lack the token of the step before."""
+    """How to choose. `generated` and the processors may not yet include the token of the step before."""
     slots: list[int] = field(default_factory=list)
     """Which sequence it is: a number that it keeps from one step to the next."""
     counts: list[int] = field(default_factory=list)

@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
 PostProcessor = Callable[..., Any]
-"""Called with (request id, logits, tokens per beam, None, client id); see `post_processing`."""
+"""Called with (request id, logits, tokens per beam, None, client id); see `step.PostProcessors`."""
 
 
 class FinishReason(Enum):

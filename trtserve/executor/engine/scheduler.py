@@ -34,7 +34,7 @@ class StepPlan:
     generations: list[Sequence] = field(default_factory=list)
     """Sequences that generate one token per beam."""
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-    """Draft tokens of some of the generations, which are the last ones then."""
+    """Draft tokens by sequence. Sequences with drafts come last in `generations`."""
     paused: list[Sequence] = field(default_factory=list)
     """Sequences that were put on hold."""
 
@@ -86,8 +86,9 @@ class Scheduler:
     def take(self, queue: deque[Sequence]) -> Sequence | None:
         """Remove and return the first sequence of `queue` (ordered by priority) that may become active.
 
-        It must have the beam width of the active ones; if the batch is full, also a priority above the lowest. None
-        overtakes a sequence of another width that has waited for _PATIENCE since the active width's turn began.
+        Its beam width must equal that of the active ones. If the batch is full, its priority must exceed the lowest
+        active one. None overtakes a sequence of another width that has waited for _PATIENCE since the active width's
+        turn began.
         """
         active = self.active
         for index, sequence in enumerate(queue):
@@ -121,7 +122,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, *, trusted: bool) -> None:
         stored = trusted and self.cache.reuse and sequence.key.stored
-        self.cache.finish(sequence.slots, sequence.cached_tokens()[: sequence.computed] if stored else [])
+        self.cache.free(sequence.slots, sequence.cached_tokens()[: sequence.computed] if stored else [])
         sequence.slots = ()
 
     def can_plan_ahead(self) -> bool:
@@ -174,7 +175,7 @@ class Scheduler:
             plan.generations.sort(key=lambda sequence: sequence in plan.drafts)
 
     def _draft_room(self, sequence: Sequence) -> int:
-        """Return how many draft tokens can be of use: one token more is chosen, and the rotation must not change."""
+        """Return how many draft tokens are useful: one token is chosen besides them, and all use the same rotation."""
         room = min(self._max_draft_len, sequence.max_tokens - len(sequence.generated) - 1)
         beyond = self.limits.long_rope_beyond
         if beyond is not None and not sequence.is_long(beyond):
@@ -231,7 +232,7 @@ class Scheduler:
         return True
 
     def _must_wait(self, sequence: Sequence, computing: set[bytes]) -> bool:
-        """True while another sequence computes blocks that this one can reuse, or its adapter does not fit."""
+        """True while another sequence computes blocks this one can reuse, or while its adapter does not fit."""
         if computing and self.cache.next_missing(sequence.key) in computing:
             return True
         if sequence.adapter is None or self._fits is None:
@@ -318,7 +319,7 @@ class ContextChunker:
     def cost(self, sequence: Sequence, left: int) -> int:
         """Return the tokens that the context of `sequence` takes from the `left` ones before other sequences.
 
-        0 with chunking. A context that a pause has made longer than a step takes everything and comes in chunks.
+        With chunking 0. Without it, a context that a pause made longer than a step takes the whole step, in chunks.
         """
         if self._limits.chunked:
             return 0

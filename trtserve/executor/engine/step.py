@@ -21,7 +21,7 @@ from trtserve.executor.engine.sequence import Sequence
 
 Logits = npt.NDArray[np.float32]
 
-# A device that owes a step for so many seconds, and for so many times the longest wait so far, will not answer.
+# A device is hung when a step takes longer than both this and _SLOWER times the longest wait so far.
 _LONGEST_WAIT = 20.0
 _SLOWER = 10.0
 _NO_LOGITS = np.zeros((0, 0), dtype=np.float32)

@@ -30,7 +30,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Ranks:
-    """All ranks of an engine, as seen by one of them; implements `group.Group`.
+    """All ranks of an engine, as seen by one of them; implements `RankGroup`.
 
     Rank = stage * tp_size + tp_rank, as in the checkpoint. `hosts` are those of all ranks.
     """

@@ -87,7 +87,7 @@ class Encoder:
 
 
 class _Lane:
-    """A process that encodes, or none, one that renders templates, and the thread that talks to them."""
+    """One thread and its processes: one renders templates, one encodes (none for a tokenizer in Python only)."""
 
     def __init__(self, described: Mapping[str, Any] | None, seconds: float) -> None:
         self.seconds = seconds

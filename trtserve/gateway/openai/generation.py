@@ -34,7 +34,7 @@ async def generate(
     """
     call = EngineCall(backend, served, request)
     reader = _IdsReader(served, request, usage) if served.takes_ids else _TextReader(served, request, usage)
-    stopped, begun, ended, echoed = StoppedText(request.stops), False, False, False
+    stopped, begun, ended, echoed = TextBeforeStop(request.stops), False, False, False
     waiting: list[TokenLogProb] = []
     try:
         async for replies in call.replies():
@@ -243,7 +243,7 @@ class EngineCall:
         await stop_until_ended(self._reader, stop, within=_STOPPED_WITHIN, pause=_FIRST_PAUSE, growth=2)
 
 
-class StoppedText:
+class TextBeforeStop:
     """A growing text without its stop string; an end that may begin one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -268,6 +268,6 @@ class StoppedText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that `stop` begins with."""
+    """Return how many characters at the end of `text` are also the beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -97,7 +97,7 @@ class Single(LaunchMode):
 
 
 class LlmApi(LaunchMode):
-    """The LLM API behind Triton: one process, or ranks of which trtllm-llmapi-launch makes workers of rank 0."""
+    """The LLM API behind Triton: one process, or several: trtllm-llmapi-launch makes workers of ranks > 0."""
 
     name = "llmapi"
 

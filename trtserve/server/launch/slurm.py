@@ -94,7 +94,7 @@ def plan_job(
         commands = (slurm_task(setup),) * mpi_ranks(served)
 
     tasks = ranks_per_node(cluster.nodes, cluster.ntasks_per_node, len(commands), "tasks")
-    # An orchestrator whose workers are other ranks needs no GPU; on several nodes those without it decide.
+    # Rank 0, the orchestrator, needs no GPU. On several nodes, the others need one for each task, so all ask for that.
     gpus = tasks - 1 if spec.multi_model and cluster.nodes == 1 else tasks
     nodes = [rank // tasks for rank in range(len(commands))]
     engines = place_engines(repository, served, spec, nodes, gpus, progress)

@@ -254,7 +254,7 @@ def digest(repository: str, name: str, scheme: str, answered: object) -> str:
 
 @contextmanager
 def understood(repository: str) -> Iterator[None]:
-    """Turn what the hub's client raises on an answer of another form into NetworkError; it checks no types."""
+    """Turn the errors that the client raises on malformed answers into NetworkError; the client checks no types."""
     from huggingface_hub.errors import HFValidationError
 
     try:
