@@ -176,3 +176,21 @@ def test_an_absurd_number_of_layers_is_refused_at_once(folder: Path, tmp_path: P
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
     with pytest.raises(UnsupportedModelError, match="no model is that large"):
         import_model(str(folder), store=Store(tmp_path / "home"))
+
+
+def test_a_folder_of_the_hubs_cache_means_its_snapshot(original: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--org--tiny-model"
+    with pytest.raises(ModelNotFoundError, match="is not a folder"):
+        plan_model(str(cache))
+    (cache / "snapshots").mkdir(parents=True)
+    with pytest.raises(ModelNotFoundError, match="in the cache of huggingface_hub, with 0 snapshots"):
+        plan_model(str(cache))
+    old, new = (cache / "snapshots" / (letter * 40) for letter in "ab")
+    shutil.copytree(original, old)
+    assert (plan_model(str(cache)).source.location, plan_model(str(cache)).name) == (str(old), "tiny-model")
+    shutil.copytree(original, new)
+    with pytest.raises(ModelNotFoundError, match="with 2 snapshots"):
+        plan_model(str(cache))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("b" * 40)
+    assert plan_model(str(cache)).source.location == str(new)

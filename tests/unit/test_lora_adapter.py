@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
@@ -28,7 +29,7 @@ def names(*modules: str, part: str = "AB") -> list[str]:
 
 
 def pair(module: str = "q_proj", layer: int = 0) -> Pair:
-    (found,), _ = match_names(names(f"{layer}.self_attn.{module}"))
+    (found,) = match_names(names(f"{layer}.self_attn.{module}"))
     return found
 
 
@@ -46,7 +47,7 @@ def test_module_ids() -> None:
 
 def test_modules_are_sorted_by_layer() -> None:
     given = names("10.mlp.down_proj", "2.self_attn.q_proj", "10.self_attn.v_proj", "2.block_sparse_moe.gate")
-    pairs, unmatched = match_names(["base_model.model.lm_head.lora_A.weight", *given])
+    pairs = match_names(given)
     assert [(each.layer, each.module, each.target) for each in pairs] == [
         (10, "down_proj", "mlp_4h_to_h"),
         (10, "v_proj", "attn_v"),
@@ -55,7 +56,6 @@ def test_modules_are_sorted_by_layer() -> None:
     ]
     assert pairs[0].path == "model.layers.10.mlp.down_proj"
     assert pairs[0].first == f"{LAYERS}.10.mlp.down_proj.lora_A.weight"
-    assert unmatched == ["base_model.model.lm_head.lora_A.weight"]
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,25 @@ def test_modules_are_sorted_by_layer() -> None:
         f"{LAYERS}.0.self_attn.q_proj.lora_A.bias",
         f"{LAYERS}.0.input_layernorm.weight",
         "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.embed_tokens.weight",
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.lm_head.lora_B.weight",
     ],
 )
-def test_other_names_do_not_match(name: str) -> None:
-    assert match_names([name]) == ([], [name])
+def test_a_tensor_that_would_be_left_out_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"The adapter has {re.escape(name)}, which TensorRT-LLM's LoRA"):
+        match_names([*names("0.self_attn.q_proj"), name])
+
+
+def test_two_modules_with_one_number_are_refused() -> None:
+    vision = [name.replace("model.model.layers", "model.vision_tower.layers") for name in names("0.self_attn.q_proj")]
+    with pytest.raises(UnsupportedModelError, match=r"both model\.layers\.0\.\S+ and vision_tower\.layers\.0"):
+        match_names([*names("0.self_attn.q_proj"), *vision])
+
+
+def test_an_adapter_without_tensors_is_refused() -> None:
+    with pytest.raises(CorruptFileError, match="has no tensors"):
+        match_names([])
 
 
 @pytest.mark.parametrize(

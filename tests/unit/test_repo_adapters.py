@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.peft_adapters import write_adapter as write_peft
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
-from trtserve.errors import RepositoryError, UsageError
+from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
+from trtserve.pipeline.lora import convert_adapter
 from trtserve.programs.shared.lora_names import LoraNames
 from trtserve.repository.adapters import find_adapters
 from trtserve.repository.assembling import assemble_repository, plan_repository
@@ -163,3 +165,22 @@ def test_a_converted_adapter_wins_over_its_source(tmp_path: Path, monkeypatch: p
     Manifest(kind="adapter", name="poet", fingerprint="1" * 64).write(converted)
     assert found("poet") == {"x": converted}
     assert found("./poet") == {"x": tmp_path / "poet"}
+
+
+def test_a_peft_folder_is_converted(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    modules = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 32)}
+    peft = write_peft(tmp_path / "peft", modules=modules, alpha_pattern={"v_proj": 1})
+    made = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, lora={"poet": peft}))).path
+    expected = convert_adapter(peft, out=tmp_path / "converted").path
+    weights, config = LoraNames(made).tensors("poet")
+    np.testing.assert_array_equal(weights, np.load(expected / "model.lora_weights.npy"))
+    np.testing.assert_array_equal(config, np.load(expected / "model.lora_config.npy"))
+    with pytest.raises(UnsupportedModelError, match=r"--lora x=.*: The adapter has DoRA"):
+        plan_repository(
+            engine,
+            tokenizer,
+            replace(SPEC, lora={"x": write_peft(tmp_path / "dora", modules=modules, use_dora=True)}),
+        )
+    (peft / "adapter_model.safetensors").unlink()
+    with pytest.raises(RepositoryError, match=r"the folder has no adapter_model\.safetensors"):
+        plan_repository(engine, tokenizer, replace(SPEC, lora={"poet": peft}))

@@ -11,9 +11,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError
+from trtserve.files import read_json_object
 from trtserve.process.answering import first_matches
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ MODULES: Mapping[str, tuple[str, int]] = {
 }
 """Module of a Hugging Face layer → word of `--lora-target-modules` and number in `lora_config`."""
 
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(
     r"(?P<path>.*\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp|block_sparse_moe)\.(?P<module>[a-z0-9_]+))"
@@ -173,14 +177,14 @@ def _unsupported(words: str) -> UnsupportedModelError:
     )
 
 
-def match_names(names: Iterable[str]) -> tuple[list[Pair], list[str]]:
-    """Return an adapter's modules, layer by layer in the order of `names`, and the names that match no module.
+def match_names(names: Iterable[str]) -> list[Pair]:
+    """Return an adapter's modules, layer by layer in the order of `names`.
 
-    Raises UnsupportedModelError for a module without a number and CorruptFileError when one of its matrices is missing.
+    Raises UnsupportedModelError for tensors that belong to no module with a number, and for two modules of one layer
+    with the same number; CorruptFileError when one of a module's matrices is missing.
     """
     halves: dict[int, dict[str, dict[str, str]]] = {}
     modules: dict[str, tuple[str, int]] = {}
-    unmatched = []
     for name in names:
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -189,8 +193,8 @@ def match_names(names: Iterable[str]) -> tuple[list[Pair], list[str]]:
                 raise _unsupported("DoRA")
             if _EXPERT.fullmatch(name):
                 raise _unsupported(f"LoRA for single experts ({name})")
-            unmatched.append(name)
-            continue
+            # Without it the adapter would give other answers than the trained one.
+            raise _unsupported(f"{name:.200}")
         module = match["module"]
         if module not in MODULES:
             raise UnsupportedModelError(
@@ -200,7 +204,14 @@ def match_names(names: Iterable[str]) -> tuple[list[Pair], list[str]]:
         modules[match["path"]] = match["module"], int(match["layer"])
         halves.setdefault(int(match["layer"]), {}).setdefault(match["path"], {})[match["part"]] = name
     pairs = [_pair(path, *modules[path], half) for layer in halves.values() for path, half in layer.items()]
-    return pairs, unmatched
+    numbered: dict[tuple[int, int], str] = {}
+    for pair in pairs:
+        first = numbered.setdefault((pair.layer, MODULES[pair.module][1]), pair.path)
+        if first != pair.path:
+            raise _unsupported(f"both {first:.200} and {pair.path:.200}")
+    if not pairs:
+        raise CorruptFileError("The adapter has no tensors.", hint="Save it again with PEFT.")
+    return pairs
 
 
 def _pair(path: str, module: str, layer: int, half: Mapping[str, str]) -> Pair:
@@ -245,6 +256,28 @@ def module_row(
             f"Values of {pair.path} exceed the range of {storage}.", hint="Use --storage-type bfloat16 or float32."
         )
     return row, rank
+
+
+def peft_pairs(folder: Path) -> list[Pair]:
+    """Return the modules of a PEFT folder in the order of their bytes, as NVIDIA's converter reads them."""
+    entries = TensorFile(folder / PEFT_WEIGHTS).entries
+    return match_names(sorted(entries, key=lambda name: entries[name].begin))
+
+
+def peft_config(folder: Path) -> AdapterConfig:
+    """Read the settings of a PEFT folder."""
+    return adapter_config(read_json_object(folder / PEFT_CONFIG, CorruptFileError))
+
+
+def peft_arrays(
+    folder: Path, pairs: Sequence[Pair], config: AdapterConfig, storage: StorageType
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """Return `lora_weights` and `lora_config` of the adapter in a PEFT folder, see `adapter_arrays`."""
+    source, rows = TensorFile(folder / PEFT_WEIGHTS), []
+    for pair in pairs:
+        matrices = source.tensor(pair.first), source.tensor(pair.second)
+        rows.append((pair, *module_row(pair, *matrices, config, storage)))
+    return adapter_arrays(rows, storage)
 
 
 def adapter_arrays(

@@ -63,7 +63,6 @@ def _described(plan: AdapterPlan) -> dict[str, object]:
         "base_model": plan.config.base_model,
         "targets": plan.targets,
         "rows": len(plan.pairs),
-        "unmatched": list(plan.unmatched),
         "fingerprint": plan.fingerprint,
     }
 
@@ -75,7 +74,6 @@ def _lines(plan: AdapterPlan) -> list[str]:
         f"modules   {', '.join(plan.targets)} ({len(plan.pairs)})"
         if plan.pairs
         else "modules   known after the download",
-        *(f"no match  {name}" for name in plan.unmatched),
         f"type      {plan.storage_type}",
         "state     reused: it exists already" if plan.reused else f"state     to be {'downloaded and ' * pull}made",
         f"to        {plan.path}",

@@ -11,17 +11,17 @@ from typing import cast, get_args
 
 from trtserve.artifacts import Adapter, Manifest, fingerprint
 from trtserve.checkpoint.lora_adapter import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
     AdapterConfig,
     Pair,
     StorageType,
-    adapter_arrays,
-    adapter_config,
-    match_names,
-    module_row,
+    peft_arrays,
+    peft_config,
+    peft_pairs,
 )
-from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
-from trtserve.files import LARGEST_TEXT, read_json_object
+from trtserve.files import LARGEST_TEXT
 from trtserve.host.machine import format_bytes
 from trtserve.pipeline.model import download_folder
 from trtserve.pipeline.stages import destination
@@ -33,8 +33,6 @@ SCHEMA = 1
 WEIGHTS = "model.lora_weights.npy"
 CONFIG = "model.lora_config.npy"
 
-_SOURCE_CONFIG = "adapter_config.json"
-_SOURCE_WEIGHTS = "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
 
 
@@ -49,7 +47,6 @@ class AdapterPlan:
     folder: Path | None  # of the adapter; None until it is pulled
     revision: hub.Revision | None  # of the hub
     pairs: tuple[Pair, ...]  # the adapter's modules; empty until it is pulled
-    unmatched: tuple[str, ...]  # tensors that belong to no module
     fingerprint: str
     path: Path  # of the result
     reused: bool  # it exists
@@ -101,7 +98,7 @@ def plan_adapter(
     digest = fingerprint(stage="lora", schema=SCHEMA, storage_type=storage_type, **inputs)
     path, reused = destination(Adapter, source.name, digest, out=out, store=store)
     config = _source_config(folder, revision, store, token)
-    pairs, unmatched = ([], []) if folder is None else match_names(_names(folder))
+    pairs = [] if folder is None else peft_pairs(folder)
     config = config.with_modules([pair.path for pair in pairs])
     return AdapterPlan(
         source=source,
@@ -111,7 +108,6 @@ def plan_adapter(
         folder=folder,
         revision=revision,
         pairs=tuple(pairs),
-        unmatched=tuple(unmatched),
         fingerprint=digest,
         path=path,
         reused=reused,
@@ -119,7 +115,7 @@ def plan_adapter(
 
 
 def run_adapter_conversion(plan: AdapterPlan, *, token: str | None = None, progress: Progress = SILENT) -> Adapter:
-    """Convert the adapter of `plan`, or reuse the one that exists; tensors of no module are reported.
+    """Convert the adapter of `plan`, or reuse the one that exists.
 
     Raises ConversionError for values that the storage type (float16, float32, bfloat16) cannot hold.
     """
@@ -139,40 +135,40 @@ def _folder_inputs(folder: Path) -> dict[str, str]:
 
     Raises ModelNotFoundError if there is none and UnsupportedModelError if it cannot be converted.
     """
-    if not (folder / _SOURCE_CONFIG).is_file():
+    if not (folder / PEFT_CONFIG).is_file():
         raise ModelNotFoundError(
-            f"{folder} has no {_SOURCE_CONFIG}: it is not a PEFT adapter.",
+            f"{folder} has no {PEFT_CONFIG}: it is not a PEFT adapter.",
             hint="Give the folder that PEFT's save_pretrained wrote.",
         )
-    if not (folder / _SOURCE_WEIGHTS).is_file():
+    if not (folder / PEFT_WEIGHTS).is_file():
         raise _no_weights(str(folder), old=(folder / _OLD_WEIGHTS).is_file())
-    return {file: hub.digest_of(folder / file, "sha256") for file in (_SOURCE_CONFIG, _SOURCE_WEIGHTS)}
+    return {file: hub.digest_of(folder / file, "sha256") for file in (PEFT_CONFIG, PEFT_WEIGHTS)}
 
 
 def _hub_inputs(revision: hub.Revision) -> dict[str, str]:
     digests = {file.name: file.digest for file in revision.files}
-    if large := next((f for f in revision.files if f.name == _SOURCE_CONFIG and f.size > LARGEST_TEXT), None):
+    if large := next((f for f in revision.files if f.name == PEFT_CONFIG and f.size > LARGEST_TEXT), None):
         raise CorruptFileError(
-            f"{_SOURCE_CONFIG} of {revision.repository} has {format_bytes(large.size)}; at most "
+            f"{PEFT_CONFIG} of {revision.repository} has {format_bytes(large.size)}; at most "
             f"{format_bytes(LARGEST_TEXT)} are read."
         )
-    if _SOURCE_CONFIG not in digests:
+    if PEFT_CONFIG not in digests:
         raise ModelNotFoundError(
-            f"{revision.repository} has no {_SOURCE_CONFIG}: it is not a PEFT adapter.",
+            f"{revision.repository} has no {PEFT_CONFIG}: it is not a PEFT adapter.",
             hint="To import a model: trtserve import MODEL",
         )
-    if _SOURCE_WEIGHTS not in digests:
+    if PEFT_WEIGHTS not in digests:
         raise _no_weights(revision.repository, old=_OLD_WEIGHTS in digests)
-    return {name: digests[name] for name in (_SOURCE_CONFIG, _SOURCE_WEIGHTS)}
+    return {name: digests[name] for name in (PEFT_CONFIG, PEFT_WEIGHTS)}
 
 
 def _no_weights(where: str, *, old: bool) -> UnsupportedModelError:
     if not old:
-        return UnsupportedModelError(f"{where} has no {_SOURCE_WEIGHTS}.", hint="Save the adapter again with PEFT.")
+        return UnsupportedModelError(f"{where} has no {PEFT_WEIGHTS}.", hint="Save the adapter again with PEFT.")
     return UnsupportedModelError(
         f"{where} has its weights in {_OLD_WEIGHTS} only, a pickle that takes PyTorch to read (and may run any code).",
         hint=f"With PyTorch: safetensors.torch.save_file(torch.load('{_OLD_WEIGHTS}', weights_only=True), "
-        f"'{_SOURCE_WEIGHTS}')",
+        f"'{PEFT_WEIGHTS}')",
     )
 
 
@@ -181,34 +177,24 @@ def _source_config(
 ) -> AdapterConfig:
     if revision is None:
         assert folder is not None  # an adapter is in a folder or on the hub
-        return _read_config(folder / _SOURCE_CONFIG)
+        return peft_config(folder)
     # The conversion removes the folder under this lock.
     with download_folder(store, revision) as download:
-        return _read_config(hub.pull(revision, _file(revision, _SOURCE_CONFIG), download, token=token))
-
-
-def _read_config(path: Path) -> AdapterConfig:
-    return adapter_config(read_json_object(path, CorruptFileError))
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the tensors' names in the order of their bytes, as NVIDIA's converter reads them."""
-    entries = TensorFile(folder / _SOURCE_WEIGHTS).entries
-    return sorted(entries, key=lambda name: entries[name].begin)
+        return peft_config(hub.pull(revision, _file(revision, PEFT_CONFIG), download, token=token).parent)
 
 
 def _pulled(
     plan: AdapterPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress
 ) -> AdapterPlan:
     """Pull the adapter into `folder` and complete the plan."""
-    file = _file(revision, _SOURCE_WEIGHTS)
+    file = _file(revision, PEFT_WEIGHTS)
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(file.size)}"
     done = hub.pulled_bytes(file, folder)
     with progress.task(text, total=file.size, unit="bytes", done=done) as task:
         hub.pull(revision, file, folder, token=token, task=task)
-    pairs, unmatched = match_names(_names(folder))
+    pairs = peft_pairs(folder)
     config = plan.config.with_modules([pair.path for pair in pairs])
-    return replace(plan, folder=folder, config=config, pairs=tuple(pairs), unmatched=tuple(unmatched))
+    return replace(plan, folder=folder, config=config, pairs=tuple(pairs))
 
 
 def _file(revision: hub.Revision, name: str) -> hub.RemoteFile:
@@ -226,7 +212,6 @@ def _manifest(plan: AdapterPlan) -> Manifest:
             "base_model": plan.config.base_model,
             "targets": plan.targets,
             "rows": len(plan.pairs),
-            "unmatched": list(plan.unmatched),
         },
     )
 
@@ -235,30 +220,13 @@ def _write(plan: AdapterPlan, staging: Path, progress: Progress) -> Manifest:
     """Write both files; return the manifest with the largest rank."""
     import numpy as np
 
-    if plan.unmatched:
-        progress.warn(f"Left out, because TensorRT-LLM has no LoRA module for them: {_some(plan.unmatched)}")
-    if not plan.pairs:
-        raise UnsupportedModelError(
-            f"No tensor of {plan.source.text} belongs to a module of self_attn or mlp: {_some(plan.unmatched)}.",
-            hint="Only names such as …layers.0.self_attn.q_proj.lora_A.weight can be converted.",
-        )
     assert plan.folder is not None  # the adapter was pulled
-    source = TensorFile(plan.folder / _SOURCE_WEIGHTS)
     progress.step(f"Convert {len(plan.pairs)} modules of {plan.source.text} to {plan.storage_type}")
-    rows = []
-    for pair in plan.pairs:
-        matrices = source.tensor(pair.first), source.tensor(pair.second)
-        rows.append((pair, *module_row(pair, *matrices, plan.config, plan.storage_type)))
-    weights, config = adapter_arrays(rows, plan.storage_type)
+    weights, config = peft_arrays(plan.folder, plan.pairs, plan.config, plan.storage_type)
     np.save(staging / WEIGHTS, weights)
     np.save(staging / CONFIG, config)
     manifest = _manifest(plan)
     return replace(manifest, facts={**manifest.facts, "max_rank": int(config[..., 2].max())})
-
-
-def _some(names: tuple[str, ...], count: int = 4) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more or "it has none"
 
 
 def build_options(adapter: Adapter) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from trtserve.artifacts import plain_name
-from trtserve.errors import ModelNotFoundError, UsageError
+from trtserve.errors import ModelNotFoundError, TrtserveError, UsageError, counted
+from trtserve.files import read_text
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -59,6 +61,7 @@ ALIASES: dict[str, str] = {
     "gpt2-xl": "openai-community/gpt2-xl",
 }
 
+_CACHED = "models--"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SERVED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
@@ -139,7 +142,26 @@ def _folder(text: str, path: str, name: str | None) -> Source:
             f"{path} is not a folder on this machine.",
             hint="Give an existing folder, or a hub id as org/name (hf:org/name when in doubt).",
         )
-    return Source(text=text, kind="folder", location=str(folder), name=served_name(name or plain_name(folder.name)))
+    derived = folder.name
+    if folder.name.startswith(_CACHED) and not (folder / "config.json").exists():
+        derived = folder.name.rpartition("--")[2]
+        folder = _snapshot(folder)
+    return Source(text=text, kind="folder", location=str(folder), name=served_name(name or plain_name(derived)))
+
+
+def _snapshot(folder: Path) -> Path:
+    """Return the snapshot that `main` means in a model's folder of huggingface_hub's cache, else the only one."""
+    found = sorted(path for path in folder.glob("snapshots/*") if path.is_dir())
+    with suppress(TrtserveError, FileNotFoundError):
+        commit = read_text(folder / "refs" / "main", limit=1 << 20).strip()
+        found = [path for path in found if path.name == commit] or found
+    if len(found) != 1:
+        some = ", ".join(str(path) for path in found[:3])
+        raise ModelNotFoundError(
+            f"{folder} is a model's folder in the cache of huggingface_hub, with {counted(len(found), 'snapshot')}.",
+            hint=f"Give one of them: {some}" if found else "Nothing was downloaded there: give the hub id, org/name.",
+        )
+    return found[0]
 
 
 def _hub(text: str, identifier: str, name: str | None) -> Source:
