@@ -67,10 +67,12 @@ soak-openai: $(READY) ## 64 streams of the OpenAI API for two minutes, a third g
 soak-all: $(READY) ## 80 % of the capacity through every entry for 30 minutes: no error, and nothing may grow
 	$(BIN)/python -m tests.benchmarks.soak_all --work $(BENCH_WORK) $(ARGS)
 
-fuzz: $(READY) ## 100,000 random bodies to the gateway's checks, 16,000 files with lies, then 10,000 malformed requests through a real Triton
+fuzz: $(READY) ## 200,000 random bodies to the gateway's parsers, 16,000 files with lies, then 20,000 wrong requests to a real Triton
 	TRTSERVE_FUZZ=50000 $(BIN)/python -m pytest -q tests/unit/test_gateway_guard.py -k any_
+	TRTSERVE_FUZZ=100000 $(BIN)/python -m pytest -q tests/unit/test_generated_bodies.py
 	TRTSERVE_FILE_LIES=2000 $(BIN)/python -m pytest -q tests/integration/test_file_lies.py
 	$(BIN)/python -m tests.benchmarks.fuzz $(ARGS)
+	$(BIN)/python -m tests.benchmarks.fuzz_models --work $(BENCH_WORK) $(ARGS)
 
 launches: $(READY) ## 100 launches of four ranks, of which one is killed at a random moment: nothing may be left
 	TRTSERVE_KILLS=100 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)

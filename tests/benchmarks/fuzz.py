@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from tests.support.echo_server import write_echo_repository
+from tests.support.generated_bodies import changed, damaged
 from tests.support.servers import running_server
 from trtserve.server.state import Server
 from trtserve.server.triton.tritonserver import is_ready
@@ -33,8 +34,6 @@ from trtserve.server.triton.tritonserver import is_ready
 _SECONDS = 0.5
 _SETTLED = 1000
 _GROWTH = 1.1
-_NUMBERS = (0, -1, 1, 2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63, 2**64, 10**30, 0.5, 1e308, -0.0)
-_TEXTS = ("", "a" * 100_000, "\0", "\ud83d\ude00", "%s%n", "../../etc/passwd", "stub", "INT32", "BYTES", "true")
 
 
 def main() -> int:
@@ -100,7 +99,7 @@ def _mutated(chance: random.Random) -> bytes:
         packed = chance.choice((gzip.compress, zlib.compress, bytes))(body)
         headers["Content-Encoding"], body = chance.choice(("gzip", "deflate", "br")), packed
     if chance.random() < 0.3:
-        body = _damaged(body, chance)
+        body = damaged(body, chance)
     headers.setdefault("Content-Length", str(len(body)))
     if chance.random() < 0.1:
         headers["Content-Length"] = chance.choice(("0", "-1", "1", str(10**12), "abc", str(len(body) + 5)))
@@ -113,13 +112,13 @@ def _mutated(chance: random.Random) -> bytes:
         headers["X" * chance.randrange(1, 2000)] = "y" * chance.randrange(100_000)
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
     sent = "\r\n".join([*lines, "", ""]).encode() + body
-    return _damaged(sent, chance) if chance.random() < 0.05 else sent
+    return damaged(sent, chance) if chance.random() < 0.05 else sent
 
 
 def _generate(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
     body: dict[str, Any] = {"text_input": "one two", "max_tokens": 2, "stream": False, "id": "1"}
     model, verb = chance.choice(("echo", "text_plain", "tensorrt_llm")), chance.choice(("generate", "generate_stream"))
-    return f"/v2/models/{model}/{verb}", json.dumps(_changed(body, chance)).encode(), _typed(chance)
+    return f"/v2/models/{model}/{verb}", json.dumps(changed(body, chance)).encode(), _typed(chance)
 
 
 def _infer(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
@@ -127,7 +126,7 @@ def _infer(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
     data = {"input_ids": [5, 6, 7], "input_lengths": [3], "request_output_len": [2]}
     inputs = [{"name": name, "shape": shapes[name], "datatype": "INT32", "data": data[name]} for name in shapes]
     body = {"id": "2", "inputs": inputs, "outputs": [{"name": "output_ids", "parameters": {"binary_data": False}}]}
-    return f"/v2/models/{_core(chance)}/infer", json.dumps(_changed(body, chance)).encode(), _typed(chance)
+    return f"/v2/models/{_core(chance)}/infer", json.dumps(changed(body, chance)).encode(), _typed(chance)
 
 
 def _binary(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
@@ -136,7 +135,7 @@ def _binary(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
         {"name": name, "shape": [1, size], "datatype": "INT32", "parameters": {"binary_data_size": 4 * size}}
         for name, size in sizes.items()
     ]
-    head = json.dumps(_changed({"inputs": inputs}, chance)).encode()
+    head = json.dumps(changed({"inputs": inputs}, chance)).encode()
     length = chance.choice((len(head), len(head), len(head), 0, -1, 10**9, len(head) - 1))
     headers = {**_typed(chance), "Inference-Header-Content-Length": str(length)}
     return f"/v2/models/{_core(chance)}/infer", head + struct.pack("<5i", 5, 6, 7, 3, 2), headers
@@ -152,34 +151,6 @@ def _core(chance: random.Random) -> str:
 def _typed(chance: random.Random) -> dict[str, str]:
     kinds = ("application/json", "application/json", "application/x-www-form-urlencoded", "multipart/form-data", "")
     return {"Content-Type": chance.choice(kinds)}
-
-
-def _changed(value: Any, chance: random.Random) -> Any:
-    """Return JSON with some of its values replaced by others."""
-    if chance.random() < 0.08:
-        return chance.choice((None, True, [], {}, [[value]], chance.choice(_NUMBERS), chance.choice(_TEXTS), value))
-    if isinstance(value, dict):
-        changed = {name: _changed(each, chance) for name, each in value.items() if chance.random() > 0.03}
-        return changed | ({chance.choice(_TEXTS): 1} if chance.random() < 0.03 else {})
-    if isinstance(value, list):
-        return [_changed(each, chance) for each in value] * (
-            chance.choice((0, 2, 300)) if chance.random() < 0.03 else 1
-        )
-    return value
-
-
-def _damaged(content: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(chance.randrange(1, 6)):
-        place = chance.randrange(len(changed) + 1)
-        kind = chance.randrange(3)
-        if kind == 0 and place < len(changed):
-            changed[place] = chance.randrange(256)
-        elif kind == 1:
-            del changed[place : place + chance.randrange(1, 50)]
-        else:
-            changed[place:place] = chance.choice((b"[" * 5000, b"\0", b'"', b"{}", b"\xff\xfe", b"\r\n\r\n", b"1e999"))
-    return bytes(changed)
 
 
 def _chunked(body: bytes, chance: random.Random) -> bytes:

@@ -188,6 +188,15 @@ def test_a_second_key_of_the_same_name_does_not_reach_triton() -> None:
     assert b"9223372036854775807" not in check_infer(body, None, LIMITS).content
 
 
+def test_a_number_as_id_is_a_text_for_triton() -> None:
+    """Triton 2.51 answers 500 to a number."""
+    checked = check_generate(b'{"text_input": "a", "id": 7}', LIMITS, DATATYPES)
+    assert (json.loads(checked.content)["id"], checked.request_id) == ("7", "7")
+    checked = check_infer(infer_body(tensor(), id=7), None, LIMITS)
+    assert (json.loads(checked.content)["id"], checked.request_id) == ("7", "7")
+    assert status_of(lambda: check_infer(infer_body(tensor(), id=10**30), None, LIMITS)) == 400
+
+
 def test_generate_takes_values_and_flat_lists() -> None:
     body = {"text_input": "Hi", "max_tokens": 3, "temperature": 0.5, "stop_words": ["a", "b"], "id": "1"}
     checked = check_generate(json.dumps(body).encode(), LIMITS, DATATYPES)

@@ -14,7 +14,7 @@ from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of
 from tests.support.scripted_triton import NAME, ScriptedTriton, refused
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.openai import request
-from trtserve.gateway.openai.bodies import _NEUTRAL
+from trtserve.gateway.openai.other_keys import NEUTRAL, NOT_SET, REFUSED, WITHOUT_EFFECT
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +127,40 @@ def test_keys_of_openais_own_service_have_no_effect(client: TestClient) -> None:
 
 
 def test_keys_that_ask_for_what_happens_anyway_are_taken(client: TestClient) -> None:
+    own = {"best_of", "echo"}  # of completions
     for ask in (complete, chat):
-        assert ask(client, **{key: values[0] for key, values in _NEUTRAL.items()}).status_code == 200
+        for number in range(2):
+            neutral = {key: values[number % len(values)] for key, values in NEUTRAL.items() if key not in own}
+            assert ask(client, **neutral).status_code == 200
+        assert ask(client, **dict.fromkeys(WITHOUT_EFFECT, "anything")).status_code == 200
+        assert ask(client, **{key: values[0] for key, values in NOT_SET.items()}).status_code == 200
+        assert ask(client, response_format={"type": "text"}, stream_options={"include_usage": False}).status_code == 200
+    assert chat(client, best_of=1, echo=False, logprobs=0, thinking={"type": "auto"}).status_code == 200
+    assert complete(client, logprobs=False).json()["choices"][0]["logprobs"] is None
     assert chat(client, top_logprobs=0, logprobs=False).status_code == 200
     assert complete(client, stream=True, stream_options={"continuous_usage_stats": True}).status_code == 200
+
+
+def test_keys_with_other_names_are_honoured(client: TestClient, triton: ScriptedTriton) -> None:
+    complete(client, n_predict=7, repeat_penalty=1.5, min_new_tokens=2, regex="a+")
+    (sent,) = triton.requests
+    assert (sent["request_output_len"], sent["repetition_penalty"], sent["min_tokens"]) == ([7], [1.5], [2])
+    assert sent["guided_decoding_guide"] == ["a+"]
+    complete(client, response_format={"type": "json_object"})
+    chat(client, grammar="root ::= 'a'", thinking={"type": "disabled"}, enable_thinking=True)
+    kinds = [each["guided_decoding_guide_type"] for each in triton.requests[1:]]
+    assert kinds == [["json_schema"], ["ebnf_grammar"]]
+    assert "mean the same" in error(complete(client, n_predict=7, max_tokens=8))[1]
+
+
+@pytest.mark.parametrize("key", [*NEUTRAL, *REFUSED])
+def test_what_cannot_be_honoured_is_refused_by_name(client: TestClient, key: str) -> None:
+    if key in ("best_of", "echo"):  # completions have them
+        return
+    for value in ({"no": "such value"}, 17, "17"):
+        status, message, param = error(complete(client, **{key: value}))
+        assert (status, param) == (400, key)
+        assert message.startswith(f"{key} is not supported: ")
 
 
 @pytest.mark.parametrize("place", ["model", "user", "prompt", "stop", "guided_regex", "messages", "metadata"])

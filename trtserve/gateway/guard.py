@@ -104,12 +104,13 @@ def check_infer(
     for each in _objects(head, "outputs"):
         _check_output(each, shared_memory=shared_memory)
     _check_parameters(head)
+    request_id = _request_id(head)
     content = _written(head)
     binary = json_length is not None
     return CheckedBody(
         content=b"".join((content, tail)) if binary else content,
         json_length=len(content) if binary else None,
-        request_id=_request_id(head),
+        request_id=request_id,
     )
 
 
@@ -137,7 +138,8 @@ def check_generate(body: bytes, limits: RequestLimits, datatypes: Mapping[str, s
         if not set(map(type, values)) <= _kinds(datatypes[name]):
             raise RefusedError(400, f"{name!r} must be one value of the type {datatypes[name]}, or a flat list of them")
         _check_range(name, datatypes[name], values)
-    return CheckedBody(content=_written(head), request_id=_request_id(head))
+    request_id = _request_id(head)
+    return CheckedBody(content=_written(head), request_id=request_id)
 
 
 def check_control(body: bytes, limits: RequestLimits) -> CheckedBody:
@@ -329,10 +331,11 @@ def _name(tensor: Mapping[str, Any]) -> str:
     return name
 
 
-def _request_id(head: Mapping[str, Any]) -> str:
+def _request_id(head: dict[str, Any]) -> str:
+    """Return the request's id. A number, which Triton 2.51 answers with status 500, becomes a text in `head`."""
     found = head.get("id", "")
-    if type(found) is int:  # generate takes numbers too
-        return str(found)
+    if type(found) is int and abs(found) < INT64:
+        found = head["id"] = str(found)
     if type(found) is not str or len(found) > _MAX_NAME:
         raise RefusedError(400, f"'id' must be a text of at most {_MAX_NAME} characters")
     return found

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trtserve.files import parse_json
+from trtserve.gateway.openai.other_keys import understood
 
 MOST_SEQUENCES = 128
 _MOST_ANSWERS = 2048
@@ -22,33 +23,6 @@ _LONGEST_STOP = 1024  # characters
 _MOST_STOP_IDS = 1024
 _MOST_BIASES = 4096
 _LONGEST_ID = 10  # digits
-# Keys that this server does not have → the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": ({},),
-    "bad_words": ([],),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "mm_processor_kwargs": ({},),
-    "priority": (0,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "web_search_options": ({},),
-}
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -62,11 +36,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        asked = {key: each for key, each in value.items() if each is not None}
-        neutral = [key for key in asked.keys() & _NEUTRAL.keys() if asked[key] in _NEUTRAL[key]]
-        return {key: each for key, each in asked.items() if key not in neutral or key in cls.model_fields}
+        return understood(value, cls.model_fields) if isinstance(value, dict) else value
 
 
 class StreamOptions(_Body):
@@ -138,6 +108,7 @@ class Sampling(_Body):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
     # No effect: they concern OpenAI's own service.
     user: str = ""
@@ -176,7 +147,7 @@ class Sampling(_Body):
 
     @model_validator(mode="after")
     def _consistent(self) -> Sampling:
-        if self.stream_options is not None and not self.stream:
+        if not self.stream and (self.stream_options or StreamOptions()) != StreamOptions():
             raise ValueError("stream_options is only allowed when stream is true")
         if len(self._guides()) > 1:
             raise ValueError("give only one of response_format and the guided_ parameters")
@@ -200,6 +171,9 @@ class Sampling(_Body):
         choices = (choice for choice in (self.guided_choice, other.choice) if choice is not None)
         found += [("regex", "|".join(map(_literal, choice))) for choice in choices]
         found += [("ebnf_grammar", text) for text in (self.guided_grammar, other.grammar) if text is not None]
+        if self.response_format is not None and self.response_format.type != "text":
+            named = self.response_format.json_schema
+            found.append(("json_schema", self._schema(_ANY_OBJECT if named is None else named.json_schema)))
         return found
 
     def _schema(self, schema: str | dict[str, Any]) -> str:
@@ -213,6 +187,8 @@ class Sampling(_Body):
             content = parse_json(schema) if isinstance(schema, str) else schema
         except ValueError as error:
             raise ValueError(f"the schema is not JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError("the schema must be an object where a pattern of white space is given")  # noqa: TRY004
         return json.dumps({**content, "x-guidance": {"whitespace_pattern": pattern}})
 
 
@@ -223,6 +199,11 @@ class CompletionBody(Sampling):
     best_of: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return None if value is False else value
 
     @model_validator(mode="after")
     def _possible(self) -> CompletionBody:
@@ -286,6 +267,12 @@ class NamedTool(_Body):
     function: NamedFunction
 
 
+class Thinking(_Body):
+    """Whether the model thinks first, as GLM's and DeepSeek's APIs ask."""
+
+    type: Literal["enabled", "disabled", "auto"]
+
+
 class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
@@ -293,16 +280,22 @@ class ChatBody(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # vLLM's name
+    enable_thinking: bool | None = None  # the variable that templates of thinking models read
+    thinking: Thinking | None = None
 
     # No effect.
     parallel_tool_calls: bool = True
     reasoning_effort: str = ""
     verbosity: str = ""
     modalities: list[Literal["text"]] = Field(default_factory=list)
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return False if value == 0 else value
 
     @field_validator("messages")
     @classmethod
@@ -322,6 +315,14 @@ class ChatBody(Sampling):
         if self.must_call and self._guides():
             raise ValueError("tool_choice prescribes the answer; leave response_format and guided_ parameters out")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets besides messages and tools."""
+        thinks = self.enable_thinking
+        if self.thinking is not None and self.thinking.type != "auto":
+            thinks = self.thinking.type == "enabled"
+        return ({} if thinks is None else {"enable_thinking": thinks}) | self.chat_template_kwargs
 
     @property
     def tool_names(self) -> list[str]:
@@ -359,13 +360,6 @@ class ChatBody(Sampling):
         definitions = {str(number): _moved(tool.parameters, f"#/$defs/{number}") for number, tool in enumerate(tools)}
         return "json_schema", self._schema({"anyOf": calls, "$defs": definitions})
 
-    def _guides(self) -> list[Guide]:
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return super()._guides()
-        schema = _ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.json_schema
-        return [*super()._guides(), ("json_schema", self._schema(schema))]
-
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates expect it: its content a text, the arguments of its calls objects."""
@@ -374,6 +368,8 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     made = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
     made["content"] = _text(number, message.get("content"))
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ValueError(f"the tool_calls of message {number} must be a list")
         made["tool_calls"] = [_call(number, call) for call in calls]
     return made
 

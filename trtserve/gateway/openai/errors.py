@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from trtserve.errors import ServerUnreachableError, TrtserveError
 from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.openai.other_keys import reason_against
 
 _LOG = logging.getLogger(__name__)
 _TYPES = {
@@ -35,19 +36,6 @@ _ENGINE_ERRORS: tuple[tuple[re.Pattern[str], int, str | None], ...] = (
     (re.compile("is not healthy|is not ready|unexpectedly|shut ?down", re.IGNORECASE), 503, None),
     (re.compile("exceeds maximum input length", re.IGNORECASE), 400, "context_length_exceeded"),
 )
-# Keys of OpenAI's API that cannot work here → why.
-_REFUSED = {
-    "suffix": "the model continues a text, it does not fill gaps",
-    "functions": "it was replaced by tools",
-    "function_call": "it was replaced by tool_choice",
-    "audio": "the model generates text only",
-    "prediction": "predicted outputs are not available",
-    "web_search_options": "the server does not search the web",
-    "min_p": "TensorRT-LLM's Triton models have no such input",
-    "skip_special_tokens": "special tokens are never part of the text",
-    "return_token_ids": "ask the model `tensorrt_llm` over Triton's protocol for token ids",
-    "use_beam_search": "ask with temperature 0, or use `trtserve query --beam-width`",
-}
 
 
 def error_type(status: int) -> str:
@@ -131,8 +119,8 @@ def _of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     param = _param(first["loc"][1:], body)  # the first part is "body"
     if first["type"] == "extra_forbidden":
-        if param in _REFUSED:
-            return ApiError(f"{param} is not supported: {_REFUSED[param]}.", param=param, code="unsupported_parameter")
+        if (reason := reason_against(param or "")) is not None:
+            return ApiError(f"{param} is not supported: {reason}.", param=param, code="unsupported_parameter")
         return ApiError(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
     if first["type"] == "json_invalid":
         return ApiError("The body is not valid JSON.")

@@ -272,12 +272,10 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     except UsageError as error:
         raise ApiError(error.message) from None
     if template is None:
-        if tools and not body.must_call:
-            raise ApiError("tools need a chat template, and this model has none.", param="tools")
         return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True)
     tokens = files.special_tokens()
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedTool) else body.tool_choice
-    variables = {**body.chat_template_kwargs, **({"tools": tools, "tool_choice": choice} if tools else {})}
+    variables = {**body.template_variables, **({"tools": tools, "tool_choice": choice} if tools else {})}
     try:
         text = await served.encoder.render(template, body.messages, tokens, variables)
     except UsageError as error:

@@ -1,0 +1,186 @@
+"""Random and mutated bodies of requests to every API: most of them wrong in some place, many of them almost right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+NUMBERS = (0, -1, 1, 7, 2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63, 2**64, 10**30, 0.5, 1e308, -0.0, 1e-320)
+TEXTS = (
+    "",
+    " ",
+    "a" * 20_000,
+    "\0",
+    "\x1b]52;c;YQ==\x07",
+    "\ud83d\ude00",
+    "\ud800",
+    "a\udfff",
+    "é–字\N{ZERO WIDTH JOINER}",
+    "%s%n{{ 1 }}{% for x in y %}",
+    "../../etc/passwd",
+    "@/etc/passwd",
+    "true",
+    "null",
+    "<tool_call>{",
+    "[" * 500,
+)
+_RAW = (b"[" * 5000, b"\0", b'"', b"{}", b"\xff\xfe", b"\xc3", b"\r\n\r\n", b"1e999", b"NaN", b"\\ud800", b"9" * 5000)
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": ["integer", "null"]}, "c": {"items": {"$ref": "#"}}},
+    "required": ["a"],
+}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}}
+_CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "x"}'}}
+_MESSAGES: tuple[dict[str, Any], ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": "Hi", "name": "me"},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]},
+    {"role": "assistant", "content": None, "tool_calls": [_CALLED]},
+    {"role": "assistant", "content": "Yes.", "refusal": None},
+    {"role": "tool", "tool_call_id": "c", "content": "1"},
+)
+# Key → values that are right; a body has some of the keys.
+_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "stream": (True, False),
+    "stream_options": ({"include_usage": True}, {"continuous_usage_stats": True}),
+    "n": (1, 2),
+    "max_tokens": (1, 2),
+    "temperature": (0, 0.7, 2),
+    "top_p": (0.5, 1),
+    "presence_penalty": (-2, 0.5),
+    "frequency_penalty": (0, 1.5),
+    "seed": (0, -1, 2**63),
+    "stop": ("x", ["a", "b"], []),
+    "logit_bias": ({"5": 1, "6": -100}, {}),
+    "top_k": (-1, 0, 5),
+    "min_tokens": (0, 1),
+    "repetition_penalty": (1.0, 1.3),
+    "stop_token_ids": ([1, 2], []),
+    "ignore_eos": (True,),
+    "guided_json": (_SCHEMA, json.dumps(_SCHEMA)),
+    "guided_regex": ("[a-z]+", "a|b"),
+    "guided_choice": (["a", "b.c"],),
+    "guided_grammar": ("root ::= 'a'",),
+    "guided_whitespace_pattern": ("[ ]?",),
+    "structured_outputs": ({"choice": ["a"]}, {"json": _SCHEMA}),
+    "user": ("me",),
+    "metadata": ({"a": "b"},),
+    "store": (False,),
+    "min_p": (0, 0.1),
+    "suffix": ("", "x"),
+    "priority": (0,),
+}
+_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_SAMPLING,
+    "prompt": ("Hi", ["a", "b"], [5, 6], [[5], [6, 7]]),
+    "best_of": (1, 3),
+    "echo": (True,),
+    "logprobs": (0, 3),
+}
+_CHAT: dict[str, tuple[Any, ...]] = {
+    **_SAMPLING,
+    "max_completion_tokens": (1, 2),
+    "logprobs": (True,),
+    "top_logprobs": (0, 3),
+    "response_format": (
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}},
+    ),
+    "tools": ([_TOOL], [_TOOL, _TOOL], []),
+    "tool_choice": ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}),
+    "parallel_tool_calls": (True, False),
+    "chat_template_kwargs": ({"enable_thinking": False}, {"messages": [], "tools": 1}),
+    "reasoning_effort": ("low",),
+}
+_GENERATE: dict[str, tuple[Any, ...]] = {
+    "stream": (True, False),
+    "id": ("1", 7),
+    "bad_words": ("", ["a", "b"]),
+    "stop_words": ("", "x", ["a", "b"]),
+    "end_id": (-1, 2),
+    "pad_id": (0,),
+    "temperature": (0.7, 1),
+    "top_k": (1, 5),
+    "top_p": (0.5,),
+    "random_seed": (3,),
+    "beam_width": (1, 2),
+    "repetition_penalty": (1.2,),
+    "presence_penalty": (0.5,),
+    "min_length": (1,),
+    "return_log_probs": (True,),
+    "return_context_logits": (False,),
+    "num_return_sequences": (1, 2),
+    "embedding_bias_words": (["a"],),
+    "embedding_bias_weights": ([0.5],),
+    "guided_decoding_guide_type": ("json_schema", "regex"),
+    "guided_decoding_guide": ("[a-z]", '{"type": "object"}'),
+}
+
+
+def completion_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/v1/completions`."""
+    return _body({"model": model, "prompt": "Hi", "max_tokens": 2}, _COMPLETION, chance)
+
+
+def chat_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/v1/chat/completions`."""
+    messages = [chance.choice(_MESSAGES) for _ in range(chance.randrange(1, 5))]
+    return _body({"model": model, "messages": messages, "max_tokens": 2}, _CHAT, chance)
+
+
+def generate_body(chance: random.Random) -> bytes:
+    """A body for `generate` and `generate_stream` of a text model."""
+    return _body({"text_input": "Hi", "max_tokens": 2}, _GENERATE, chance)
+
+
+def _body(needed: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]], chance: random.Random) -> bytes:
+    asked = {name: chance.choice(keys[name]) for name in chance.sample(sorted(keys), chance.randrange(6))}
+    body = changed({**needed, **asked}, chance, share=chance.choice((0, 0.02, 0.1)))
+    # Lone surrogates as escapes, or as the bytes that UTF-8 does not allow.
+    content = json.dumps(body, ensure_ascii=chance.random() < 0.8).encode("utf-8", "surrogatepass")
+    return damaged(content, chance) if chance.random() < 0.2 else content
+
+
+def changed(value: Any, chance: random.Random, share: float = 0.08) -> Any:
+    """Return JSON with some of its values replaced by others; `share`: of how many."""
+    if chance.random() < share:
+        wrong: tuple[Any, ...] = (
+            None,
+            True,
+            [],
+            {},
+            [[value]],
+            {"a": value},
+            chance.choice(NUMBERS),
+            chance.choice(TEXTS),
+            value,
+        )
+        return chance.choice(wrong)
+    if isinstance(value, dict):
+        new = {name: changed(each, chance, share) for name, each in value.items() if chance.random() > share / 2}
+        return new | ({chance.choice(TEXTS): 1} if chance.random() < share / 2 else {})
+    if isinstance(value, list):
+        times = chance.choice((0, 2, 300)) if chance.random() < share / 2 else 1
+        return [changed(each, chance, share) for each in value] * times
+    return value
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """Return bytes with some of them changed, left out or added."""
+    new = bytearray(content)
+    for _ in range(chance.randrange(1, 6)):
+        place = chance.randrange(len(new) + 1)
+        kind = chance.randrange(3)
+        if kind == 0 and place < len(new):
+            new[place] = chance.randrange(256)
+        elif kind == 1:
+            del new[place : place + chance.randrange(1, 50)]
+        else:
+            new[place:place] = chance.choice(_RAW)
+    return bytes(new)

@@ -1,0 +1,105 @@
+"""Whatever a client sends to OpenAI's API, the answer is an answer or an error that blames the request."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+from fastapi import FastAPI
+
+from tests.support.generated_bodies import chat_body, completion_body
+from tests.support.scripted_endpoint import write_chat_model
+from tests.support.scripted_triton import NAME, ScriptedTriton
+from trtserve.gateway.openai.answering import Measures
+from trtserve.gateway.openai.router import openai_router
+
+COUNT = int(os.environ.get("TRTSERVE_FUZZ", "400"))  # make fuzz asks for more, and for other ones
+SEED = int(os.environ.get("TRTSERVE_FUZZ_SEED", "1"))
+SETTLED = 20_000
+"""Requests after which the caches are full."""
+PATHS = {"/v1/completions": completion_body, "/v1/chat/completions": chat_body}
+
+
+async def _answer(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
+    """Send one request straight to the application."""
+    sent: list[dict[str, Any]] = []
+    waiting = asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await waiting.wait()  # the client stays
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+    }
+    await asyncio.wait_for(app(scope, receive, send), 30)  # type: ignore[arg-type]
+    return int(sent[0]["status"]), b"".join(each.get("body", b"") for each in sent[1:])
+
+
+def _require_honest(status: int, answer: bytes) -> None:
+    if answer.startswith(b"data: "):
+        assert status == 200
+        assert answer.endswith(b"data: [DONE]\n\n")
+        contents = [json.loads(line[6:]) for line in answer.split(b"\n\n")[:-2]]
+    else:
+        contents = [json.loads(answer)]
+    for content in contents:
+        if (error := content.get("error")) is not None:
+            assert error["message"]
+            assert "log says why" not in error["message"], error
+            assert "is a bug" not in error["message"], error
+        else:
+            assert status == 200
+    assert status in (200, 400, 404)
+
+
+def test_any_openai_body_has_an_honest_answer(tmp_path: Path) -> None:
+    triton, app = ScriptedTriton(write_chat_model(tmp_path)), FastAPI()
+    app.include_router(openai_router(triton, Measures()))
+    chance, statuses = random.Random(SEED), Counter[int]()
+    memory: list[int] = []
+
+    async def run() -> None:
+        for number in range(COUNT):
+            path = chance.choice(sorted(PATHS))
+            body = PATHS[path](NAME, chance)
+            triton.requests.clear()
+            triton.stops.clear()
+            try:
+                status, answer = await _answer(app, path, body)
+                _require_honest(status, answer)
+            except BaseException as error:
+                raise AssertionError(f"seed {SEED}, request {number}: {path} {body[:3000]!r}") from error
+            statuses[status] += 1
+            if number % SETTLED == SETTLED - 1:
+                gc.collect()
+                memory.append(psutil.Process().memory_info().rss)
+
+    asyncio.run(run())
+    assert statuses[200] > COUNT / 10
+    assert statuses[400] > COUNT / 10
+    if len(memory) > 1:
+        print(f"{dict(statuses)}, memory in MiB: {[each >> 20 for each in memory]}")  # noqa: T201
+        assert memory[-1] < 1.05 * memory[0] + 16 * 2**20
