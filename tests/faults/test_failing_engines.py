@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -49,6 +51,8 @@ def failing(self, plan, iteration):
     if faults == ["hangs"]:
         self._awaited_since = time.monotonic()
         time.sleep(10_000)
+    if faults == ["waits"]:  # for something that is not the GPU
+        time.sleep(10_000)
     return start(self, plan, iteration)
 
 
@@ -85,9 +89,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-def answer(one: Supervised, path: str, body: object = None) -> tuple[int, str]:
+def answer(one: Supervised, path: str, body: object = None, seconds: float = 30) -> tuple[int, str]:
     """Ask the gateway and return the status and the body of its answer; 0 without an answer."""
-    connection = http.client.HTTPConnection(HOST, one.record().endpoint.http_port, timeout=30)
+    connection = http.client.HTTPConnection(HOST, one.record().endpoint.http_port, timeout=seconds)
     try:
         if body is None:
             connection.request("GET", path)
@@ -107,11 +111,11 @@ def completion(one: Supervised) -> tuple[int, str]:
     return status, json.loads(body)["choices"][0]["text"] if status == 200 else body
 
 
-def healthy(one: Supervised) -> bool:
-    return answer(one, "/health")[0] == 200
+def healthy(one: Supervised, seconds: float = 30) -> bool:
+    return answer(one, "/health", seconds=seconds)[0] == 200
 
 
-@pytest.mark.parametrize("fault", ["lost", "errors", "hangs"] if ALL else ["lost"])
+@pytest.mark.parametrize("fault", ["lost", "errors", "hangs", "waits"] if ALL else ["lost"])
 def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, repository: Path, home: Path) -> None:
     with supervised(repository, home, "--restart", "on-failure", "--no-verify", gateway=True) as one:
         one.ready()
@@ -132,12 +136,37 @@ def test_a_server_whose_engine_fails_is_started_again(fault: str, order: Path, r
             unhealthy = seconds_until(lambda: not healthy(one), NOTICED)
             answers = [call.result() for call in calls]
         assert [status for status, _ in answers] == [503] * len(asked), answers
-        assert all("stopped working" in body for _, body in answers), answers
+        told = "no step" if fault == "waits" else "stopped working"
+        assert all(told in body for _, body in answers), answers
         settled = seconds_until(lambda: one.record().restarts == 1 and one.state() == "ready", 120)
         one.ready()
         wait_until(lambda: healthy(one))
         assert completion(one) == (200, text)
     measured("failing engine", how=fault, unhealthy_s=unhealthy, settled_s=settled)
+
+
+STOPPED = ("gateway", "preprocessing", "tensorrt_llm", "tritonserver", "postprocessing", "tensorrt_llm_bls")
+
+
+@pytest.mark.parametrize("process", STOPPED if ALL else STOPPED[:2])
+def test_a_stopped_process_is_ended_and_the_server_started_again(process: str, repository: Path, home: Path) -> None:
+    with supervised(repository, home, "--restart", "on-failure", "--no-verify", gateway=True) as one:
+        one.ready()
+        text = completion(one)
+        assert text[0] == 200
+        os.kill(one.victim(process), signal.SIGSTOP)
+        unhealthy = seconds_until(lambda: not healthy(one, 2), NOTICED)
+        if process in ("preprocessing", "tensorrt_llm"):
+            status, body = answer(one, "/v2/models/ensemble/generate", GENERATED)
+            assert status in (0, 503), body
+        settled = seconds_until(lambda: one.record().restarts == 1 and one.state() == "ready", 120)
+        one.ready()
+        wait_until(lambda: healthy(one))
+        assert completion(one) == text
+        failure = one.record().failure
+        assert failure is not None
+        assert "stopped by a signal" in failure.message or "is not healthy" in failure.message
+    measured("stopped process", process=process, unhealthy_s=unhealthy, settled_s=settled)
 
 
 if ALL:  # make faults

@@ -16,7 +16,7 @@ from trtserve.gateway.admission import Gate
 from trtserve.gateway.app import HANG_UP, Gateway
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
 from trtserve.gateway.settings import GatewaySettings, RequestLimits, write_private
-from trtserve.gateway.triton import TritonHttp
+from trtserve.gateway.triton import TritonHttp, _model
 from trtserve.specs import ServerSpec
 
 
@@ -141,3 +141,22 @@ def test_pages_of_a_site_that_is_allowed(tmp_path: Path, allowed: tuple[str, ...
 def test_origins_that_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         ServerSpec(**settings)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "needs"),
+    [
+        ({}, {"m"}),
+        (
+            {"tensorrt_llm_model_name": "", "tensorrt_llm_draft_model_name": ""},
+            {"m", "preprocessing", "tensorrt_llm", "postprocessing"},
+        ),
+        (
+            {"tensorrt_llm_model_name": "core", "tensorrt_llm_draft_model_name": "draft"},
+            {"m", "preprocessing", "core", "draft", "postprocessing"},
+        ),
+    ],
+)
+def test_a_bls_model_needs_what_it_calls(parameters: dict[str, str], needs: set[str]) -> None:
+    config = {"name": "m", "parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    assert set(_model(config).needs) == needs

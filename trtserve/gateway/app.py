@@ -143,7 +143,7 @@ class Gateway:
         self._health = health
         self._relay = Relay(settings, triton, self.gate, health, self._measures)
         app.state.parts = GatewayParts(settings=settings, triton=triton, gate=self.gate, health=health)
-        watches = [asyncio.create_task(each) for each in (self.gate.sweep(), health.watch())]
+        watches = [asyncio.create_task(each) for each in (self.gate.sweep(), health.watch(), health.show_life())]
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from yarl import URL
 from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_body, model_path
 from trtserve.client.tensors import ModelDescription, stop_tensors
 from trtserve.gateway.asgi import RefusedError
-from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
+from trtserve.repository.profiles import CORE, POSTPROCESSING, PREPROCESSING
 
 Group = Literal["shared-memory", "trace", "logging", "model-control"]
 GROUPS: Final[tuple[Group, ...]] = ("shared-memory", "trace", "logging", "model-control")
@@ -31,6 +31,8 @@ _VERSION = r"(?:/versions/\d{1,18})?"
 _REGION = r"(?:/region/[^/]{1,1024})?"
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
+# A load balancer must hear of a server that stands still within five seconds.
+_READY_SECONDS = 4.0
 # How long a model's description is believed: with --model-control-mode=explicit it can be loaded anew.
 _DESCRIPTION_SECONDS = 30.0
 # Triton closes no idle connection within this time.
@@ -167,7 +169,7 @@ class TritonHttp:
     async def is_ready(self, path: str = "/v2/health/ready") -> bool:
         """Return whether Triton answers a health page with 200."""
         try:
-            async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
+            async with self.send("GET", path, seconds=_READY_SECONDS) as response:
                 return response.status == 200
         except RefusedError:
             return False
@@ -216,7 +218,11 @@ def _model(config: Mapping[str, Any]) -> TritonModel:
     description = ModelDescription.from_config(config)
     scheduling = config.get("ensemble_scheduling") or {}
     steps = tuple(step["model_name"] for step in scheduling.get("step", ()))
-    called = tuple(value for name, value in description.parameters.items() if name.endswith("_model_name") and value)
-    others = steps or ((PREPROCESSING, *called, POSTPROCESSING) if called else ())
+    # A BLS model names the models that it calls, or has the parameters empty: then it calls those of the usual names.
+    called = {name: value for name, value in description.parameters.items() if name.endswith("_model_name")}
+    if called:
+        usual = {f"{name}_model_name": name for name in (PREPROCESSING, CORE, POSTPROCESSING)}
+        called = {**usual, **{name: value for name, value in called.items() if value}}
+    others = steps or tuple(called.values())
     closing_ends = description.decoupled and not steps
     return TritonModel(description=description, needs=(description.name, *others), closing_ends=closing_ends)

@@ -28,7 +28,9 @@ T = TypeVar("T")
 POLL_INTERVAL = 0.05
 _MEASURED = 0.2
 _KILLED = 10.0
-# Field 22 of /proc/PID/stat, counted from the one after the program's name.
+# Fields of /proc/PID/stat, counted from the one after the program's name: the state is the first.
+_MAJOR_FAULTS = 9
+_CPU_TIMES = slice(11, 13)
 _START_TIME = 19
 _SBIN_DIRS = ("/usr/sbin", "/usr/local/sbin")
 _DESCRIBED = 80
@@ -117,11 +119,8 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """Return the process that has `pid` now, or None when there is none."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            return None
-        return cls(pid=pid, started=int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK"))
+        fields = _fields(pid)
+        return None if fields is None else cls(pid=pid, started=_started(fields))
 
     def matches(self, other: ProcessId) -> bool:
         return (self.pid, self.started) == (other.pid, other.started)
@@ -139,6 +138,31 @@ class ProcessId:
         if child is not None and child.returncode is None:
             return child.poll() is None
         return _process(self) is not None
+
+    def halted(self) -> bool:
+        """Return whether a signal such as SIGSTOP has stopped it; one that a debugger holds does not count."""
+        fields = _fields(self.pid)
+        return fields is not None and fields[0] == b"T" and _started(fields) == self.started
+
+
+def _fields(pid: int) -> list[bytes] | None:
+    """Return the fields of /proc/PID/stat that follow the program's name, or None without such a process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+
+
+def _started(fields: list[bytes]) -> float:
+    return int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+
+
+def work_done(identity: ProcessId) -> float:
+    """Return the CPU seconds of a process, and a tenth of one for each page that it had to read from a disk; or 0."""
+    fields = _fields(identity.pid)
+    if fields is None or _started(fields) != identity.started:
+        return 0.0
+    return sum(map(int, fields[_CPU_TIMES])) / os.sysconf("SC_CLK_TCK") + int(fields[_MAJOR_FAULTS]) / 10
 
 
 def spawn(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
-
-import psutil
+from collections.abc import Callable
 
 from trtserve.errors import PortInUseError, ServerStartError
+from trtserve.gateway.standstill import Standstill
 from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, wait_gone
 from trtserve.progress import Progress
@@ -29,7 +27,9 @@ _REPORT = 10.0
 # Triton opens its ports within a moment, and the metrics port last.
 _LAST_PORT = 2.0
 _TRITON_FAILED = "error: creating server: "
-# Models of trtserve load within seconds of CPU time; idle stubs use less than 0.3 s a minute.
+# Triton 2.51 does not always notice that a stub has answered: seen twice in some ten thousand starts, on busy machines,
+# with a stub and a server that both waited for a message. Models of trtserve load within seconds of CPU time; idle
+# stubs use less than 0.3 s a minute.
 _LONGEST = 60.0
 _LEAST_WORK = 1.0
 
@@ -131,7 +131,7 @@ class _Waiting:
         self.planned = planned
         self._own = own
         """Models that trtserve wrote."""
-        self._standstill = Standstill()
+        self._standstill = Standstill(_LONGEST, _LEAST_WORK)
         self._seen: dict[int, ProcessId] = {}
         self._looked = time.monotonic()
         self._lost_since: float | None = None
@@ -217,30 +217,3 @@ class _Waiting:
         processes = {rank: each for rank, each in rank_processes(self.root).items() if rank < ranks}
         text = server_log.read(self.planned.log)
         return f" {kept_waiting(processes, ranks, text)}\n{describe_ranks(processes, ranks, text)}"
-
-
-class Standstill:
-    """Looks again and again at the stubs of models that are loading.
-
-    Triton 2.51 does not always notice that a stub has answered. That was seen on busy machines, twice in some ten
-    thousand starts, with a stub and a server that both waited for a message.
-    """
-
-    def __init__(self) -> None:
-        self._stubs: frozenset[int] = frozenset()
-        self._used = 0.0
-        self._since = 0.0
-
-    def lasts(self, stubs: Collection[ProcessId]) -> bool:
-        """Return whether the same stubs have used almost no CPU time for a minute."""
-        pids, used, now = frozenset(each.pid for each in stubs), sum(map(_cpu_seconds, stubs)), time.monotonic()
-        if not pids or pids != self._stubs or used - self._used > _LEAST_WORK:
-            self._stubs, self._used, self._since = pids, used, now
-        return now - self._since > _LONGEST
-
-
-def _cpu_seconds(process: ProcessId) -> float:
-    with suppress(psutil.Error):
-        times = psutil.Process(process.pid).cpu_times()
-        return float(times.user + times.system)
-    return 0.0

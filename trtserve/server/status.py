@@ -23,8 +23,9 @@ from trtserve.client.metrics import (
     read_heartbeats,
 )
 from trtserve.errors import ServerDiedError, ServerUnreachableError, TrtserveError
+from trtserve.gateway.standstill import gateway_silence
 from trtserve.host.machine import differences
-from trtserve.process import exit_code, how_it_ended, wait_gone
+from trtserve.process import ProcessId, exit_code, how_it_ended, wait_gone
 from trtserve.repository.profiles import CORE
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.discovery import find_server
@@ -35,6 +36,8 @@ from trtserve.server.triton.tritonserver import Address, client_host, is_ready, 
 from trtserve.specs.server import METRICS_PORT
 from trtserve.store import Store
 
+HALTED = "has been stopped by a signal (SIGSTOP)"
+_GATEWAY_SILENT = 4.0
 # mpirun reports within this time for which rank it ended the job.
 _EXPLANATION = 5.0
 # Name of each rate → the counter of the metrics page whose growth per second it is.
@@ -58,6 +61,8 @@ class Ended:
     """Its ranks that had ended by then."""
     explained: bool = False
     """Whether `what` says why, and no log has to."""
+    standing: Sequence[ProcessId] = ()
+    """Its processes that live, but would not end in order either."""
 
 
 def ended(server: Server, store: Store) -> Ended | None:
@@ -99,7 +104,7 @@ def _ended_in(instance: Instance) -> str:
     return ""
 
 
-def unready_models(server: Server, store: Store) -> Mapping[str, str]:
+def unready_models(server: Server, store: Store) -> dict[str, str]:
     """Return what does not answer although its process lives → why. The name of the server stands for all models.
 
     Triton 2.51 calls a model ready as long as it is loaded, whatever has become of its process. So executors are judged
@@ -109,7 +114,30 @@ def unready_models(server: Server, store: Store) -> Mapping[str, str]:
     for instance in server.instances:
         if not is_ready(instance.address):
             found[server.name] = f"its HTTP port {instance.address.http_port} does not report it as ready"
+        gateway = instance.gateway
+        silence = None if gateway is None else gateway_silence(run_folder(server.name, store), gateway.process.pid)
+        if silence is not None and silence > _GATEWAY_SILENT:
+            found[server.name] = f"its gateway, which answers HTTP requests, has answered nobody for {silence:.0f} s"
+    for process, what in named_parts(server).items():
+        if process.halted():
+            found[server.name] = f"{what} (pid {process.pid}) {HALTED}"
     return found
+
+
+def named_parts(server: Server) -> dict[ProcessId, str]:
+    """Return the processes that a server cannot do without → what they are, for a sentence."""
+    parts: dict[ProcessId, str] = {}
+    for instance in server.instances:
+        parts[instance.process] = "mpirun" if instance.ranks else "tritonserver"
+        parts |= {process: f"rank {rank}" for rank, process in enumerate(instance.ranks)}
+        parts |= {
+            ProcessId(pid=stub.pid, started=stub.started): f"the Python stub of {stub.model}" for stub in instance.stubs
+        }
+        if instance.gateway is not None:
+            parts[instance.gateway.process] = "its gateway, which answers HTTP requests,"
+    if server.proxy is not None and server.proxy.process is not None:
+        parts[server.proxy.process] = "its reverse proxy (nginx)"
+    return parts
 
 
 def died_error(server: Server, end: Ended) -> ServerDiedError:

@@ -16,9 +16,10 @@ from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.server.plan import ServerPlan
 from trtserve.server.shutdown import end_server
+from trtserve.server.standstill import Watchman
 from trtserve.server.start import start_once
 from trtserve.server.state import Server, change_state, failure_of, forget, is_stopping, last_record, recorded_server
-from trtserve.server.status import died_error, ended, unready_models
+from trtserve.server.status import Ended, died_error, ended, unready_models
 from trtserve.server.systemd import notify
 from trtserve.server.triton.server_log import limit_size
 from trtserve.specs import ServerSpec
@@ -82,7 +83,7 @@ def _serve_once(
             on_ready(server)
         else:
             progress.step(f"{server.name} is ready again.")
-        watch(server, plan.store, interrupted, progress)
+        watch(server, plan.store, interrupted, progress, may_restart=plan.spec.restart != "never")
         notify("STOPPING=1")
         progress.step(f"Stopping {server.name} …")
     except ServerDiedError as error:
@@ -93,30 +94,40 @@ def _serve_once(
         end_server(server, plan.store, urgent=lambda: interrupted() > 1, failure=failure)
 
 
-def watch(server: Server, store: Store, interrupted: Callable[[], int], progress: Progress = SILENT) -> None:
-    """Return on the first signal and when the server was stopped. Raises ServerDiedError when a part of it ends."""
+def watch(
+    server: Server,
+    store: Store,
+    interrupted: Callable[[], int],
+    progress: Progress = SILENT,
+    *,
+    may_restart: bool = False,
+) -> None:
+    """Return on the first signal and when the server was stopped.
+
+    Raises ServerDiedError when a part of it ends, or stands still and another start may follow. Where none may, such a
+    server is degraded: it works again if whoever has stopped the part lets it go on.
+    """
+    watchman = Watchman(server, store, progress)
     next_probe = time.monotonic() + _PROBE
     complained = ""
     while not interrupted():
-        end = ended(server, store)
+        end, probing = ended(server, store), time.monotonic() > next_probe
+        standing = watchman.standing(probing)
+        if end is None and may_restart:
+            end = standing
         if end is not None and not is_stopping(server, store):
-            if end.instance is not None and end.ranks:
-                # None works without the others, and mpirun says which ended first when all have.
-                stop_all(end.instance.ranks, grace=0)
+            _kill_the_rest(end)
             raise died_error(server, end)
-        if end is not None or time.monotonic() > next_probe:
+        if end is not None or probing:
             next_probe = time.monotonic() + _PROBE
             try:
-                unready = unready_models(server, store)
-                reason = "; ".join(f"{model}: {why}" for model, why in unready.items())
+                reason = "" if standing is None else standing.what
+                reason = "; ".join(f"{model}: {why}" for model, why in unready_models(server, store).items()) or reason
                 recorded = change_state(server, store, state="degraded" if reason else "ready", reason=reason)
                 if recorded.state in ("draining", "stopped"):
                     _await_stopper(server, store, interrupted)
                     return
-                for instance in server.instances:
-                    limit_size(instance.log)
-                    if instance.gateway is not None:
-                        limit_size(instance.gateway.log)
+                _limit_logs(server)
                 complaint = reason
             except (TrtserveError, OSError) as error:  # a full disk does not end a server that runs
                 complaint = f"the state or the log could not be written: {error}"
@@ -124,6 +135,24 @@ def watch(server: Server, store: Store, interrupted: Callable[[], int], progress
                 progress.warn(f"{server.name} is degraded: {complaint}" if complaint else f"{server.name} is ready.")
                 complained = complaint
         time.sleep(_INTERVAL)
+
+
+def _kill_the_rest(end: Ended) -> None:
+    """Kill what would not end in order: other ranks, none of which works alone, and processes that stand still.
+
+    mpirun says which rank ended first only when all have.
+    """
+    if end.instance is not None and end.ranks:
+        stop_all(end.instance.ranks, grace=0)
+    if end.standing:
+        stop_all(end.standing, grace=0)
+
+
+def _limit_logs(server: Server) -> None:
+    for instance in server.instances:
+        limit_size(instance.log)
+        if instance.gateway is not None:
+            limit_size(instance.gateway.log)
 
 
 def _await_stopper(server: Server, store: Store, interrupted: Callable[[], int]) -> None:
