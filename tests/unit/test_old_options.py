@@ -11,7 +11,7 @@ import pytest
 from trtserve.cli.app import command_tree, run
 from trtserve.cli.corrections import explain_unknown
 from trtserve.cli.parser import UnknownOptionError
-from trtserve.errors import UsageError
+from trtserve.errors import ModelNotFoundError, UsageError
 from trtserve.nvidia.releases.options import OldOption, old_option, old_option_of, old_options
 from trtserve.repository.profiles import profile
 from trtserve.repository.settings import resolve_settings
@@ -103,10 +103,12 @@ def test_options_of_guides_name_their_tool_and_replacement(tree: Any, typed: str
 
 @pytest.mark.parametrize("command", ["build c", "import m"])
 @pytest.mark.parametrize("option", ["--lora_target_modules ", "--lora-target-modules="])
-def test_modules_are_separated_by_commas(tree: Any, command: str, option: str) -> None:
-    error = _error(tree, f"{command} {option}attn_q attn_k attn_v --max-lora-rank 8".split())
-    assert "3 words" in error.message
-    assert "attn_q,attn_k,attn_v" in str(error.hint)
+def test_blanks_between_modules_are_commas(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{command} {option}attn_q attn_k attn_v --max-lora-rank 8"
+    assert run(line.split()) == ModelNotFoundError.code
+    assert run(f"{line} --output_dir /x".split()) == UsageError.code
+    corrected = capsys.readouterr().err.replace("lora_target_modules", "lora-target-modules")
+    assert "--lora-target-modules attn_q,attn_k,attn_v --max-lora-rank 8 --out /x" in corrected
 
 
 def _taken(tree: Any, command: str) -> set[str]:
@@ -313,3 +315,26 @@ def test_a_line_with_an_unknown_option_is_not_corrected(tree: Any) -> None:
         "--what is unknown.",
         "--max-batch-sise: Did you mean --max-batch-size?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "corrected"),
+    [
+        ("import -m llama-2-7b --backend tensorrtllm", "import llama-2-7b --runtime tensorrt_llm"),
+        ("import --model mine -s hf:org/x", "import hf:org/x --name mine"),
+        ("import -m opt125m", "import opt125m"),
+        ("start --image x --server-timeout 9 --frontend openai", "start --container x --ready-timeout 9"),
+        ("start --repo r", "start --model-repo r"),
+        ("remove -m gpt2", "remove gpt2"),
+        ("list --repo r", "list"),
+    ],
+)
+def test_options_of_triton_cli_are_translated(line: str, corrected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == UsageError.code
+    assert f"Corrected: trtserve {corrected}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verb", "command"), [("infer", "query"), ("config", "inspect"), ("profile", "bench")])
+def test_verbs_of_triton_cli_have_a_command(verb: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "-m", "gpt2"]) == UsageError.code
+    assert f"Use `trtserve {command}`." in capsys.readouterr().err

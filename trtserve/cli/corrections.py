@@ -250,7 +250,11 @@ def _correct(  # noqa: C901 - one branch per kind of option
         elif found.old is None or found.old.manual:
             return None
         elif found.old.is_argument:
-            if not line.arguments and option.value is not None:
+            others = (each.old for name, each in unknown.items() if name != option.name and each.old is not None)
+            if found.old.otherwise is not None and any(each.is_argument for each in others):
+                new_option = TypedOption(name=found.old.otherwise, value=option.value, known=True)
+                options[found.old.otherwise] = new_option, True
+            elif not line.arguments and option.value is not None:
                 made.arguments.append(option.value)
         elif (new := found.old.replacement(option.value, line.values())) is not None and new[0] in known:
             name, value = new

@@ -55,6 +55,9 @@ _VERBS_OF_PEERS = {
     "kill": "stop",
     "down": "stop",
     "profile": "bench",
+    "infer": "query",
+    "config": "inspect",
+    "server": "start",
     "version": "--version",
     "help": "-h",
 }
@@ -195,6 +198,7 @@ class ParsedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words after the command. Raises UsageError for what it does not take."""
+        args = _with_commas(args)
         typed = list(args)
         with _explained(self, ctx, typed):
             extra = super().parse_args(ctx, args)
@@ -288,8 +292,6 @@ def _parameters(node: Any, context: Any) -> Iterator[tuple[str, list[tuple[str, 
 def _explained(node: Any, context: Any, typed: Sequence[str]) -> Iterator[None]:
     """Turn Typer's errors about `typed`, the words after a command, into UsageErrors."""
     path = context.command_path
-    if not context.resilient_parsing:
-        _refuse_blanks(typed)
     try:
         yield
     except UsageError as error:
@@ -306,19 +308,17 @@ def _explained(node: Any, context: Any, typed: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def _refuse_blanks(arguments: Sequence[str]) -> None:
-    """Raise UsageError for modules separated by blanks, as trtllm-build takes them."""
+def _with_commas(arguments: Sequence[str]) -> list[str]:
+    """Return the words with commas between modules that blanks separate, as build.py and trtllm-build take them."""
+    words = list(arguments)
     for place, argument in enumerate(arguments):
-        name, sign, first = argument.partition("=")
-        if name.replace("_", "-") != "--lora-target-modules":
-            continue
-        words = [*([first] if sign else []), *arguments[place + 1 :]]
-        modules = list(itertools.takewhile(_MODULE.fullmatch, words))
-        if len(modules) > 1:
-            raise UsageError(
-                f"{name} has {len(modules)} words: {' '.join(modules)}.",
-                hint=f"Separate them with commas: {name} {','.join(modules)}.",
-            )
+        name, _, first = argument.partition("=")
+        if name.replace("_", "-") == "--lora-target-modules":
+            after = list(itertools.takewhile(_MODULE.fullmatch, arguments[place + 1 :]))
+            modules = [*([first] if first else []), *after]
+            words[place : place + 1 + len(after)] = [f"{name}={','.join(modules)}"] if modules else [name]
+            break
+    return words
 
 
 def _extra_arguments(path: str, words: Sequence[str]) -> UsageError:

@@ -114,8 +114,7 @@ def _of_peft(name: str, folder: Path) -> tuple[Array, Array]:
             hint=f"Save the adapter again with PEFT. What else may be wrong with it says: trtserve lora {folder}",
         ) from None
     except TrtserveError as error:
-        error.message = f"--lora {name}={folder}: {error.message}"
-        raise
+        raise type(error)(f"--lora {name}={folder}: {error.message}", hint=error.hint) from None
 
 
 def _read(name: str, folder: Path) -> tuple[Array, Array]:

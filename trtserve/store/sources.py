@@ -59,6 +59,8 @@ ALIASES: dict[str, str] = {
     "gpt2-medium": "openai-community/gpt2-medium",
     "gpt2-large": "openai-community/gpt2-large",
     "gpt2-xl": "openai-community/gpt2-xl",
+    "opt125m": "facebook/opt-125m",
+    "falcon-7b": "tiiuae/falcon-7b",
 }
 
 _CACHED = "models--"

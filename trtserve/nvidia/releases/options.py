@@ -152,6 +152,7 @@ class OldOption:
     until: str | None = None
     use: str | Mapping[str, str] | None = None
     default: str | None = None
+    otherwise: str | None = None
     plus: Mapping[str, int] = field(default_factory=dict)
     switch: bool = False
     manual: bool = False
