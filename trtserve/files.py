@@ -287,9 +287,15 @@ def _path(kind: type[Path], value: object) -> Path:
     return Path(value)
 
 
-def write_json(path: Path, content: object) -> None:
-    """Replace `path` by `content` in one rename; the partial file of a killed process is overwritten."""
+def write_json(path: Path, content: object, *, private: bool = False) -> None:
+    """Replace `path` by `content` in one rename; the partial file of a killed process is overwritten.
+
+    Other users cannot read a `private` file.
+    """
     staged = path.with_name(f".{path.name}.partial")
     with writing(path), locked(path.with_name(f".{path.name}.lock")):
+        if private:
+            staged.touch()
+            staged.chmod(0o600)
         staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
         staged.replace(path)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.supervised import ALL, supervised
+from tests.support.supervised import ALL, slow_model, supervised
 from tests.support.waiting import wait_until
 from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.state import state_file
+from trtserve.server.triton.tritonserver import shared_memory_regions
 
 pytestmark = pytest.mark.triton
 
@@ -71,3 +72,17 @@ def test_a_hanging_server_is_degraded_and_recovers(repository: Path, tmp_path: P
         os.kill(server.instances[0].process.pid, signal.SIGCONT)
         wait_until(lambda: one.record().state == "ready")
         assert one.ask() == 200
+
+
+def test_other_users_can_read_nothing_of_a_server(repository: Path, tmp_path: Path) -> None:
+    slow_model(repository, 2.0)
+    with supervised(repository, tmp_path / "home", gateway=True) as one:
+        server = one.ready()
+        log = server.instances[0].log
+        regions = shared_memory_regions(server.shm_prefix)
+        assert regions
+        files = [path for path in log.parent.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+        assert {log, state_file(one.name, one.store)} <= set(files)
+        assert [str(path) for path in (*regions, *files) if path.stat().st_mode & 0o077] == []
+        for each in (server.instances[0].process.pid, one.victim("probe"), one.victim("gateway")):
+            assert "Umask:\t0077" in Path(f"/proc/{each}/status").read_text()

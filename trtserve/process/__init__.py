@@ -166,19 +166,28 @@ def work_done(identity: ProcessId) -> float:
 
 
 def spawn(
-    command: Command, *, log: Path, bound: bool = False, stack: int | None = None, keep: Collection[int] = ()
+    command: Command,
+    *,
+    log: Path,
+    bound: bool = False,
+    stack: int | None = None,
+    keep: Collection[int] = (),
+    private: bool = False,
 ) -> ProcessId:
     """Start a process in its own session that outlives this one; its stdout and stderr replace the content of `log`.
 
     Output goes to a file because a full pipe that is not read blocks the writer; it is appended, so that the file can
     be emptied meanwhile. A `bound` process gets a SIGTERM from the kernel when this process ends without having stopped
     it, for example because it was killed: see `orphans`. `stack` raises the limit of its threads' stacks to this many
-    bytes, where this process may do that. It inherits the file descriptors to `keep`.
+    bytes, where this process may do that. It inherits the file descriptors to `keep`. Other users cannot read the
+    log, nor what a `private` process writes.
     """
     prepare = [each for each in (end_with_parent() if bound else None, larger_stack(stack)) if each is not None]
 
     log.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), "wb") as output:
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as output:
+        if log.is_file():  # not /dev/null; it may be older
+            os.fchmod(output.fileno(), 0o600)
         child = subprocess.Popen(
             _resolved(command),
             env=command.environment,
@@ -188,6 +197,7 @@ def spawn(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=tuple(keep),
+            umask=0o077 if private else -1,
             preexec_fn=(lambda: [each() for each in prepare]) if prepare else None,  # noqa: PLW1509 - no locks
         )
     _children[child.pid] = child

@@ -134,7 +134,7 @@ def spawn_gateway(plan: GatewayPlan, triton: ProcessId, *, bound: bool) -> Gatew
         if plan.key is not None:
             write_private(folder / "key", plan.key + "\n")
     replace(plan.settings, triton=triton).write(plan.file)
-    process = spawn(plan.command, log=plan.log, bound=bound)
+    process = spawn(plan.command, log=plan.log, bound=bound, private=True)
     encrypted = plan.settings.certificate is not None
     return GatewayState(process=process, log=plan.log, settings=plan.file, encrypted=encrypted)
 
@@ -270,7 +270,7 @@ def start_proxy(proxy: ProxyPlan, *, bound: bool) -> ProxyState:
     """
     identity = None
     if proxy.executable is not None:
-        identity = spawn(proxy.command, log=proxy.log, bound=bound)
+        identity = spawn(proxy.command, log=proxy.log, bound=bound, private=True)
         try:
             _await_proxy(proxy, identity)
         except BaseException:

@@ -18,7 +18,14 @@ from trtserve.server.rank_processes import describe_ranks, describe_stubs, kept_
 from trtserve.server.state import Server
 from trtserve.server.triton import server_log
 from trtserve.server.triton.server_log import last_lines
-from trtserve.server.triton.tritonserver import READY_POLL, came_up, opened_all_ports, start_error, timeout_error
+from trtserve.server.triton.tritonserver import (
+    READY_POLL,
+    came_up,
+    opened_all_ports,
+    protect_shared_memory,
+    start_error,
+    timeout_error,
+)
 
 # mpirun ends a job within a moment of a rank that fails, but goes on when a rank ends with code 0.
 _RANK_INTERVAL = 1.0
@@ -51,6 +58,7 @@ def wait_for_all(
     waiting = [_Waiting(instance.process, planned, own) for instance, planned in pairs]
     loading = _Loading(len(plan.served.models), progress)
     while True:
+        protect_shared_memory(server.shm_prefix)
         loading.report(server_log.read(plan.instances[0].log))
         waiting = [one for one in waiting if not one.ready()]
         if not waiting:

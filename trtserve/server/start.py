@@ -173,7 +173,7 @@ def _spawn_all(plan: ServerPlan, progress: Progress, supervisor: ProcessId | Non
                 command = replace(command, env={**command.env, VARIABLE: str(folder)})
             instance = Instance(
                 address=planned.address,
-                process=spawn(command, log=planned.log, bound=bound, stack=STACK),
+                process=spawn(command, log=planned.log, bound=bound, stack=STACK, private=True),
                 log=planned.log,
                 container=None if planned.container is None else planned.container.name,
             )

@@ -223,7 +223,7 @@ def run_folder(name: str, store: Store) -> Path:
 
 
 def write_state(server: Server, store: Store) -> None:
-    write_json(state_file(server.name, store), asdict(server))
+    write_json(state_file(server.name, store), asdict(server), private=True)
 
 
 def change_state(server: Server, store: Store, **changes: Any) -> Server:

@@ -22,6 +22,7 @@ from trtserve.server.state import Server, change_state, failure_of, forget, is_s
 from trtserve.server.status import Ended, died_error, ended, unready_models
 from trtserve.server.systemd import notify
 from trtserve.server.triton.server_log import limit_size
+from trtserve.server.triton.tritonserver import protect_shared_memory
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -120,6 +121,7 @@ def watch(
             raise died_error(server, end)
         if end is not None or probing:
             next_probe = time.monotonic() + _PROBE
+            protect_shared_memory(server.shm_prefix)  # of models that were loaded again
             try:
                 reason = "" if standing is None else standing.what
                 reason = "; ".join(f"{model}: {why}" for model, why in unready_models(server, store).items()) or reason

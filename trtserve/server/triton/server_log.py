@@ -239,7 +239,7 @@ def limit_size(log: Path) -> None:
     """Rotate a log that has grown too large. Its writer keeps the file open, so it is copied and emptied."""
     if log.exists() and log.stat().st_size > _LARGEST:
         _shift(log)
-        shutil.copyfile(log, _old(log, 1))
+        shutil.copy(log, _old(log, 1))  # and its permissions
         with log.open("r+b") as handle:
             handle.truncate()
 

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,6 +177,16 @@ def client_host(host: str) -> str:
 
 def shared_memory_regions(prefix: str) -> list[Path]:
     return sorted(SHARED_MEMORY.glob(f"{prefix}*")) if prefix else []
+
+
+def protect_shared_memory(prefix: str) -> None:
+    """Take the regions of a server, which hold prompts and answers, away from other users.
+
+    Triton's Python backend gives them to everyone to read, whatever its umask is (boost calls fchmod).
+    """
+    for region in shared_memory_regions(prefix):
+        with suppress(OSError):  # it has gone, or a container of another user made it
+            region.chmod(0o600)
 
 
 def sweep_shared_memory(prefix: str) -> None:
