@@ -25,4 +25,7 @@ def main(server: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except trtserve.TrtserveError as error:  # no server, or one that cannot do it
+        sys.exit(" ".join(filter(None, [f"{error}", error.hint])))

@@ -20,4 +20,9 @@ def main(server: str, *adapters: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) == 1:
+        sys.exit("Usage: python examples/lora_by_name.py SERVER ADAPTER…")
+    try:
+        main(*sys.argv[1:])
+    except trtserve.TrtserveError as error:  # no server, or one that cannot do it
+        sys.exit(" ".join(filter(None, [f"{error}", error.hint])))

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
 QUESTIONS = ("What is ML?", "What is a token?", "What is a GPU?", "What is training?")
 
@@ -34,4 +34,7 @@ def main(url: str = "http://localhost:8000/v1", model: str = "demo") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except OpenAIError as error:
+        sys.exit(f"{error} Is the server running? trtserve start demo")

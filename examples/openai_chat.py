@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 from openai.types.chat import ChatCompletionMessageParam
 
 QUESTIONS = ("What is ML?", "What is a model?")
@@ -32,4 +32,7 @@ def main(url: str = "http://localhost:8000/v1", model: str = "demo") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except OpenAIError as error:
+        sys.exit(f"{error} Is the server running? trtserve start demo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 SCHEMA: dict[str, object] = {
     "type": "object",
@@ -32,4 +32,7 @@ def main(url: str = "http://localhost:8000/v1", model: str = "demo") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except OpenAIError as error:
+        sys.exit(f"{error} Is the server running? trtserve start demo")

@@ -25,6 +25,7 @@ TrtserveError
 ├── ServerDiedError            35   a running server ended by itself
 ├── ServerStopError            36   a server could not be stopped within the bound
 ├── ServerNotReadyError        37   a server does not answer for all of its models (status)
+├── ServerRunningError         38   a server of this name is running already (start)
 ├── ServerUnreachableError     40   no answer from the endpoint
 ├── RequestError               41   the server refused or failed the request
 ├── AnswerMismatchError        42   two answers that must be equal differ (bench e2e)
@@ -164,6 +165,10 @@ class ServerStopError(TrtserveError):
 
 class ServerNotReadyError(TrtserveError):
     code = 37
+
+
+class ServerRunningError(TrtserveError):
+    code = 38
 
 
 class ServerUnreachableError(TrtserveError):

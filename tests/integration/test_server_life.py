@@ -97,7 +97,7 @@ def test_commands_in_the_background(repository: Path, store: Store) -> None:
     assert len(lines) == 20
     assert "Started HTTPService" in "".join(lines)
     again = command(*start_line(repository, free_spec()), "--detach")
-    assert again.returncode == 32
+    assert again.returncode == 38
     assert "is already running" in again.stderr
     with pytest.raises(PortInUseError, match=f"--http-port {spec.http_port} is taken by trtserve's server probe"):
         start_server(

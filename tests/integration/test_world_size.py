@@ -140,7 +140,7 @@ def test_start_rebuilds_an_import_for_another_world_size(
         assert "ranks      4 (tp_size 4" in capsys.readouterr().out
         # A second one is refused before anything is built for it.
         builds = len(machine.doubles.calls("trtllm-build"))
-        assert run(["start", ALIAS, "--world-size", "2", "--detach"]) == 32
+        assert run(["start", ALIAS, "--world-size", "2", "--detach"]) == 38
         assert "is already running" in capsys.readouterr().err
         assert len(machine.doubles.calls("trtllm-build")) == builds
     finally:

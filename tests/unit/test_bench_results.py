@@ -237,6 +237,8 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert captured.out.startswith("Statistic\tavg\tmin\tmax\tp50\tp75\tp90\tp95\tp99\nTime to first token (ms)\t")
     assert "not enough data" in captured.out
     assert "Verdict: valid" in captured.err
+    assert run(["bench", "report", str(tmp_path / "a"), "-q"]) == 0
+    assert capsys.readouterr() == (captured.out, "")
     write_result(made(1, count=5), tmp_path / "b")
     assert run(["bench", "report", str(tmp_path / "b"), "--strict", "--table", "upstream"]) == 51
     assert capsys.readouterr().out.startswith("Stat\tValue\nRequests/Sec\t")
@@ -315,6 +317,18 @@ def test_a_trace_without_a_limit_has_no_load_to_name(trace_result: Path) -> None
     report = read_report(trace_result)
     assert report.load == ""
     assert report.verdict.valid
+
+
+@pytest.mark.needs("vl_convert")
+def test_a_page_is_written_whoever_reads_the_table(
+    trace_result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("trtserve.cli.output.print_table", leave)
+    run(["bench", "report", str(trace_result), "--html", str(tmp_path / "trace.html")])
+    assert (tmp_path / "trace.html").stat().st_size
 
 
 @pytest.mark.needs("vl_convert")

@@ -91,6 +91,10 @@ def test_rows_of_a_batch() -> None:
         ({"stop_words_list": np.array([[[1, 2], [3, -1]]], dtype=np.int32)}, "stop_words_list has offsets"),
         ({"stop_words_list": np.array([[1, 2]], dtype=np.int32)}, r"expected \[batch, 2, n\]"),
         ({"guided_decoding_guide_type": one(b"xml", np.object_)}, "guided_decoding_guide_type is 'xml'"),
+        (
+            {"guided_decoding_guide_type": one(b"json", object), "guided_decoding_guide": one(b"not json", object)},
+            "allows any JSON and takes no guided_decoding_guide",
+        ),
         ({"input_lengths": one(-1, np.int32)}, "input_lengths is -1; expected 1 … 4"),
         ({"input_lengths": one(0, np.int32)}, "input_lengths is 0; expected 1 … 4"),
         ({"input_lengths": one(9, np.int32)}, "input_lengths is 9; expected 1 … 4"),

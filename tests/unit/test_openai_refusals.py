@@ -225,3 +225,25 @@ def test_a_model_that_cannot_answer_is_refused(triton: ScriptedTriton) -> None:
     with endpoint_of(triton, require=require) as client:
         assert error(complete(client, stream=True))[:2] == (503, "a process of the model tensorrt_llm has ended")
     assert not triton.requests
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        (
+            "text/plain",
+            '{"model": "scripted"}',
+            "The body must be sent with the header Content-Type: application/json.",
+        ),
+        ("application/json", "[1]", "The body is a JSON list; expected a JSON object."),
+        ("application/json", '"x"', "The body is a JSON text; expected a JSON object."),
+        ("application/json", "[]", "The body is a JSON list; expected a JSON object."),
+        ("application/json", "0", "The body is no JSON object; expected a JSON object."),
+        ("application/json", "", "The body is empty; expected a JSON object."),
+    ],
+)
+def test_a_body_that_is_no_object(folder: Path, kind: str, body: str, words: str) -> None:
+    with endpoint_of(ScriptedTriton(folder)) as client:
+        answer = client.post("/v1/completions", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == words

@@ -125,6 +125,7 @@ def test_switches_and_inputs_reach_the_spec(monkeypatch: pytest.MonkeyPatch) -> 
         ("one\n\ntwo é\n", ("one", "two é")),
         ('["a\\nb", "c"]', ("a\nb", "c")),
         ("[not json\n", ("[not json",)),
+        ("[1, 2] Add these.\n{name} is here\n", ("[1, 2] Add these.", "{name} is here")),
         ("[INST] one [/INST]\n[INST] two [/INST]\n", ("[INST] one [/INST]", "[INST] two [/INST]")),
     ],
 )
@@ -138,8 +139,12 @@ def test_prompts_are_read_from_a_file(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('["a",\n"b\n', "looks like a JSON list but is not"),
-        ('[\n  "a" "b"\n]\n', "looks like a JSON list but is not"),
+        ('["a",\n"b\n', "should be a JSON list of texts but is not"),
+        ('[\n  "a" "b"\n]\n', "should be a JSON list of texts but is not"),
+        ("[ 'a', 'b' ]", "should be a JSON list of texts but is not"),
+        ('{"prompts": ["a"', "should be a JSON list of texts but is not"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', "should be a JSON list of texts but is not"),
+        ('{"prompts": ["a"]}', "is a JSON object; expected a JSON list of texts"),
         ('["a", {"text": "b"}]', 'is a JSON list with {"text": "b"} in it'),
         ("[1, 2]", "is a JSON list with 1 in it"),
     ],
@@ -149,6 +154,18 @@ def test_invalid_json_list_is_not_sent_line_by_line(
 ) -> None:
     (tmp_path / "prompts").write_text(content, encoding="utf-8")
     assert run(["query", "--input-file", str(tmp_path / "prompts")]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("one\ntwo\n", "should be a JSON list"), ('"one"', "is one JSON text"), ("[not json\n", "should be a JSON list")],
+)
+def test_a_file_that_is_named_json_is_json(
+    content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.json").write_text(content, encoding="utf-8")
+    assert run(["query", "--input-file", str(tmp_path / "prompts.json")]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -157,6 +157,8 @@ def test_guide_may_be_text_or_a_file(tmp_path: Path) -> None:
     assert "guided_decoding_guide" not in tensors(model, TEXT, guide_type="json")
     with pytest.raises(UsageError, match="--guide-type"):
         tensors(model, TEXT, guide="a+")
+    with pytest.raises(UsageError, match="takes no --guide"):
+        tensors(model, TEXT, guide_type="json", guide="not json")
     with pytest.raises(UsageError, match="cannot be read"):
         tensors(model, TEXT, guide_type="regex", guide="@/nowhere")
 

@@ -19,6 +19,7 @@ from trtserve.errors import (
     ModelNotFoundError,
     PortInUseError,
     RepositoryError,
+    ServerRunningError,
     ServerStartError,
     UsageError,
 )
@@ -275,11 +276,11 @@ def test_running_already_names_the_model(repository: ModelRepository, tmp_path: 
     plan = plan_server(repository, ServerSpec(), store=store)
     server = server_record(plan.name, store=store)
     write_state(server, store)
-    with pytest.raises(ServerStartError, match="already running") as caught:
+    with pytest.raises(ServerRunningError, match="already running") as caught:
         start_server(plan)
     assert f"trtserve start --model-repository {repository.path} --name OTHER" in str(caught.value.hint)
     recorded(store, "mine", repository.path, "2026-01-01")
-    with pytest.raises(ServerStartError) as caught:
+    with pytest.raises(ServerRunningError) as caught:
         start_server(plan)
     assert "trtserve start mine --name OTHER --auto-ports" in str(caught.value.hint)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trtserve.cli import output
-from trtserve.cli.options import JsonOption, paths
+from trtserve.cli.options import JsonOption, QuietOption, paths
 from trtserve.errors import DoubtfulResultError, RegressionError, UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def report(
         ),
     ] = False,
     json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Compute the figures of a result again from its records.
 
@@ -64,6 +65,10 @@ def report(
 
         check_plots(html)
     found = read_stages(result)
+    if html is not None:  # before anything is printed: the reader of a pipe may leave early
+        from trtserve.bench.plots import write_plots
+
+        write_plots(found, html)
     if json:
         whole = [each.to_json() for each in found]
         output.print_json("bench report", whole[0] if len(found) == 1 else {"stages": whole})
@@ -71,12 +76,10 @@ def report(
         print_stages(found)
     else:
         print_report(found[0], table="upstream" if table == "upstream" else "genai-perf")
-    say_notes(found, output.say)
-    if html is not None:
-        from trtserve.bench.plots import write_plots
-
-        write_plots(found, html)
-        output.say(f"Written: {html}")
+    if not quiet:
+        say_notes(found, output.say)
+        if html is not None:
+            output.say(f"Written: {html}")
     if strict:
         require_valid(found)
 

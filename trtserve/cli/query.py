@@ -241,8 +241,8 @@ TokenIds = tuple[tuple[int, ...], ...]
 
 _STDIN = Path("-")
 _CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query"
-# Start of a JSON list; "[INST] …" is a prompt.
-_LIST = re.compile(r"""\s*\[\s*["{]""")
+# Start of a JSON list or object; "[INST] …", "[1] …" and "{name} …" are prompts.
+_LIST = re.compile(r"""\s*(\[\s*(["'{]|$)|\{\s*("|$))""")
 
 
 def read_prompts(
@@ -307,17 +307,22 @@ def _of_file(path: Path) -> Prompts:
 
 def _json_texts(text: str, path: Path) -> Prompts | None:
     """Return the texts of a JSON list, or None for lines, which may begin with a bracket too ("[INST] …")."""
-    if not text.lstrip().startswith("["):
+    named = path.suffix.lower() == ".json"
+    if not named and not text.lstrip().startswith(("[", "{")):
         return None
     try:
         content = parse_json(text)
     except ValueError as error:
-        if not _LIST.match(text):
+        if not named and not _LIST.match(text):
             return None
         raise UsageError(
-            f"--input-file: {path} looks like a JSON list but is not: {error}.",
-            hint="Fix the list; for one prompt per line, put another line first.",
+            f"--input-file: {path} should be a JSON list of texts but is not: {error}.",
+            hint="Fix the list. For one prompt per line, give the file another name than .json, and put a line first "
+            "that does not look like a list.",
         ) from None
+    if not isinstance(content, list):
+        kind = {dict: "a JSON object", str: "one JSON text"}.get(type(content), "JSON")
+        raise UsageError(f"--input-file: {path} is {kind}; expected a JSON list of texts, or one prompt per line.")
     wrong = [item for item in content if not isinstance(item, str) or not is_unicode(item)]
     if wrong:
         raise UsageError(f"--input-file: {path} is a JSON list with {json.dumps(wrong[0])} in it; expected only texts.")

@@ -156,6 +156,11 @@ def _guide_inputs(context: RequestContext) -> Values:
         raise UsageError("--guide needs --guide-type: json_schema, regex or ebnf_grammar.")
     if "guide" not in options:
         return {}
+    if options["guide_type"] == "json" and options["guide"]:
+        raise UsageError(
+            "--guide-type json allows any JSON and takes no --guide.",
+            hint="For a schema: --guide-type json_schema --guide @schema.json",
+        )
     text = options["guide"]
     if text.startswith("@"):
         text = read_text(Path(text[1:]), "--guide")

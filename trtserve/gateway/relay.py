@@ -203,7 +203,8 @@ async def _end_with_client(receive: Receive, task: asyncio.Task[object]) -> None
 def _require_type(headers: Mapping[str, str], types: Sequence[str]) -> None:
     given = headers.get("content-type", "").partition(";")[0].strip().lower()
     if given not in types:
-        raise RefusedError(415, f"Content-Type is {given[:100]!r}; expected application/json")
+        expected = " or ".join(("application/json", *types[len(_JSON_TYPES) :]))
+        raise RefusedError(415, f"the header Content-Type is {given[:100]!r}; expected {expected}")
 
 
 def _json_length(headers: Mapping[str, str]) -> int | None:

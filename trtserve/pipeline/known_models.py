@@ -40,7 +40,7 @@ class KnownModel:
     gated: bool  # the hub asks to accept it first
     config: Mapping[str, Any]  # the values of config.json that decide the shapes
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters; tied matrices count once."""
         return sum(map(math.prod, _shapes(self.config).values()))
@@ -95,8 +95,13 @@ def tensor_table(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return table
 
 
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hf = text_model(config)
+def _shapes(config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    return _shapes_of(json.dumps(dict(config), sort_keys=True))
+
+
+@functools.cache
+def _shapes_of(config: str) -> Mapping[str, tuple[int, ...]]:
+    hf = text_model(json.loads(config))
     return source_shapes(convertible_family(hf).targets(described(hf, checkpoint_config(hf, ConvertSpec()))))
 
 

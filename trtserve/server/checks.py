@@ -12,7 +12,7 @@ from trtserve.errors import (
     MissingDependencyError,
     PortInUseError,
     RepositoryError,
-    ServerStartError,
+    ServerRunningError,
     TrtserveError,
     counted,
 )
@@ -42,7 +42,7 @@ from trtserve.store import Store
 
 
 def refuse_running(plan: ServerPlan) -> None:
-    """Raise ServerStartError if a server of the same name runs. Remove the remains of a dead one."""
+    """Raise ServerRunningError if a server of the same name runs. Remove the remains of a dead one."""
     server = recorded_server(plan.name, plan.store)
     if server is None:
         return
@@ -51,7 +51,7 @@ def refuse_running(plan: ServerPlan) -> None:
         return  # this process starts it again, and has ended what was left of it
     if server.alive():
         repository = chosen_by(plan.repository.path.absolute(), plan.store)
-        raise ServerStartError(
+        raise ServerRunningError(
             f"The server {plan.name} is already running (pid {server.instances[0].process.pid}, HTTP port "
             f"{server.address.http_port}).",
             hint=f"Stop it with `trtserve stop {plan.name}`, or start a second one: trtserve start {repository} "

@@ -125,7 +125,15 @@ def _of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError("The body is not valid JSON.")
     if param is None and not isinstance(body, dict):
-        return ApiError("The body must be a JSON object, with the header Content-Type: application/json.")
+        if isinstance(body, bytes) and body:  # FastAPI has not parsed it
+            return ApiError("The body must be sent with the header Content-Type: application/json.")
+        kinds: dict[type, str] = {
+            list: "is a JSON list",
+            str: "is a JSON text",
+            bytes: "is empty",
+            type(None): "is empty",
+        }
+        return ApiError(f"The body {kinds.get(type(body), 'is no JSON object')}; expected a JSON object.")
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     message = str(first["msg"]).removeprefix("Value error, ")

@@ -69,7 +69,8 @@ class PlannedModel:
         if last is None or not last.spec:
             return []
         old, new = _flat(last.spec), _flat({**as_json(self.plan.spec), "source": pinned_source(self.plan.model)})
-        return [f"{key}: {old.get(key)} → {value}" for key, value in new.items() if key in old and old[key] != value]
+        changed = [key for key, value in new.items() if key in old and old[key] != value]
+        return [f"{key}: {_shown(old[key])} → {_shown(new[key])}" for key in changed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +282,15 @@ def _started_with(words: list[str]) -> list[str]:
 
 def _opened(path: Path) -> ModelRepository:
     return ModelRepository(path=path, manifest=load_artifact(ModelRepository, path).manifest)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a setup file has it."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -315,8 +315,11 @@ class RequestFactory:
             return None
         if kind not in _GUIDES:
             raise ValueError(f"guided_decoding_guide_type is {kind!r}; expected one of {', '.join(_GUIDES)}.")
+        guide = row.text("guided_decoding_guide")
+        if kind == "json" and guide:
+            raise ValueError("guided_decoding_guide_type json allows any JSON and takes no guided_decoding_guide.")
         params = self._module.api.GuidedDecodingParams
-        return params(getattr(params.GuideType, _GUIDES[kind]), row.text("guided_decoding_guide"))
+        return params(getattr(params.GuideType, _GUIDES[kind]), guide)
 
     def _retention(self, row: Row) -> Any:
         names = ("starts", "ends", "priorities", "durations_ms")
