@@ -321,7 +321,8 @@ def _json_texts(text: str, path: Path) -> Prompts | None:
             "that does not look like a list.",
         ) from None
     if not isinstance(content, list):
-        kind = {dict: "a JSON object", str: "one JSON text"}.get(type(content), "JSON")
+        kinds: dict[type, str] = {dict: "a JSON object", str: "one JSON text"}
+        kind = kinds.get(type(content), "JSON")
         raise UsageError(f"--input-file: {path} is {kind}; expected a JSON list of texts, or one prompt per line.")
     wrong = [item for item in content if not isinstance(item, str) or not is_unicode(item)]
     if wrong:
