@@ -14,8 +14,10 @@ from tests.support.families import FAMILIES, cases
 from tests.support.families.shards import Tensors
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
+from trtserve.checkpoint.source import read_hf_config
+from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.errors import UsageError
+from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
@@ -112,3 +114,9 @@ def test_indivisible_parallel_embedding_is_refused(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out", tp_size=4, use_parallel_embedding=True, embedding_sharding_dim=1)
     with pytest.raises(UsageError, match="--embedding-sharding-dim"):
         ConvertSpec(embedding_sharding_dim=2)  # type: ignore[arg-type]
+
+
+def test_a_phi3_with_heads_of_another_size_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", "phi3", head_dim=32)
+    with pytest.raises(UnsupportedModelError, match=r"head_dim = 32, and hidden_size / num_attention_heads is \d+"):
+        supported_family(read_hf_config(folder))

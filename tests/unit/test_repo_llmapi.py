@@ -17,14 +17,14 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Model, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import CorruptFileError, RepositoryError, UsageError
+from trtserve.errors import CorruptFileError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import NEWEST
 from trtserve.pipeline.parity.original import Vocabulary, prompt_set
 from trtserve.programs.llmapi import engine, requests
 from trtserve.repository.assembling import assemble_repository, check_tokenizer
 from trtserve.repository.check import check_repository
 from trtserve.repository.config import parse_config
-from trtserve.repository.llmapi import plan_llmapi_repository
+from trtserve.repository.llmapi import plan_llmapi_repository, require_architecture
 from trtserve.repository.profiles import llmapi_model
 from trtserve.repository.served import inspect_repository
 from trtserve.specs import RepositorySpec
@@ -278,3 +278,27 @@ def test_unknown_keywords_give_a_warning(model: Model, tmp_path: Path) -> None:
     older = replace(SPEC, release="0.20", settings={"use_cuda_graph": "true", "cuda_graph_batch_sizes": "[1, 2]"})
     plan_llmapi_repository(model, older, out=tmp_path / "out", progress=heard)
     assert heard.warnings == []
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_an_architecture_that_the_llm_api_lacks_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": [name]}
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = f"loads {name} with --runtime llmapi"
+    with pytest.raises(UnsupportedModelError, match=expected):
+        plan_llmapi_repository(Model(path=folder), SPEC)
+    for command in ("import --runtime llmapi --dry-run", "repo --runtime llmapi --dry-run"):
+        assert run([*command.split(), str(folder)]) == UnsupportedModelError.code
+        assert expected in " ".join(capsys.readouterr().err.split())
+    for settings in ({"trust_remote_code": "true"}, {"backend": "tensorrt"}):
+        require_architecture(config, replace(SPEC, settings=settings))
+
+
+def test_an_architecture_of_another_backend_says_which() -> None:
+    with pytest.raises(UnsupportedModelError, match="its backend _autodeploy"):
+        require_architecture({"architectures": ["Olmo3ForCausalLM"]}, SPEC)
+    require_architecture({"architectures": ["Olmo3ForCausalLM"]}, replace(SPEC, settings={"backend": "_autodeploy"}))
+    require_architecture({"architectures": ["Qwen3NextForCausalLM"]}, SPEC)

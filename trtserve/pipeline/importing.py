@@ -28,7 +28,7 @@ from trtserve.pipeline.stages import StagePlan, StageSummary, summary
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.assembling import engine_models, plan_repository, require_fitting
 from trtserve.repository.engines import read_engine
-from trtserve.repository.llmapi import llmapi_models, plan_llmapi_repository
+from trtserve.repository.llmapi import llmapi_models, plan_llmapi_repository, require_architecture
 from trtserve.repository.profiles import profile
 from trtserve.repository.publishing import RepositoryPlan, assemble_repository, require_addable_spec
 from trtserve.repository.settings import resolve_settings, settings_of, spelled_as
@@ -149,6 +149,7 @@ def plan_import(
     )
     plan = ImportPlan(spec=spec, store=store, runtime=runtime.name, model=model)
     if not plan.has_engine:
+        require_architecture(model.config, llmapi_repository_spec(spec))
         return replace(
             plan, repository=_plan_repository(plan, model.artifact, None, progress) if model.reused else None
         )

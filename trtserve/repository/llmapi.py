@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Manifest, Model, ModelRepository, fingerprint
+from trtserve.checkpoint.architectures import architecture_of
 from trtserve.checkpoint.source import INDEX, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.errors import CorruptFileError, RepositoryError, UsageError
+from trtserve.errors import CorruptFileError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.files import read_json_object
 from trtserve.nvidia.releases import NEWEST, normalize_release, order, release_of
-from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
+from trtserve.nvidia.releases.options import backend_of, dropped_argument, unknown_argument
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions, config_text, llmapi_config_text
 from trtserve.repository.engines import own_files
@@ -125,6 +126,7 @@ def plan_llmapi_repository(
     if isinstance(model, Model):
         require_weights(model.path)
         own_files(model.path)
+        require_architecture(read_json_object(model.path / "config.json", CorruptFileError), spec)
     given = _given(spec)
     groups = str(given.pop("gpu_device_ids", ""))
     settings = _settings(spec, given, tp_size=tp_size, pp_size=pp_size)
@@ -212,6 +214,29 @@ def _write_alias(folder: Path, core: str, plan: LlmapiRepositoryPlan) -> None:
     )
     table = profile(None if plan.spec.release is None else plan.release)
     (folder / "config.pbtxt").write_text(config_text(table, BLS, options, name=folder.name), encoding="utf-8")
+
+
+def require_architecture(config: Mapping[str, Any], spec: RepositorySpec) -> None:
+    """Raise UnsupportedModelError for a config.json whose architecture the LLM API cannot load, as far as is known.
+
+    Another backend, and the model's own code, are for the user to judge.
+    """
+    given, name = _given(spec), architecture_of(config)
+    if given.get("trust_remote_code") or given.get("backend", "pytorch") != "pytorch":
+        return
+    backend = backend_of(name)
+    if backend is None:
+        raise UnsupportedModelError(
+            f"No release of TensorRT-LLM up to {NEWEST} loads {name} with --runtime llmapi.",
+            hint="Use another runtime (`trtserve plan MODEL` says which one takes it), or choose what loads it: "
+            "--set backend=tensorrt, --set backend=_autodeploy, or the model's own code with --set "
+            "trust_remote_code=true.",
+        )
+    if backend != "pytorch":
+        raise UnsupportedModelError(
+            f"TensorRT-LLM loads {name} with its backend {backend}, not with pytorch.",
+            hint=f"Add --set backend={backend}.",
+        )
 
 
 def require_weights(folder: Path) -> None:

@@ -48,6 +48,12 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_activation(hf.get("hidden_act", "silu"), "silu")
     head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf)
+    if hf.get("head_dim") not in (None, head_size):
+        raise UnsupportedModelError(
+            f"config.json has head_dim = {hf['head_dim']!r:.40}, and hidden_size / num_attention_heads is {head_size}: "
+            "TensorRT-LLM's Phi 3 has heads of that size only.",
+            hint="Is it a config.json of another model? The published Phi 3 and Phi 4 have no head_dim.",
+        )
     longest = hf.get("max_position_embeddings", 4096)
     scaled = scaling_type(rope_parameters(hf)) in _LONG_ROPE
     return {

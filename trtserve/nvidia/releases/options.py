@@ -136,6 +136,12 @@ def unknown_argument(name: str, *, others: Collection[str] = ()) -> str | None:
     return f"Did you mean {close[0]}?" if close else "Leave it out, or check its name."
 
 
+def backend_of(architecture: str) -> str | None:
+    """Return the backend of the LLM API that loads an architecture, or None for one that no release knows."""
+    backends: dict[str, list[str]] = load_table("llm_arguments")["architectures"]
+    return next((backend for backend, names in backends.items() if architecture in names), None)
+
+
 TEMPLATE_TOOL = "fill_template.py"
 _FALSE = ("false", "0", "no")
 _TRUE = ("true", "1", "yes")
