@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,3 +61,34 @@ def error(response: Any) -> tuple[int, str, str | None]:
     content = response.json()["error"]
     assert content.keys() == {"message", "type", "param", "code"}
     return response.status_code, content["message"], content["param"]
+
+
+async def post_to(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
+    """Send one request straight to the application; return the status and the body of its answer."""
+    sent: list[dict[str, Any]] = []
+    waiting = asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await waiting.wait()  # the client stays
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+    }
+    await asyncio.wait_for(app(scope, receive, send), 30)  # type: ignore[arg-type]
+    return int(sent[0]["status"]), b"".join(each.get("body", b"") for each in sent[1:])

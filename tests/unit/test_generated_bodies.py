@@ -9,13 +9,12 @@ import os
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
 from fastapi import FastAPI
 
 from tests.support.generated_bodies import chat_body, completion_body
-from tests.support.scripted_endpoint import write_chat_model
+from tests.support.scripted_endpoint import post_to, write_chat_model
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.router import openai_router
@@ -25,37 +24,6 @@ SEED = int(os.environ.get("TRTSERVE_FUZZ_SEED", "1"))
 SETTLED = 20_000
 """Requests after which the caches are full."""
 PATHS = {"/v1/completions": completion_body, "/v1/chat/completions": chat_body}
-
-
-async def _answer(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
-    """Send one request straight to the application."""
-    sent: list[dict[str, Any]] = []
-    waiting = asyncio.Event()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await waiting.wait()  # the client stays
-        raise AssertionError
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "scheme": "http",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-    }
-    await asyncio.wait_for(app(scope, receive, send), 30)  # type: ignore[arg-type]
-    return int(sent[0]["status"]), b"".join(each.get("body", b"") for each in sent[1:])
 
 
 def _require_honest(status: int, answer: bytes) -> None:
@@ -88,7 +56,7 @@ def test_any_openai_body_has_an_honest_answer(tmp_path: Path) -> None:
             triton.requests.clear()
             triton.stops.clear()
             try:
-                status, answer = await _answer(app, path, body)
+                status, answer = await post_to(app, path, body)
                 _require_honest(status, answer)
             except BaseException as error:
                 raise AssertionError(f"seed {SEED}, request {number}: {path} {body[:3000]!r}") from error

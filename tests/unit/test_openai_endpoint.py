@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import NAME, ScriptedTriton
+from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs
@@ -226,6 +227,39 @@ def test_guides(client: TestClient, triton: ScriptedTriton) -> None:
     assert guides[2:5] == [r"a\.b|c", "@/etc/passwd", "start: 'a'"]
     assert json.loads(guides[5]) == {**schema, "x-guidance": {"whitespace_pattern": " "}}
     assert guides[6] == "x"
+
+
+def test_a_model_without_a_template_gets_schemas_that_end(tmp_path: Path) -> None:
+    """It was not trained to answer, and so ends neither texts nor lists by itself."""
+    write_tiny_model(tmp_path)
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "type": {"type": "string"},
+            "short": {"type": ["string", "null"], "maxLength": 3},
+            "long": {"type": "string", "minLength": 50},
+            "kind": {"enum": ["a", {"type": "string"}]},
+            "list": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string", "pattern": "a+"}]}},
+            "any": {"type": "object"},
+        },
+        "$defs": {"n": {"type": "integer"}, "small": {"type": "integer", "maximum": 3}},
+    }
+    triton = ScriptedTriton(tmp_path)
+    with endpoint_of(triton) as client:
+        assert chat(client, tools=[WEATHER]).json()["choices"][0]["message"]["content"] == "Hello"
+        chat(client, guided_json=schema)
+        complete(client, guided_json=schema)
+    made, same = (json.loads(sent["guided_decoding_guide"][0]) for sent in triton.requests[1:])
+    assert same == schema
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(made)) == ""
+    properties = made["properties"]
+    assert properties["type"] == {"type": "string", "maxLength": 32}
+    assert (properties["short"], properties["kind"]) == (schema["properties"]["short"], schema["properties"]["kind"])
+    assert (properties["long"]["maxLength"], properties["list"]["maxItems"]) == (50, 4)
+    assert properties["list"]["items"] == schema["properties"]["list"]["items"]
+    assert properties["any"]["maxProperties"] == 4
+    assert (made["$defs"]["n"]["maximum"], made["$defs"]["small"]) == (999_999, schema["$defs"]["small"])
+    assert made["additionalProperties"] is False
 
 
 def test_tools_are_in_the_prompt_and_their_calls_in_the_answer(client: TestClient, triton: ScriptedTriton) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from trtserve.files import parse_json
 from trtserve.gateway.openai.other_keys import understood
+from trtserve.gateway.openai.schemas import moved
 
 MOST_SEQUENCES = 128
 _MOST_ANSWERS = 2048
@@ -357,7 +358,7 @@ class ChatBody(Sampling):
             for number, tool in enumerate(tools)
         ]
         # References of a tool's schema begin at its own root, which is below $defs here.
-        definitions = {str(number): _moved(tool.parameters, f"#/$defs/{number}") for number, tool in enumerate(tools)}
+        definitions = {str(number): moved(tool.parameters, f"#/$defs/{number}") for number, tool in enumerate(tools)}
         return "json_schema", self._schema({"anyOf": calls, "$defs": definitions})
 
 
@@ -372,19 +373,6 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"the tool_calls of message {number} must be a list")
         made["tool_calls"] = [_call(number, call) for call in calls]
     return made
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """Return a schema with its local references below `root`."""
-    if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(each, root) for key, each in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
 
 
 def _text(number: int, content: Any) -> str:

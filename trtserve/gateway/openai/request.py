@@ -19,6 +19,7 @@ from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import ChatBody, NamedTool, Sampling
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.schemas import bounded
 from trtserve.gateway.openai.served import ServedModel
 from trtserve.programs.preprocessing.word_lists import Encode, Spellings, word_list
 
@@ -96,7 +97,7 @@ async def engine_requests(
     )
     tensors = {tensor.name: tensor for tensor in request_tensors(context)}
     stops = await _stop_tensors(served, context, body)
-    tensors |= {**stops, **_bias(served, context, body), **_guide(context, body)}
+    tensors |= {**stops, **_bias(served, context, body), **_guide(context, body, untrained=prompt.untrained)}
     if adapter is not None and served.adapters is not None:
         by_name = served.model.has("lora_name")
         tensors |= (
@@ -220,11 +221,13 @@ def _bias(served: ServedModel, context: RequestContext, body: Sampling) -> dict[
     return {"embedding_bias": context.model.tensor("embedding_bias", vector)}
 
 
-def _guide(context: RequestContext, body: Sampling) -> dict[str, Tensor]:
+def _guide(context: RequestContext, body: Sampling, *, untrained: bool) -> dict[str, Tensor]:
     """Return the guide. Not with the option of `query`: there a text that begins with @ names a file."""
     if body.guide is None:
         return {}
     kind, text = body.guide
+    if untrained and kind == "json_schema":
+        text = bounded(text)
     try:
         return {**context.scalar(kind, *tensors_of("guide_type")), **context.scalar(text, *tensors_of("guide"))}
     except UsageError:
@@ -243,6 +246,8 @@ class Prompt:
     """Its token ids, or empty where the server encodes the text."""
     chat: bool = False
     """Whether it is a conversation, whose answer begins without a space."""
+    untrained: bool = False
+    """Whether it is the last message of a conversation with a model that has no chat template."""
     tokens: int | None = None
     """How many tokens it has, as far as that is known here."""
 
@@ -272,7 +277,7 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     except UsageError as error:
         raise ApiError(error.message) from None
     if template is None:
-        return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True)
+        return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True, untrained=True)
     tokens = files.special_tokens()
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedTool) else body.tool_choice
     variables = {**body.template_variables, **({"tools": tools, "tool_choice": choice} if tools else {})}
