@@ -22,7 +22,7 @@ def main() -> None:
     gc.set_threshold(_ALLOCATIONS)
     # Of transformers only tokenizers are used; its advice to install PyTorch would mislead.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    _prepare_streams()
+    prepare_streams()
     try:
         from trtserve.cli import run
         from trtserve.process.signals import raise_interrupt
@@ -45,7 +45,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _prepare_streams() -> None:
+def prepare_streams() -> None:
+    """Let nothing that is printed fail because of the stream that it goes to."""
     for name in ("stdout", "stderr"):
         # A stream that our parent closed is None here, which nothing that prints expects.
         if getattr(sys, name) is None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.tiny_models import write_byte_tokenizer, write_tiny_model
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.errors import MissingDependencyError, RepositoryError, UsageError
+from trtserve.errors import MissingDependencyError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.pipeline.model import plan_model
 from trtserve.programs.shared.tokenizer import decode, encode, load_tokenizer, open_tokenizer, require_bounded
 from trtserve.repository.tokenizer import check_tokenizer
@@ -62,6 +62,11 @@ def test_a_tokenizer_that_makes_too_much_is_refused_before_it_is_loaded(
         _ = TokenizerFiles(folder).tokenizer
     with pytest.raises(RepositoryError, match=words):
         check_tokenizer(folder, None)
+    tokenizer = (folder / "tokenizer.json").read_text()
+    write_tiny_model(folder)
+    (folder / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_model(str(folder))
 
 
 def test_large_files_are_not_read(tmp_path: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
 
+from trtserve.__main__ import prepare_streams
 from trtserve.cli import output
+from trtserve.cli.query_output import Sink
 from trtserve.errors import UsageError
 
 
@@ -152,3 +157,28 @@ def test_a_bar_shows_how_much_is_left_beside_a_long_description(
 def test_control_characters_in_a_message_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
     output.say("tensor \x1b[2K\rerror: forged")
     assert capsys.readouterr().err == "tensor \\x1b[2K\\rerror: forged\n"
+
+
+def test_nothing_printed_can_command_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = "a\x1b]52;c;aGk=\x07\x9b2J\rb\tc"
+    for terminal in (True, False):
+        screen = io.StringIO()
+        monkeypatch.setattr(screen, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr("sys.stdout", screen)
+        output.print_data(hostile)
+        output.print_piece(hostile)
+        output.print_block(hostile)
+        output.print_table(("Name", hostile), [(hostile, "x")], title=hostile)
+        Sink(stream=False, json=False, verbose=False)._write(hostile)
+        commands = re.findall(r"\x1b\]|\x07|\x9b|\r", screen.getvalue())
+        assert not commands if terminal else commands
+        assert screen.getvalue().count("52;c;aGk=") >= 5
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_stream_that_cannot_take_a_letter_is_no_error(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    content = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(content, encoding=encoding))
+    prepare_streams()
+    output.print_data("“é”… \ud800")
+    assert content.getvalue().endswith(b" ?\n")

@@ -369,7 +369,7 @@ def prepare_prompts(
     template = None if files is None or spec.raw else find_chat_template(files)
     if template is None and spec.system is not None:
         raise UsageError(
-            "--system needs a chat template, and none is available for this model.",
+            "A system message needs a chat template, and none is available for this model.",
             hint="--tokenizer names the folder of the model's tokenizer, which may contain one.",
         )
     # The server is asked only where the answer makes a difference.

@@ -19,7 +19,7 @@ from trtserve.errors import (
 )
 from trtserve.files import LARGEST_TEXT, is_weights, read_json_object, require_own
 from trtserve.host.machine import format_bytes
-from trtserve.programs.shared.tokenizer import require_packages
+from trtserve.programs.shared.tokenizer import require_bounded, require_packages
 from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile, Revision
 from trtserve.store.hub.calls import COMMIT
@@ -166,6 +166,16 @@ def planned_files(
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
 
 
+def require_bounded_tokenizer(folder: Path) -> None:
+    """Raise UnsupportedModelError for a tokenizer that nothing here would load, before hours are spent on the model."""
+    try:
+        require_bounded(folder)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{folder} cannot be served: {error}.", hint="--tokenizer takes the folder of another tokenizer."
+        ) from None
+
+
 def is_convertible(config: Mapping[str, Any]) -> bool:
     """Return whether our own converter supports a model.
 
@@ -244,6 +254,8 @@ def folder_files(source: Source, *, own_tokenizer: bool = True, any_architecture
     )
     for file in files:
         require_own(folder / file.name, folder)
+    if own_tokenizer:
+        require_bounded_tokenizer(folder)
     hashed = source.kind == "demo"
     return ModelFiles(
         source=source, folder=folder, config=config, files=tuple(_local_file(folder, f.name, hashed) for f in files)

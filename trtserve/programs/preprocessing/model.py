@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..shared.lora_names import LoraNames, name_of
 from ..shared.parameters import ModelParameters, check_classes
 from ..shared.run_folder import require_not_draining
-from ..shared.tokenizer import encode, end_ids, load_tokenizer, pad_id
+from ..shared.tokenizer import encode, end_ids, load_tokenizer, pad_id, text_growth
 from .word_lists import Spellings, embedding_bias, empty_word_list, word_list
 
 Tensors = dict[str, NDArray[Any]]
@@ -79,6 +79,7 @@ class TritonPythonModel:
             self._tokenizer = load_tokenizer(folder)
         except ValueError as error:
             raise pb_utils.TritonModelException(f"The tokenizer cannot be loaded: {error}.") from error
+        self._slice = max(1, _SLICE // text_growth(folder))
         self._add_special_tokens = parameters.choice("add_special_tokens", default=True)
         self._end_id, *self._more_ends = end_ids(self._tokenizer, folder) or [-1]
         self._pad_id = pad_id(self._tokenizer, self._end_id)
@@ -163,7 +164,7 @@ class TritonPythonModel:
 
     def _require_room(self, text: str, most: int) -> None:
         """Encode longer and longer parts of a long text. Raises ValueError when one has too many tokens already."""
-        size = _SLICE * most
+        size = self._slice * most
         while size < len(text):
             found = len(encode(self._tokenizer, text[:size], special=False))
             if found > most + 1:  # the cut may have split a token

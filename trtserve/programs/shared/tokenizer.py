@@ -93,6 +93,11 @@ def require_bounded(folder: Path) -> None:
             )
 
 
+def text_growth(folder: Path) -> int:
+    """Return how many characters the tokenizer's normalizer may make of one."""
+    return _growth(_json(folder / "tokenizer.json").get("normalizer"))
+
+
 def _json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one: whoever loads the file says what is wrong with it."""
     if not path.is_file():  # a pipe would block
