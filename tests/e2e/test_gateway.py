@@ -21,6 +21,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support.echo_server import write_echo_repository
 from tests.support.servers import running_server
 from tests.support.waiting import eventually, wait_until
+from trtserve.client.endpoint import SECRET_NAME
 from trtserve.process import ProcessId, arguments
 from trtserve.programs.shared.run_folder import VARIABLE, Heartbeat
 from trtserve.server.state import Server, run_folder
@@ -62,6 +63,8 @@ def ask(
     chunked: bool = False,
 ) -> tuple[int, bytes]:
     content = json.dumps(body).encode() if isinstance(body, dict | list) else body
+    if inner:
+        headers = {SECRET_NAME: str(server.address.inner_secret), **headers}
     with connected(server, inner=inner) as connection:
         with suppress(BrokenPipeError, ConnectionResetError):  # refused before the whole body was sent
             connection.request(method, path, content, dict(headers), encode_chunked=chunked)
@@ -121,6 +124,24 @@ def test_triton_itself_closes_them_too(server: Server) -> None:
     for headers in (JSON, {**JSON, "trtserve": "closed: always"}):
         for path in ("/v2/logging", "/v2/trace/setting"):
             assert ask(server, "GET", path, headers=headers, inner=True)[0] == 403
+
+
+def test_triton_itself_answers_only_its_gateway(server: Server) -> None:
+    asked = [
+        ("GET", "/v2/health/ready"),
+        ("GET", "/v2/models/echo/ready"),
+        ("GET", "/v2"),
+        ("GET", "/v2/models/echo/config"),
+        ("GET", "/v2/models/stats"),
+        ("POST", "/v2/repository/index"),
+        ("POST", "/v2/models/echo/generate"),
+        ("POST", "/v2/models/echo/infer"),
+    ]
+    for headers in (JSON, {**JSON, SECRET_NAME: "0" * 32}):
+        for method, path in asked:
+            with closing(http.client.HTTPConnection(*server.address.triton_http, timeout=30)) as connection:
+                connection.request(method, path, b"{}" if method == "POST" else None, headers)
+                assert connection.getresponse().status == 403, path
 
 
 @pytest.mark.parametrize(

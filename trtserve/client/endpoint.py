@@ -17,6 +17,8 @@ CONNECT_TIMEOUT = 10.0
 """Default seconds for a server's first answer."""
 
 TOKEN_NAME = "trtserve-key"
+SECRET_NAME = "trtserve-inner"
+"""Header that Triton's own HTTP service expects from a gateway, and from nobody else."""
 
 
 def grpc_token(api_key: str) -> str:

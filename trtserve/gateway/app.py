@@ -138,7 +138,7 @@ class Gateway:
     async def _running(self, app: FastAPI) -> AsyncIterator[None]:
         """Keep the connections to Triton, and the watch over it, while the server runs."""
         settings = self.settings
-        triton = TritonHttp(settings.triton_http, settings.metrics)
+        triton = TritonHttp(settings.triton_http, settings.metrics, settings.triton_secret)
         health = TritonHealth(triton, self.gate, settings.triton, settings.run_folder)
         self._health = health
         self._relay = Relay(settings, triton, self.gate, health, self._measures)

@@ -62,6 +62,8 @@ class GatewaySettings:
     port: int
     triton_http: str
     """HOST:PORT of Triton's own HTTP service."""
+    triton_secret: str | None = field(default=None, repr=False)
+    """What that service expects in a header, or None."""
     triton_grpc: str
     metrics: str
     """HOST:PORT of Triton's metrics page."""

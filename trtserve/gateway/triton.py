@@ -18,6 +18,7 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, D
 from pydantic_core import from_json, to_json
 from yarl import URL
 
+from trtserve.client.endpoint import SECRET_NAME
 from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_body, model_path
 from trtserve.client.tensors import ModelDescription, stop_tensors
 from trtserve.gateway.asgi import RefusedError
@@ -124,7 +125,7 @@ class TritonModel:
 class TritonHttp:
     """Triton's HTTP service, over connections that are kept."""
 
-    def __init__(self, address: str, metrics: str) -> None:
+    def __init__(self, address: str, metrics: str, secret: str | None = None) -> None:
         self._address = address
         self._metrics = metrics
         self._models: dict[str, tuple[float, TritonModel]] = {}
@@ -133,6 +134,7 @@ class TritonHttp:
             connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             cookie_jar=DummyCookieJar(),
             auto_decompress=False,
+            headers=None if secret is None else {SECRET_NAME: secret},
             trust_env=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )

@@ -97,6 +97,7 @@ def plan_gateway(
         host=address.host,
         port=address.http_port,
         triton_http=f"{host}:{port}",
+        triton_secret=address.inner_secret,
         triton_grpc=f"{client_host(address.host)}:{address.grpc_port}",
         metrics=f"{address.metrics_host}:{address.metrics_port}",
         model=served.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -176,8 +177,11 @@ def _addresses(first: Address, spec: ServerSpec) -> list[Address]:
     )
     if spec.raw_http:
         return addresses
-    inner = free_ports(LOOPBACK, len(addresses))
-    return [replace(address, inner_http_port=port) for address, port in zip(addresses, inner, strict=True)]
+    inner, secret = free_ports(LOOPBACK, len(addresses)), secrets.token_hex(16)
+    return [
+        replace(address, inner_http_port=port, inner_secret=secret)
+        for address, port in zip(addresses, inner, strict=True)
+    ]
 
 
 def on_free_ports(plan: ServerPlan) -> ServerPlan:

@@ -94,7 +94,7 @@ def server_setup(
         exit_timeout=spec.exit_timeout,
         gpus=spec.gpus,
         oversubscribe=spec.oversubscribe,
-        arguments=(*protection_of(spec), *tracing_of(spec, name), *spec.extra_arguments),
+        arguments=(*protection_of(spec, address.inner_secret), *tracing_of(spec, name), *spec.extra_arguments),
     )
 
 
@@ -120,13 +120,14 @@ def tracing_of(spec: ServerSpec, name: str) -> tuple[str, ...]:
     return tuple(f"--trace-config={setting}" for setting in settings)
 
 
-def protection_of(spec: ServerSpec) -> tuple[str, ...]:
-    """Return the flags of tritonserver that close and protect what the options say."""
+def protection_of(spec: ServerSpec, secret: str | None) -> tuple[str, ...]:
+    """Return the flags of tritonserver that close and protect what the options say; `secret`: that of its gateway."""
     key = spec.api_key if spec.api_key_file is None else read_key(spec.api_key_file)
     tls = None
     if spec.tls_certificate is not None and spec.tls_key is not None:
         tls = (spec.tls_certificate.expanduser().absolute(), spec.tls_key.expanduser().absolute())
-    return protection_arguments(spec.open_api, token=None if key is None else grpc_token(key), tls=tls)
+    token = None if key is None else grpc_token(key)
+    return protection_arguments(spec.open_api, token=token, secret=secret, tls=tls)
 
 
 def first_address(spec: ServerSpec, host: str | None = None) -> Address:

@@ -11,11 +11,11 @@ import sysconfig
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtserve.client import metrics
-from trtserve.client.endpoint import TOKEN_NAME
+from trtserve.client.endpoint import SECRET_NAME, TOKEN_NAME
 from trtserve.errors import PortInUseError, ServerStartError, ServerStopError
 from trtserve.host.machine import SHARED_MEMORY
 from trtserve.host.ports import taken_meanwhile
@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 STACK = 256 << 20
 """Stack of tritonserver's threads in bytes: 2.51 copies parts of HTTP requests there, and ends when they do not fit."""
 _CLOSED_APIS = ("shared-memory", "trace", "logging")
-_GRPC_APIS = ("metadata", "inference", "model-config", "model-repository", "statistics")
+_OPEN_APIS = ("metadata", "inference", "model-config", "model-repository", "statistics")
 _NEVER = "trtserve:closed=always"
 _LINKER_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 READY_POLL = 0.1
@@ -54,6 +54,8 @@ class Address:
     metrics_port: int
     inner_http_port: int | None = None
     """Port on loopback of Triton's own HTTP service when a gateway listens on `http_port`, else None."""
+    inner_secret: str | None = field(default=None, repr=False)
+    """What that service expects in the header SECRET_NAME; None: it answers everyone."""
 
     @property
     def ports(self) -> dict[str, int]:
@@ -114,20 +116,27 @@ def server_command(
 
 
 def protection_arguments(
-    open_apis: Collection[str] = (), *, token: str | None = None, tls: tuple[Path, Path] | None = None
+    open_apis: Collection[str] = (),
+    *,
+    token: str | None = None,
+    secret: str | None = None,
+    tls: tuple[Path, Path] | None = None,
 ) -> tuple[str, ...]:
-    """Return the flags that close what no client of a model needs, and that protect gRPC.
+    """Return the flags that close what no client of a model needs, and that protect the rest.
 
     Triton closes groups by asking for a header. No client can send the one for the closed groups: a name has no colon.
-    With a `token` all of gRPC but its health service asks for it; `tls` are the files of a certificate and its key.
+    With a `token` all of gRPC but its health service asks for it, and with a `secret` all of HTTP does; `tls` are the
+    files of a certificate and its key.
     """
     closed = ",".join(group for group in _CLOSED_APIS if group not in open_apis)
     flags = (
         [f"--http-restricted-api={closed}:{_NEVER}", f"--grpc-restricted-protocol={closed}:{_NEVER}"] if closed else []
     )
+    asked = ",".join((*_OPEN_APIS, *(group for group in _CLOSED_APIS if group in open_apis)))
     if token is not None:
-        asked = ",".join((*_GRPC_APIS, *(group for group in _CLOSED_APIS if group in open_apis)))
         flags.append(f"--grpc-restricted-protocol={asked}:{TOKEN_NAME}={token}")
+    if secret is not None:
+        flags.append(f"--http-restricted-api=health,{asked}:{SECRET_NAME}={secret}")
     if tls is not None:
         certificate, key = tls
         flags += ["--grpc-use-ssl=true", f"--grpc-server-cert={certificate}", f"--grpc-server-key={key}"]
@@ -151,12 +160,12 @@ def stub_environment(python: Path | None = None) -> dict[str, str]:
 
 def is_ready(address: Address) -> bool:
     """Return whether the server answers and every model of its repository is ready."""
-    return _request(*address.triton_http, "GET", "/v2/health/ready") is not None
+    return _ask_triton(address, "GET", "/v2/health/ready") is not None
 
 
 def model_states(address: Address) -> dict[str, str]:
     """Return model → state in the server's repository index (READY, UNAVAILABLE, …), or {} without an answer."""
-    body = _request(*address.triton_http, "POST", "/v2/repository/index")
+    body = _ask_triton(address, "POST", "/v2/repository/index")
     entries = [] if body is None else json.loads(body)
     return {entry["name"]: f"{entry.get('state', 'UNKNOWN')} {entry.get('reason', '')}".strip() for entry in entries}
 
@@ -195,11 +204,16 @@ def sweep_shared_memory(prefix: str) -> None:
         region.unlink(missing_ok=True)
 
 
-def _request(host: str, port: int, method: str, path: str) -> str | None:
+def _ask_triton(address: Address, method: str, path: str) -> str | None:
+    headers = {} if address.inner_secret is None else {SECRET_NAME: address.inner_secret}
+    return _request(*address.triton_http, method, path, headers)
+
+
+def _request(host: str, port: int, method: str, path: str, headers: Mapping[str, str] | None = None) -> str | None:
     """Return the body of an answer with status 200, else None. http.client ignores proxies in the environment."""
     connection = http.client.HTTPConnection(client_host(host), port, timeout=2)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers=headers or {})
         response = connection.getresponse()
         body = response.read().decode("utf-8", errors="replace")
     except (OSError, http.client.HTTPException):
