@@ -234,8 +234,8 @@ def _linker_cache() -> str:
 def round_trip(folder: Path, store: Store, triton: Triton) -> str:
     """Start `triton` in `folder` with a model that returns its inputs; return what went wrong, or an empty text."""
     repository = write_probe_repository(folder / "repository")
-    http, grpc, metrics = free_ports(_HOST, 3)
-    address = Address(host=_HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)
+    http_port, grpc_port, metrics_port = free_ports(_HOST, 3)
+    address = Address(host=_HOST, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
     prefix = unique_prefix("doctor")
     command = server_command(triton, repository, address, backends=prepare_backends(triton, store), shm_prefix=prefix)
     log = folder / "triton.log"
