@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
 from trtserve.pipeline.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
 from trtserve.pipeline.model import download_folder
+from trtserve.server import repositories
 from trtserve.server.state import write_state
 from trtserve.store import NameRecord, Store, publish, withdraw
 from trtserve.store.hub import Revision
@@ -340,3 +342,38 @@ def test_only_what_was_made_here_is_withdrawn() -> None:
     assert made.is_dir()
     withdraw(Model(path=made, manifest=manifest))
     assert not made.exists()
+
+
+@pytest.mark.parametrize("line", [["start", "name", "--dry-run"], ["start", "name", "--detach"], ["start", "name"]])
+def test_start_holds_what_it_reads(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    record = _imported("name", mark="a")
+    refused = []
+
+    def read(repository: ModelRepository, *_: object, **__: object) -> ModelRepository:
+        with pytest.raises(LockedError):
+            remove(plan_removal(["name"]))
+        refused.append(repository.path)
+        raise ArtifactError("read enough")
+
+    monkeypatch.setattr("trtserve.cli.start._dry_run", read)
+    monkeypatch.setattr("trtserve.pipeline.world_size.repository_for", read)
+    assert run(line) == ArtifactError.code
+    assert refused == [Path(record.repository)]
+    remove(plan_removal(["name"]))
+
+
+def test_start_says_what_was_removed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _imported("name", mark="a")
+    found = repositories.find_repository
+
+    def slow(*given: Any, **named: Any) -> ModelRepository:
+        repository = found(*given, **named)
+        monkeypatch.setattr(repositories, "find_repository", found)
+        remove(plan_removal(["name"]))
+        return repository
+
+    monkeypatch.setattr(repositories, "find_repository", slow)
+    assert run(["start", "name", "--dry-run"]) == ModelNotFoundError.code
+    assert "Unexpected" not in capsys.readouterr().err

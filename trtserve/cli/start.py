@@ -87,6 +87,7 @@ def start(
     from trtserve.server.launch.cluster import require_options
     from trtserve.server.plan import with_free_ports
     from trtserve.server.repositories import find_repository
+    from trtserve.store import Store
 
     call = ClusterCall(
         cluster=cluster,
@@ -111,23 +112,25 @@ def start(
     spec = with_free_ports(spec) if spec.auto_ports else spec
     progress = TerminalProgress(quiet=quiet)
     found = find_repository(model, path=model_repository)
-    if dry_run and not on_cluster and not systemd:
-        _dry_run(found, spec, progress, rebuild=rebuild, json=json)
-        return
-    repository = repository_for(
-        found, spec, rebuild=rebuild and not dry_run, on_this_machine=not on_cluster, progress=progress
-    )
-    if cluster.kind is not None:
-        write_for_cluster(repository, spec, cluster.kind, call)
-    elif systemd:
-        _write_unit(repository, spec, call, progress)
-    elif detach:
-        from trtserve.server.detach import start_in_background
+    with Store().in_use(found.path):
+        found = find_repository(model, path=model_repository)  # `remove` may have been faster
+        if dry_run and not on_cluster and not systemd:
+            _dry_run(found, spec, progress, rebuild=rebuild, json=json)
+            return
+        repository = repository_for(
+            found, spec, rebuild=rebuild and not dry_run, on_this_machine=not on_cluster, progress=progress
+        )
+        if cluster.kind is not None:
+            write_for_cluster(repository, spec, cluster.kind, call)
+        elif systemd:
+            _write_unit(repository, spec, call, progress)
+        elif detach:
+            from trtserve.server.detach import start_in_background
 
-        server = start_in_background(repository, spec, progress=progress)
-        _print_server(server, json=json, quiet=quiet, detached=True)
-    else:
-        _serve(repository, spec, report_to, progress, json=json, quiet=quiet)
+            server = start_in_background(repository, spec, progress=progress)
+            _print_server(server, json=json, quiet=quiet, detached=True)
+        else:
+            _serve(repository, spec, report_to, progress, json=json, quiet=quiet)
 
 
 def _serve(

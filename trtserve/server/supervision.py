@@ -15,6 +15,7 @@ from trtserve.process import ProcessId, exit_code, stop_all
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.server.plan import ServerPlan
+from trtserve.server.repositories import engine_paths
 from trtserve.server.shutdown import end_server
 from trtserve.server.standstill import Watchman
 from trtserve.server.start import start_once
@@ -41,7 +42,8 @@ def serve_foreground(plan: ServerPlan, *, on_ready: Callable[[Server], None], pr
     `plan.spec.restart` lets it start again. Raises what `start_server` raises when the first start fails.
     """
     restarts = _Restarts(plan.spec)
-    with stop_signals() as signals:
+    read = plan.repository.path, *engine_paths(plan.repository.path, plan.served)
+    with plan.store.in_use(*read), stop_signals() as signals:
 
         def interrupted() -> int:
             notify("WATCHDOG=1")
