@@ -297,7 +297,7 @@ def test_command_reports_failures_as_data_and_exit_code(capsys: pytest.CaptureFi
         "state": "failed",
         "evidence": "none",
         "fix": "Install it.",
-        "needed_by": ["openvino", "torch"],
+        "needed_by": ["openvino", "torch", "vllm"],
     }
     assert "Install it." in captured.err
     assert run(["doctor", "--quiet", "--runtime", "openvino"]) == 30
@@ -316,8 +316,8 @@ def test_a_failure_of_another_runtime_is_unneeded(
 
 
 def test_command_refuses_an_unknown_runtime(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["doctor", "--runtime", "vllm"]) == 2
-    assert "expected one of auto, tensorrt_llm, llmapi, torch, openvino." in capsys.readouterr().err
+    assert run(["doctor", "--runtime", "sglang"]) == 2
+    assert "expected one of auto, tensorrt_llm, llmapi, torch, vllm, openvino." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

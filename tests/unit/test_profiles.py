@@ -40,17 +40,18 @@ def test_names_are_unique(release: str | None) -> None:
             assert len(listed) == len(set(listed))
 
 
-# What no release has: the finish reason, and adapters by name.
+# What no release has: the finish reason, adapters by name, and the most likely tokens without logits.
 ADAPTER = {"LORA_NAME", "LORA_TASK_ID", "LORA_WEIGHTS", "LORA_CONFIG"}
 OWN_INPUTS = {
     PREPROCESSING: ADAPTER,
-    CORE: {"return_finish_reason"},
+    CORE: {"return_finish_reason", "num_top_log_probs"},
     ENSEMBLE: {"return_finish_reason", "lora_name"},
     BLS: {"return_finish_reason", "lora_name", "draft_acceptance_threshold"},
 }
 OWN_OUTPUTS = {
     PREPROCESSING: {"OUT_LORA_TASK_ID", "OUT_LORA_WEIGHTS", "OUT_LORA_CONFIG"},
-    **{model: {"finish_reason"} for model in (CORE, ENSEMBLE, BLS)},
+    **{model: {"finish_reason"} for model in (ENSEMBLE, BLS)},
+    CORE: {"finish_reason", "top_log_probs_ids", "top_log_probs"},
 }
 
 

@@ -13,7 +13,15 @@ from trtserve.executor.runtimes import RUNTIMES
 from trtserve.specs import RuntimeName
 
 PACKAGE = Path(__file__).parents[2] / "trtserve"
-HOME = ("executor/runtimes.py", "executor/openvino/", "executor/torch/", "nvidia/", "specs/", "executor/loaders.py")
+HOME = (
+    "executor/runtimes.py",
+    "executor/openvino/",
+    "executor/torch/",
+    "executor/vllm/",
+    "nvidia/",
+    "specs/",
+    "executor/loaders.py",
+)
 
 # Comparisons with a word that is also a runtime's name, and the reason.
 ALLOWED = {
@@ -37,7 +45,9 @@ def test_each_runtime_is_registered_under_its_name() -> None:
 
 
 def test_the_executor_loads_the_engines_of_embedded_runtimes() -> None:
-    assert set(MODELS) == {name for name, runtime in RUNTIMES.items() if isinstance(runtime, EmbeddedRuntime)}
+    assert set(MODELS) == {
+        name for name, runtime in RUNTIMES.items() if isinstance(runtime, EmbeddedRuntime) or runtime.folder_as_engine
+    }
 
 
 def _compared(tree: ast.Module) -> Iterator[tuple[int, str]]:

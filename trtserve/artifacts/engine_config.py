@@ -68,6 +68,12 @@ class EmbeddedKeys:
     mlp: str | None = None
     machine: Mapping[str, Any] | None = None
     windows: tuple[int | None, ...] = ()
+    weights_bytes: int = 0
+    """Of a Hugging Face model that the engine's folder has, like the following keys."""
+    vllm_python: str = ""
+    """The interpreter with vLLM; empty: the one that serves."""
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    """The engine arguments that the user gave."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ IntoOption = Annotated[
         rich_help_panel=PATHS,
     ),
 ]
-_LLMAPI = "With --runtime llmapi"
+_LLMAPI = "With --runtime llmapi and vllm"
 _TEMPLATES = "With --from-template"
 
 
@@ -63,8 +63,8 @@ def repo(
         str,
         typer.Argument(
             metavar="ENGINE",
-            help="Engine folder, or the name of an imported model; with --runtime llmapi a Hugging Face model; with "
-            "--from-template KEY:VALUE,…",
+            help="Engine folder, or the name of an imported model; with --runtime llmapi or vllm a Hugging Face model; "
+            "with --from-template KEY:VALUE,…",
             autocompletion=models,
         ),
     ],
@@ -111,11 +111,11 @@ def repo(
 
     if (runtime := RUNTIMES.get(build.runtime)) is not None and runtime.folder_loader:
         with call.in_use():
-            _assemble_llmapi(call, convert)
+            (_assemble_vllm if runtime.folder_as_engine else _assemble_llmapi)(call, convert)
         return
     if sizes := given_flags(convert):
         raise UsageError(
-            f"{sizes[0]} is for --runtime llmapi: the ranks of an engine are those of its checkpoint.",
+            f"{sizes[0]} is for --runtime llmapi and vllm: the ranks of an engine are those of its checkpoint.",
             hint=f"Convert with it: trtserve convert MODEL {sizes[0]} N",
         )
     with call.in_use():
@@ -162,6 +162,25 @@ def _assemble(call: _Call) -> None:
     plan = plan_repository(source, folder, spec, **more)
     if is_embedded_runtime(plan.facts["runtime"]):
         say_version_is_unused(spec.trtllm_version, progress)
+    if not call.dry_run:
+        assemble_repository(plan, progress)
+    _print_result(call, plan.path, _described(plan), _lines(plan))
+
+
+def _assemble_vllm(call: _Call, convert: ConvertSpec) -> None:
+    from trtserve.repository.adapters import find_adapters
+    from trtserve.repository.assembling import assemble_repository, default_name
+    from trtserve.repository.vllm import plan_vllm_repository
+
+    if call.draft_engine is not None:
+        raise UsageError("--draft-engine has no meaning with --runtime vllm.")
+    store, progress = Store(), call.progress
+    model = store.find(Model, call.engine, progress=progress)
+    spec = replace(call.spec, name=call.spec.name or default_name(model), lora=find_adapters(call.spec, store))
+    tokenizer = None if call.tokenizer is None else store.find(Model, call.tokenizer, progress=progress).path
+    plan = plan_vllm_repository(
+        model, spec, convert=convert, build=BuildSpec(runtime="vllm"), tokenizer=tokenizer, out=call.out, into=call.into
+    )
     if not call.dry_run:
         assemble_repository(plan, progress)
     _print_result(call, plan.path, _described(plan), _lines(plan))

@@ -1,4 +1,4 @@
-"""The frameworks that run models for the executor: one module each, one line each in `MODELS`.
+"""The frameworks that run models for the executor, and engines that run requests: a module and a line in `MODELS` each.
 
 The key is the runtime that an engine's `config.json` records under `trtserve.runtime`. TensorRT-LLM's own engines have
 no such key.
@@ -18,6 +18,7 @@ from trtserve.files import read_json_object
 
 if TYPE_CHECKING:
     from trtserve.executor.engine.limits import EngineOptions
+    from trtserve.executor.engine.loop import RequestEngine
     from trtserve.executor.engine.model import Follower, ModelRunner
 
 
@@ -26,9 +27,12 @@ class ModelLoader:
     """How the engines of one runtime are loaded."""
 
     module: str
-    """The module whose `load_model(engine, options)` returns a `ModelRunner`; only loading an engine imports it."""
+    """The module whose `load_model(engine, options)` returns a `ModelRunner` or a `RequestEngine`; only loading an
+    engine imports it."""
     files: tuple[str, ...]
     """The files of an engine besides `config.json`, for each rank."""
+    names_tops: bool = False
+    """Whether it returns the most likely tokens with log-probabilities; elsewhere they follow from logits."""
     ranks: bool = False
     """Whether each rank of an engine is a process of its own. Otherwise one process serves the merged shards."""
 
@@ -36,6 +40,7 @@ class ModelLoader:
 MODELS: Final[Mapping[str, ModelLoader]] = {
     "openvino": ModelLoader(module="trtserve.executor.openvino.paged_model", files=("rank{}.xml", "rank{}.bin")),
     "torch": ModelLoader(module="trtserve.executor.torch.ranked_model", files=("rank{}.safetensors",), ranks=True),
+    "vllm": ModelLoader(module="trtserve.executor.vllm.engine", files=("model/config.json",), names_tops=True),
 }
 
 
@@ -71,11 +76,11 @@ def merges_ranks(config: EngineConfig) -> bool:
     return runtime is not None and not MODELS[runtime].ranks
 
 
-def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
+def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower | RequestEngine:
     """Load the engine with the framework of its runtime, or the part of it that belongs to this rank."""
     name = embedded_runtime(read_engine_config(engine))
     loader = importlib.import_module(MODELS[str(name)].module)
-    model: ModelRunner | Follower = loader.load_model(engine, options)
+    model: ModelRunner | Follower | RequestEngine = loader.load_model(engine, options)
     return model
 
 

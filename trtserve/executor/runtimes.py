@@ -12,6 +12,7 @@ from trtserve.errors import UsageError
 from trtserve.executor.loaders import embedded_runtime
 from trtserve.executor.openvino.runtime import OpenvinoRuntime
 from trtserve.executor.torch import runtime as torch
+from trtserve.executor.vllm.runtime import VllmRuntime
 from trtserve.host.gpus import list_gpus
 from trtserve.nvidia.llmapi import LlmapiRuntime
 from trtserve.nvidia.releases.installed import has_engine_path, installed
@@ -37,6 +38,7 @@ RUNTIMES: dict[str, Runtime] = {
     "tensorrt_llm": TensorrtLlmRuntime(),
     "llmapi": LlmapiRuntime(),
     "torch": torch.TorchRuntime(),
+    "vllm": VllmRuntime(),
     "openvino": OpenvinoRuntime(),
 }
 

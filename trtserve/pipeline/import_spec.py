@@ -130,6 +130,14 @@ def llmapi_repository_spec(spec: ImportSpec) -> RepositorySpec:
     )
 
 
+def vllm_repository_spec(spec: ImportSpec) -> RepositorySpec:
+    """Return the repository's spec. Raises UsageError for what a model that is served as it is cannot have."""
+    for name, flag in (("draft", "--draft-engine"), ("verify", "--verify")):
+        if getattr(spec, name) is not None:
+            raise UsageError(f"{flag} has no meaning with --runtime vllm: nothing is converted or built.")
+    return spec.repository
+
+
 def _require_defaults(spec: BuildSpec | ConvertSpec, taken: tuple[str, ...]) -> None:
     default = type(spec)()
     for field in fields(spec):

@@ -20,7 +20,14 @@ from trtserve.pipeline.build import BuildPlan, plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
 from trtserve.pipeline.gpu_fit import require_gpu_memory
-from trtserve.pipeline.import_spec import ENGINE_DEST_PATH, ImportSpec, llmapi_repository_spec, record_of, take_name
+from trtserve.pipeline.import_spec import (
+    ENGINE_DEST_PATH,
+    ImportSpec,
+    llmapi_repository_spec,
+    record_of,
+    take_name,
+    vllm_repository_spec,
+)
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, memory_needs, require_enough_memory
 from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.model_files import is_convertible
@@ -33,6 +40,7 @@ from trtserve.repository.profiles import profile
 from trtserve.repository.publishing import RepositoryPlan, assemble_repository, require_addable_spec
 from trtserve.repository.settings import resolve_settings, settings_of, spelled_as
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files
+from trtserve.repository.vllm import plan_vllm_repository, require_vllm_serves
 from trtserve.specs.runtime import Runtime
 from trtserve.store import Store, reusable
 
@@ -53,7 +61,7 @@ class ImportPlan:
 
     @property
     def has_engine(self) -> bool:
-        """False for the LLM API, which loads the Hugging Face folder."""
+        """False where the runtime loads the Hugging Face folder."""
         return not RUNTIMES[self.runtime].folder_loader
 
     @property
@@ -148,6 +156,8 @@ def plan_import(
         progress=progress,
     )
     plan = ImportPlan(spec=spec, store=store, runtime=runtime.name, model=model)
+    if runtime.folder_as_engine:
+        require_vllm_serves(model.config, model.weight_bytes, spec.repository, convert=spec.convert, build=spec.build)
     if not plan.has_engine:
         require_architecture(model.config, llmapi_repository_spec(spec))
         return replace(
@@ -166,7 +176,12 @@ def plan_import(
 
 def _require_possible(spec: ImportSpec, runtime: Runtime) -> None:
     """Raise what can be known from the options alone: settings that cannot work, and destinations that are taken."""
-    if not runtime.folder_loader:
+    if runtime.folder_as_engine:
+        asked = vllm_repository_spec(spec)
+        models = engine_models(asked, draft=False)
+        if spec.out is not None:
+            reusable(ModelRepository, spec.out, "")
+    elif not runtime.folder_loader:
         asked = spec.repository
         models = engine_models(asked, draft=spec.draft is not None)
         resolve_settings(settings_of(asked), profile(asked.release), spelled=spelled_as(asked))
@@ -244,8 +259,19 @@ def _plan_stages(plan: ImportPlan, progress: Progress) -> ImportPlan:
 
 
 def _plan_repository(plan: ImportPlan, model: Model, engine: Engine | None, progress: Progress) -> RepositoryPlan:
-    """Plan the repository of an engine, or for the LLM API of a model; the files of both must exist."""
+    """Plan the repository of an engine, or of a model that is served as it is; the files of both must exist."""
     spec = plan.spec
+    if RUNTIMES[plan.runtime].folder_as_engine:
+        return plan_vllm_repository(
+            model,
+            spec.repository,
+            convert=spec.convert,
+            build=spec.build,
+            tokenizer=spec.tokenizer,
+            out=spec.out,
+            into=spec.into,
+            store=plan.store,
+        )
     if engine is None:
         return plan_llmapi_repository(
             model,

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 from trtserve.artifacts import Adapter, looks_like
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.lora_adapter import PEFT_CONFIG, PEFT_WEIGHTS, peft_arrays, peft_config, peft_pairs
-from trtserve.errors import RepositoryError, TrtserveError, UsageError
+from trtserve.errors import CorruptFileError, RepositoryError, TrtserveError, UsageError
 from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, lora_modules
+from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE
+from trtserve.files import read_json_object
 from trtserve.programs.shared.arrays import read_array
+from trtserve.repository.engines import own_files
 from trtserve.repository.layout import VERSION, lora_table, model_names
 from trtserve.repository.profiles import CORE
 from trtserve.specs import RepositorySpec
-from trtserve.store import Store
+from trtserve.store import Store, link_or_copy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,33 +74,77 @@ def resolve_adapters(folders: Mapping[str, Path], config: EngineConfig) -> tuple
     modules = {module.id: module for module in lora_modules(config.model, names)}
     adapters = []
     for name, folder in sorted(folders.items()):
-        if not _NAME.fullmatch(name):
-            raise UsageError(
-                f"--lora {name}={folder}: {name!r} cannot be a name; use letters, digits, '.', '_' and '-'."
-            )
+        _require_name(name, folder)
         weights, rows = _read(name, folder)
         _require_fit(name, weights, rows, modules, config)
-        # 63 bits, never 0, so that a changed adapter never hits the cache
-        digest = hashlib.sha256(rows.tobytes() + weights.tobytes()).digest()
-        adapters.append(NamedAdapter(name=name, folder=folder, task_id=int.from_bytes(digest[:8], "big") >> 1 or 1))
+        adapters.append(_named(name, folder, rows.tobytes() + weights.tobytes()))
     return tuple(adapters)
 
 
-def write_adapters(adapters: tuple[NamedAdapter, ...], repository: Path, suffix: str = "") -> None:
-    """Write the adapters and their table into a repository, for the models with `suffix`."""
+def _require_name(name: str, folder: Path) -> None:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"--lora {name}={folder}: {name!r} cannot be a name; use letters, digits, '.', '_' and '-'.")
+
+
+def _named(name: str, folder: Path, content: bytes) -> NamedAdapter:
+    """Return the adapter with an id of 63 bits, never 0, so that a changed one never hits the cache."""
+    digest = hashlib.sha256(content).digest()
+    return NamedAdapter(name=name, folder=folder, task_id=int.from_bytes(digest[:8], "big") >> 1 or 1)
+
+
+def resolve_peft(folders: Mapping[str, Path], config: EngineConfig) -> tuple[NamedAdapter, ...]:
+    """Return the adapters of `folders` (name → PEFT folder) for vLLM, which loads them as they are.
+
+    Raises UsageError for a name that cannot be one, and RepositoryError for a folder without a PEFT adapter and for a
+    rank above the limit.
+    """
+    adapters = []
+    for name, folder in sorted(folders.items()):
+        _require_name(name, folder)
+        files = [path for path in own_files(folder) if path.name.startswith("adapter_")]
+        if not {PEFT_CONFIG, PEFT_WEIGHTS} <= {path.name for path in files}:
+            raise RepositoryError(
+                f"--lora {name}={folder}: the folder has no adapter in PEFT's format ({PEFT_CONFIG} and "
+                f"{PEFT_WEIGHTS}), which vLLM loads."
+            )
+        rank = read_json_object(folder / PEFT_CONFIG, CorruptFileError).get("r")
+        most = config.build.lora_config.max_lora_rank
+        if isinstance(rank, int) and rank > most:
+            raise RepositoryError(
+                f"The adapter {name} has rank {rank}; the model is served with ranks up to {most}.",
+                hint=f"Raise the limit: --max-lora-rank {rank}",
+            )
+        adapters.append(_named(name, folder, b"".join(path.read_bytes() for path in files)))
+    return tuple(adapters)
+
+
+def write_adapters(
+    adapters: tuple[NamedAdapter, ...], repository: Path, suffix: str = "", *, peft: bool = False
+) -> None:
+    """Write the adapters and their table into a repository, for the models with `suffix`.
+
+    Those in PEFT's format stay as they are, and the executor gets a table of its own.
+    """
     import numpy as np
 
     if not adapters:
         return
     # Triton takes every top-level folder for a model, so the adapters are stored in the core model's.
-    place, table = f"{model_names(suffix)[CORE]}/{VERSION}/lora", {}
+    place, table = f"{model_names(suffix)[CORE]}/{VERSION}/{ADAPTER_FOLDER}", {}
     for adapter in adapters:
-        weights, rows = _read(adapter.name, adapter.folder)
         target = repository / place / adapter.name
         target.mkdir(parents=True)
-        np.save(target / WEIGHTS, weights)
-        np.save(target / CONFIG, rows)
+        if peft:
+            for path in own_files(adapter.folder):
+                link_or_copy(path, target / path.name, copy=True)
+        else:
+            weights, rows = _read(adapter.name, adapter.folder)
+            np.save(target / WEIGHTS, weights)
+            np.save(target / CONFIG, rows)
         table[adapter.name] = {"task_id": adapter.task_id, "folder": f"{place}/{adapter.name}"}
+    if peft:
+        folders = {each.task_id: each.name for each in adapters}
+        (repository / place / ADAPTERS_FILE).write_text(json.dumps(folders, indent=2) + "\n", encoding="utf-8")
     text = json.dumps({"adapters": table}, indent=2) + "\n"
     (repository / lora_table(suffix)).write_text(text, encoding="utf-8")
 

@@ -11,10 +11,18 @@ from trtserve.artifacts import Artifact, Engine, Manifest, ModelRepository, fing
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.loaders import is_embedded, is_embedded_runtime
 from trtserve.progress import Progress
-from trtserve.repository.adapters import NamedAdapter, resolve_adapters, write_adapters
+from trtserve.repository.adapters import NamedAdapter, resolve_adapters, resolve_peft, write_adapters
 from trtserve.repository.config import ConfigOptions
 from trtserve.repository.draft import Draft, resolve_draft
-from trtserve.repository.engines import limits_of, link_engine, own_files, rank_sizes, read_engine, require_engine_files
+from trtserve.repository.engines import (
+    limits_of,
+    link_engine,
+    own_files,
+    rank_sizes,
+    read_engine,
+    require_engine_files,
+    write_hugging_face,
+)
 from trtserve.repository.layout import VERSION, model_names, placed, root_of, tree
 from trtserve.repository.options import resolve_options
 from trtserve.repository.profiles import (
@@ -56,6 +64,7 @@ class EngineRepositoryPlan(RepositoryPlan):
     """The repository of an engine: the five models and the alias, relocatable as a unit."""
 
     engine: Engine
+    hugging_face: EngineConfig | None = None  # of a model that is served as it is, in place of an engine
     tokenizer: Path  # a Hugging Face folder
     profile: Profile
     options: ConfigOptions
@@ -78,11 +87,15 @@ class EngineRepositoryPlan(RepositoryPlan):
         for model in MODELS:
             write_model(folder / names[model], model, self.profile, self.options, embedded=embedded)
         write_model(folder / self.spec.name, BLS, self.profile, self.options, embedded=embedded)
-        link_engine(self.engine.path, folder / names[CORE] / VERSION, copy=self.spec.copy)
+        place = folder / names[CORE] / VERSION
+        if self.hugging_face is None:
+            link_engine(self.engine.path, place, copy=self.spec.copy)
+        else:
+            write_hugging_face(self.engine.path, self.hugging_face, place, copy=self.spec.copy)
         if self.draft is not None:
             write_model(folder / names[DRAFT], CORE, self.profile, self.draft.options, embedded=embedded)
             link_engine(self.draft.engine.path, folder / names[DRAFT] / VERSION, copy=self.spec.copy)
-        write_adapters(self.adapters, folder, self.spec.suffix)
+        write_adapters(self.adapters, folder, self.spec.suffix, peft=self.hugging_face is not None)
         own = folder / names[PREPROCESSING] / VERSION / "tokenizer"
         for file in own_tokenizer_files(self.tokenizer):
             link_or_copy(file, own / file.relative_to(self.tokenizer), copy=True)
@@ -107,6 +120,7 @@ def plan_repository(
     tokenizer: Path,
     spec: RepositorySpec,
     *,
+    hugging_face: EngineConfig | None = None,
     draft: Engine | None = None,
     draft_tokenizer: Path | None = None,
     out: Path | None = None,
@@ -115,20 +129,22 @@ def plan_repository(
 ) -> EngineRepositoryPlan:
     """Plan the repository of `engine`: its configurations, manifest and destination.
 
+    With `hugging_face`, a config for the vllm runtime, `engine` is the folder of a Hugging Face model.
     `tokenizer` is a Hugging Face folder, `draft` the engine of a second core model, and `draft_tokenizer` the folder of
     its tokenizer, if known. `into` is a repository to add the models to. Raises UsageError for a name, release or
     setting that cannot work, and for links to files elsewhere. Raises RepositoryError for a folder without an engine or
     tokenizer, for a draft engine or an adapter that does not fit the engine, and for names that are taken.
     """
     served_name(spec.name)
-    config = read_engine(engine.path)
+    config = hugging_face or read_engine(engine.path)
     tokens = own_tokenizer_files(tokenizer)
-    require_engine_files(engine.path, config)
+    if hugging_face is None:
+        require_engine_files(engine.path, config)
     for each in (engine, *([draft] if draft else [])):
         own_files(each.path)
     profile, options = resolve_options(spec, config, tokenizer=tokenizer)
     options, second = resolve_draft(spec, profile, options, config, draft)
-    adapters = resolve_adapters(spec.lora, config)
+    adapters = resolve_adapters(spec.lora, config) if hugging_face is None else resolve_peft(spec.lora, config)
     facts = repository_facts(spec, profile, options, config, engine)
     facts |= {"draft": second.facts if second else None, "adapters": {each.name: each.task_id for each in adapters}}
     if second is not None:
@@ -142,6 +158,7 @@ def plan_repository(
         spec=asdict(replace(spec, copy=False, lora={})),
         place=str(place),  # part of the content where paths are absolute
         engine=engine.fingerprint,
+        **({} if hugging_face is None else {"hugging_face": hugging_face.content}),
         draft=second.engine.fingerprint if second else None,
         adapters=facts["adapters"],
         tokenizer=_digest(tokens),
@@ -166,6 +183,7 @@ def plan_repository(
         reused=exists(path, models, manifest, added=into is not None),
         added=into is not None,
         engine=engine,
+        hugging_face=hugging_face,
         tokenizer=tokenizer,
         profile=profile,
         options=placed(options, spec.suffix, root),

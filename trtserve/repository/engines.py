@@ -11,7 +11,9 @@ from typing import Any
 from trtserve.artifacts import MANIFEST, ModelRepository, load_artifact
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, TrtserveError
+from trtserve.executor.embedded import write_config
 from trtserve.executor.loaders import embedded_runtime, engine_files
+from trtserve.executor.vllm.arguments import MODEL_FOLDER
 from trtserve.files import read_json_object, require_own
 from trtserve.nvidia.releases import RELEASES, release_of
 from trtserve.nvidia.releases.options import build_flags, speculative_mode
@@ -83,6 +85,13 @@ def link_engine(engine: Path, target: Path, *, copy: bool) -> None:
     """Hard-link the engine's files into the folder `target`; copy them if `copy`."""
     for source in own_files(engine):
         link_or_copy(source, target / source.name, copy=copy)
+
+
+def write_hugging_face(model: Path, config: EngineConfig, target: Path, *, copy: bool) -> None:
+    """Write the config of an engine that is a Hugging Face model into `target`, and hard-link or copy the model."""
+    write_config(target, config.content)
+    for source in own_files(model):
+        link_or_copy(source, target / MODEL_FOLDER / source.relative_to(model), copy=copy)
 
 
 # Limits in build_config that `trtserve build` has as options, in its order.

@@ -17,7 +17,7 @@ from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classe
 from trtserve.repository.programs import require_program
 
 _KV_TOKENS = "max_tokens_in_paged_kv_cache"
-_WEIGHTS = ("*.bin", "rank*.engine", "rank*.safetensors")
+_WEIGHTS = ("*.bin", "rank*.engine", "rank*.safetensors", "model/*.safetensors", "model/*.bin")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.gateway.standstill import Standstill
 from trtserve.nvidia.containers import explained
-from trtserve.process import ProcessId, wait_gone
+from trtserve.process import ProcessId, tree, wait_gone
 from trtserve.progress import Progress
 from trtserve.repository.layout import PACKAGE
 from trtserve.server.front import gateway_ended, proxy_ended
@@ -176,7 +176,9 @@ class _Waiting:
         text, stubs = server_log.read(self.planned.log), stubs_of(self.root)
         loading = server_log.initializing(text)
         lost = sorted(loading - {stub.model for stub in stubs})
-        if loading <= self._own and self._standstill.lasts([stub for stub in stubs if stub.model in loading]):
+        # What a stub has started may load the model for it.
+        workers = set().union(*(tree(stub) | {stub} for stub in stubs if stub.model in loading))
+        if loading <= self._own and self._standstill.lasts(workers):
             raise ServerStartError(
                 f"Triton waits for the Python stub of {', '.join(sorted(loading))}, which has nothing left to do. Last "
                 f"lines:\n{last_lines(self.planned.log)}",

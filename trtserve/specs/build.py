@@ -10,7 +10,7 @@ from trtserve.specs.options import option, panel_of
 from trtserve.specs.tools import InContainer
 
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
-RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "openvino"]
+RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "vllm", "openvino"]
 Device = Literal["cpu", "cuda"]
 PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
 GemmPluginType = Literal["disable", "auto", "float16", "float32", "bfloat16", "fp8", "nvfp4"]
@@ -55,7 +55,7 @@ class BuildSpec(InContainer):
     runtime: RuntimeName = option(
         "auto",
         help="tensorrt_llm builds engines for NVIDIA GPUs, llmapi serves on GPUs without an engine, torch on GPUs "
-        "without TensorRT-LLM, openvino runs on CPUs; auto: what this machine has.",
+        "without TensorRT-LLM, vllm serves what vLLM knows, openvino runs on CPUs; auto: what this machine has.",
         common=True,
     )
     device: Device | None = option(

@@ -159,6 +159,14 @@ class RepositorySpec(ForRelease):
         unset="11",
         panel=REQUESTS,
     )
+    vllm_python: str | None = option(
+        None,
+        metavar="PYTHON",
+        help="Interpreter that has vLLM, or the folder of its virtual environment, for --runtime vllm.",
+        unset="the one that runs trtserve",
+        variable="TRTSERVE_VLLM_PYTHON",
+        panel=REQUESTS,
+    )
     suffix: str = option("", help="End of the names of all models but the served one, such as _b.", panel=PATHS)
     absolute_paths: bool = option(False, help="Write absolute paths, for servers that others start.", panel=PATHS)
     container_paths: str | None = option(

@@ -159,9 +159,9 @@ def weights_precision(config: CheckpointConfig) -> str:
     return next((words for start, words in _PRECISIONS if algorithm.startswith(start)), config.dtype)
 
 
-Requirement = Literal["triton", "gpu", "pytorch", "tensorrt_llm", "engines", "llm_api"]
+Requirement = Literal["triton", "gpu", "pytorch", "tensorrt_llm", "engines", "llm_api", "vllm"]
 """What a machine must have: the wheel's Triton and its Python stub; NVIDIA GPUs; PyTorch with CUDA; TensorRT-LLM,
-installed or in a container; what builds and serves its engines; the Triton model of its LLM API."""
+installed or in a container; what builds and serves its engines; the Triton model of its LLM API; vLLM."""
 
 
 class Runtime:
@@ -178,6 +178,8 @@ class Runtime:
     """Extra of trtserve that installs what it needs here."""
     folder_loader: ClassVar[str] = ""
     """What loads a Hugging Face folder, so that nothing is converted or built; empty for a runtime with engines."""
+    folder_as_engine: ClassVar[bool] = False
+    """Whether the Triton models of an engine serve such a folder."""
     narrower: ClassVar[str] = ""
     """Options of `convert` with which float weights become smaller in its engines."""
     gpu_limits: ClassVar[Limits] = TRTLLM_LIMITS

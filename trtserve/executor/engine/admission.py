@@ -285,6 +285,10 @@ def check_outputs(request: GenerationRequest, limits: EngineLimits, *, generatio
     """Check that the engine was built to return the requested logits."""
     if request.return_context_logits and not limits.gather_context_logits:
         raise RuntimeError("return_context_logits needs an engine that was built with gather_context_logits")
+    if request.top_log_probs:
+        raise RuntimeError(
+            "num_top_log_probs needs the vllm runtime; return_generation_logits has all log-probabilities"
+        )
     if request.return_generation_logits and not generation_logits:
         raise RuntimeError("return_generation_logits needs an engine that was built with gather_generation_logits")
 

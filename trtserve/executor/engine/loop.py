@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from trtserve.executor.engine.admission import Admission
 from trtserve.executor.engine.batch import Batch
@@ -18,7 +19,7 @@ from trtserve.executor.engine.limits import CapacitySchedulerPolicy, EngineLimit
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
 from trtserve.executor.engine.model import FatalModelError, ModelRunner
 from trtserve.executor.engine.outputs import Mailbox, ended_response, error_response, next_responses
-from trtserve.executor.engine.recorder import Recorder
+from trtserve.executor.engine.recorder import IterationRecord, Recorder, RequestsRecord
 from trtserve.executor.engine.requests import FinishReason, GenerationRequest, RequestOutput
 from trtserve.executor.engine.scheduler import Scheduler, StepPlan, insert_by_priority
 from trtserve.executor.engine.sequence import Sequence
@@ -38,6 +39,41 @@ class _Arrived:
 
     request: GenerationRequest
     arrival: float
+
+
+class Records(Protocol):
+    """The records of an engine until they are fetched."""
+
+    def drain_iterations(self) -> list[IterationRecord]: ...
+
+    def drain_requests(self) -> list[RequestsRecord]: ...
+
+
+@runtime_checkable
+class RequestEngine(Protocol):
+    """An engine of another project that answers requests, with the methods of `EngineLoop`."""
+
+    @property
+    def mailbox(self) -> Mailbox: ...
+
+    @property
+    def recorder(self) -> Records: ...
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def kv_cache_tokens(self) -> int: ...
+
+    def run(self) -> None: ...
+
+    def enqueue(self, requests: list[GenerationRequest]) -> list[int]: ...
+
+    def cancel(self, id_: int) -> None: ...
+
+    def hang(self) -> str | None: ...
+
+    def terminate(self) -> None: ...
 
 
 class EngineLoop:

@@ -117,6 +117,8 @@ class GenerationRequest:
     """Seconds from its arrival on."""
     client_id: int | None = None
     return_log_probs: bool = False
+    top_log_probs: int = 0
+    """Most likely tokens to return with the log-probability of each token."""
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_metrics: bool = False
@@ -173,6 +175,8 @@ class RequestOutput:
     iterations: int = 0
     log_probs: list[list[float]] | None = None
     cum_log_probs: list[float] | None = None
+    top_log_probs: list[list[tuple[int, float]]] | None = None
+    """For each token the most likely ones, with their log-probabilities."""
     context_logits: Floats | None = None
     """f32[prompt, V]"""
     generation_logits: Floats | None = None

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from trtserve.executor.engine.limits import EngineLimits, fit_to_cache, kv_cache_blocks, resolve_limits
-from trtserve.executor.engine.loop import EngineLoop
+from trtserve.executor.engine.loop import EngineLoop, RequestEngine
 from trtserve.executor.engine.model import Follower, ModelRunner
 from trtserve.executor.interface.configs import ExecutorConfig, ModelType
 from trtserve.executor.interface.convert import (
@@ -47,7 +47,7 @@ class Executor:
     computes what rank 0 asks for until that ends.
     """
 
-    _loop: EngineLoop | None
+    _loop: EngineLoop | RequestEngine | None
     _follower: Follower | None = None
 
     def __init__(
@@ -64,6 +64,11 @@ class Executor:
         if isinstance(model, Follower):
             self._follower = model
             self._loop = None
+        elif isinstance(model, RequestEngine):
+            self._post_processors = post_processors(executor_config)
+            self.limits = model.limits
+            self.kv_cache_tokens = model.kv_cache_tokens
+            self._run(model)
         else:
             self._start(model, limits, executor_config)
 
@@ -99,8 +104,11 @@ class Executor:
         model.warm_up()
         if options.ngram_max_draft_len and not model.step_costs:
             logger.info("Steps get no drafts from n-grams: the times of small steps are not known for this model")
-        self._loop = EngineLoop(model, self.limits, options, blocks=blocks, free_memory=memory)
-        self._thread = threading.Thread(target=self._loop.run, name="executor", daemon=True)
+        self._run(EngineLoop(model, self.limits, options, blocks=blocks, free_memory=memory))
+
+    def _run(self, loop: EngineLoop | RequestEngine) -> None:
+        self._loop = loop
+        self._thread = threading.Thread(target=loop.run, name="executor", daemon=True)
         self._thread.start()
 
     def enqueue_request(self, request: Request) -> int:
@@ -204,7 +212,7 @@ class Executor:
             if self._follower is None:
                 self.shutdown()
 
-    def _running(self) -> EngineLoop:
+    def _running(self) -> EngineLoop | RequestEngine:
         if self._loop is None:
             raise RuntimeError("Shutdown called")
         return self._loop

@@ -182,6 +182,8 @@ class Request(Record, writable="0.12-", dynamic=True):
     """One generation request; `max_tokens` counts new tokens."""
 
     BATCHED_POST_PROCESSOR_NAME = "batched"
+    top_log_probs = 0
+    """Most likely tokens to return with the log-probability of each token. No release has this attribute."""
 
     input_token_ids = Field[list[int]](TOKENS, check=not_empty, readonly=True)
     max_tokens = Field[int](INT, None, "0.13-", check=positive, keyword="0.13-0.21", readonly=True)

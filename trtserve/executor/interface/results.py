@@ -73,6 +73,7 @@ class Result:
     spec_dec_fast_logits_info: Any = None
     request_perf_metrics: RequestPerfMetrics | None = None
     additional_outputs: list[Any] = field(default_factory=list)
+    top_log_probs: list[list[tuple[int, float]]] | None = None
 
 
 class Response:
@@ -281,6 +282,7 @@ def response_of(output: RequestOutput) -> Response:
         output_token_ids=output.tokens,
         cum_log_probs=output.cum_log_probs,
         log_probs=output.log_probs,
+        top_log_probs=output.top_log_probs,
         context_logits=output.context_logits,
         generation_logits=output.generation_logits,
         finish_reasons=output.reasons,

@@ -240,19 +240,32 @@ def token_log_probs(
 ) -> list[TokenLogProb]:
     """Return the entries of new tokens, of which `before` came earlier in the same stream.
 
-    With `tops` all values come from the logits. Otherwise they are the engine's, whose responses repeat those of
-    earlier tokens.
+    With `tops` all values come from the logits, unless the engine names the most likely tokens. Otherwise they are the
+    engine's, whose responses repeat those of earlier tokens.
     """
     if not ids:
         return []
-    if tops:
+    if tops and "top_log_probs" not in outputs:
         logits = outputs["generation_logits"]
         rows = logits.reshape(-1, logits.shape[-1])[: len(ids)].astype(np.float64)
         return [_with_tops(row, each, tops, token) for row, each in zip(rows, ids, strict=True)]
     values = outputs["output_log_probs"].reshape(-1).tolist()
     new = values[before : before + len(ids)] or values[: len(ids)]
+    best = _named_tops(outputs, token) if tops else [()] * len(ids)
     return [
-        TokenLogProb(token=token(each), log_prob=max(value, _LOWEST)) for each, value in zip(ids, new, strict=False)
+        TokenLogProb(token=token(each), log_prob=max(value, _LOWEST), tops=others)
+        for each, value, others in zip(ids, new, best, strict=False)
+    ]
+
+
+def _named_tops(
+    outputs: Mapping[str, NDArray[Any]], token: Callable[[int], Token]
+) -> list[tuple[tuple[Token, float], ...]]:
+    """Return the most likely tokens of each new token; rows are padded with -1."""
+    ids, values = (outputs[name][0].tolist() for name in ("top_log_probs_ids", "top_log_probs"))
+    return [
+        tuple((token(each), max(value, _LOWEST)) for each, value in zip(*row, strict=True) if each >= 0)
+        for row in zip(ids, values, strict=True)
     ]
 
 

@@ -57,7 +57,9 @@ class EngineRequest:
         wanted = ["output_ids", "sequence_length"] if "output_ids" in model.outputs else ["text_output"]
         wanted += [name for name in ("finish_reason", "num_input_tokens", "num_output_tokens") if name in model.outputs]
         if self.tops is not None:
-            wanted += ["generation_logits" if self.tops else "output_log_probs"]
+            named = "num_top_log_probs" in self.tensors
+            wanted += ["generation_logits" if self.tops and not named else "output_log_probs"]
+            wanted += ["top_log_probs_ids", "top_log_probs"] if named else []
         if self.echoes_log_probs:
             wanted += ["context_logits"]
         return tuple(wanted)
@@ -98,6 +100,8 @@ async def engine_requests(
     tensors = {tensor.name: tensor for tensor in request_tensors(context)}
     stops = await _stop_tensors(served, context, body)
     tensors |= {**stops, **_bias(served, context, body), **_guide(context, body, untrained=prompt.untrained)}
+    if tops and served.names_tops:
+        tensors |= context.scalar(tops, "num_top_log_probs")
     if adapter is not None and served.adapters is not None:
         by_name = served.model.has("lora_name")
         tensors |= (
@@ -156,7 +160,7 @@ def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | N
         chosen["end_id"] = _NO_END
     if tops is not None:
         chosen["return_log_probs"] = True
-    if tops:
+    if tops and not served.names_tops:
         chosen["return_generation_logits"] = True
     if served.model.has("return_num_input_tokens"):
         chosen["return_num_input_tokens"] = True

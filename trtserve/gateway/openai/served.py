@@ -25,6 +25,7 @@ from trtserve.client.tokenizer import (
 )
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
+from trtserve.executor.loaders import MODELS
 from trtserve.files import read_json_object
 from trtserve.gateway.openai.answers import Token
 from trtserve.gateway.openai.encoding import Encoder
@@ -44,6 +45,7 @@ _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTES = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + number): byte for number, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))
 }
+_NAMING_TOPS = frozenset(name for name, loader in MODELS.items() if loader.names_tops)
 _SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
@@ -68,6 +70,8 @@ class ServedModel:
     adapters: LoraNames | None
     context_logits: bool | None = None
     """Whether the engine returns logits of prompts, or None where that is not known."""
+    names_tops: bool = False
+    """Whether the engine returns the most likely tokens itself, without logits."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """What `generation_config.json` says about sampling."""
     takes_system: bool = False
@@ -246,6 +250,9 @@ def _describe(
         vocab_size=vocab_size or (None if files is None else len(files.tokenizer)),
         max_seq_len=engine.get("build_config", {}).get("max_seq_len"),
         context_logits=engine.get("build_config", {}).get("gather_context_logits"),
+        names_tops=core is not None
+        and core.has("num_top_log_probs")
+        and core.parameters.get("executor") in _NAMING_TOPS,
         adapters=None if endpoint.repository is None else LoraNames(endpoint.repository, table),
         sampling={} if files is None else _sampling(files),
         takes_system=files is not None and takes_system(files),

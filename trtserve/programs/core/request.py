@@ -197,7 +197,7 @@ class RequestFactory:
             )
 
     def _request(self, row: Row) -> Any:
-        keywords = self._keywords(row)
+        keywords, tops = self._keywords(row), self._tops(row)
         ids = row.array("decoder_input_ids")
         if ids is not None and bool(np.any(ids != row.scalar("pad_id", 0))):
             raise ValueError("decoder_input_ids (decoder_text_input) was given, but this is a decoder-only model.")
@@ -208,7 +208,19 @@ class RequestFactory:
                     if name in _NEEDS
                     else f"{name} is not supported by this model; leave it out or give its neutral value."
                 )
-        return self._module.api.Request(**keywords)
+        request = self._module.api.Request(**keywords)
+        if tops:
+            request.top_log_probs = tops
+        return request
+
+    def _tops(self, row: Row) -> int:
+        """Return how many of the most likely tokens are wanted with each log-probability."""
+        tops = int(row.scalar("num_top_log_probs", 0))
+        if tops and (self._module.torch is not None or not row.is_set("return_log_probs")):
+            raise ValueError("num_top_log_probs needs return_log_probs, and the vllm runtime.")
+        if tops < 0:
+            raise ValueError(f"num_top_log_probs is {tops}; expected 0 or more.")
+        return tops
 
     def _keywords(self, row: Row) -> dict[str, Any]:
         tokens = _prompt(row)

@@ -53,6 +53,10 @@ def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted, earlier: 
         outputs["cum_log_probs"] = np.asarray([result.cum_log_probs], dtype=np.float32)
     if result.log_probs is not None:
         outputs["output_log_probs"] = _padded(result.log_probs, np.float32)
+    if getattr(result, "top_log_probs", None) is not None:
+        rows = result.top_log_probs
+        outputs["top_log_probs_ids"] = _padded([[token for token, _ in row] for row in rows], np.int32)
+        outputs["top_log_probs"] = _padded([[value for _, value in row] for row in rows], np.float32)
     if result.context_logits is not None:
         outputs["context_logits"] = _logits(module, result.context_logits, wanted)
     if result.generation_logits is not None:

@@ -23,6 +23,7 @@ LLMAPI = runtimes_with("llm_api")
 ENGINES = runtimes_with("engines")
 GPU = runtimes_with("gpu")
 PYTORCH = runtimes_with("pytorch")
+VLLM = runtimes_with("vllm")
 NONE: frozenset[str] = frozenset()
 
 

@@ -95,6 +95,7 @@ def examine(
         *_tensorrt_llm(facts, asked),
         *_tools(facts, progress),
         *_pytorch(facts, progress),
+        *look("tools", "vLLM", nvidia.check_vllm),
         *look("hub", "token", lambda: system.check_token(online=online)),
     ]
     judged = sorted((finding.judged(chosen) for finding in found), key=lambda finding: GROUPS.index(finding.group))

@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from trtserve import process
 from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
+from trtserve.executor.vllm.installation import require_installation
 from trtserve.host.gpus import NVML, VISIBLE_DEVICES, Device, Gpus, on_the_bus, shown_devices
 from trtserve.host.machine import format_bytes, install_command
 from trtserve.nvidia.gpu_findings import architecture_words, kernels_fix
@@ -30,7 +32,7 @@ from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, launcher_facts
 from trtserve.nvidia.releases.installed import BUILDER, Installed, has_engine_path, interpreter, require_engine_path
 from trtserve.process import Command, run
 from trtserve.repository.profiles import llmapi_model
-from trtserve.server.doctor import ENGINES, GPU, LLMAPI, PYTORCH, TENSORRT_LLM, CheckResult, State, report_for
+from trtserve.server.doctor import ENGINES, GPU, LLMAPI, PYTORCH, TENSORRT_LLM, VLLM, CheckResult, State, report_for
 from trtserve.server.doctor.programs import MARK, found, run_two_ranks
 from trtserve.server.triton.installation import find_triton
 
@@ -67,6 +69,7 @@ _SUM = 4 * (1.0 + 2.0)
 _GPU = report_for("gpu", GPU)
 _TENSORRT_LLM = report_for("gpu", TENSORRT_LLM)
 _PYTORCH = report_for("gpu", PYTORCH)
+_VLLM = report_for("tools", VLLM)
 _NCCL = report_for("mpi", PYTORCH)
 _ANY = report_for("tensorrt_llm", TENSORRT_LLM)
 _ENGINES = report_for("tensorrt_llm", ENGINES)
@@ -254,6 +257,26 @@ def check_pytorch() -> CheckResult:
         fix = "Install a driver for that CUDA, or a PyTorch for the CUDA of this driver."
         return _PYTORCH("PyTorch", "failed", f"{what}: no usable GPU: {reason}", fix)
     return _PYTORCH("PyTorch", "ok", f"{what}, calculates on {counted(seen['gpus'], 'GPU')}")
+
+
+def check_vllm() -> CheckResult:
+    """Look at the vLLM that `start` would use, and calculate with its PyTorch on every GPU; vLLM is not loaded."""
+    try:
+        found_here = require_installation()
+    except MissingDependencyError as error:
+        return _VLLM("vLLM", "failed", error.message.rstrip("."), error.hint or "")
+    ended = run(Command(argv=(str(found_here.python), "-c", _LOOK), cwd=Path("/")), timeout=_TIMEOUT)
+    what = f"{found_here.version} of {found_here.python}"
+    if (seen := next(iter(found(ended.stdout)), None)) is None:
+        reason = (ended.stderr.strip().splitlines() or ["no answer"])[-1]
+        return _VLLM("vLLM", "failed", f"{what}: its PyTorch does not load: {reason}", "Install vLLM again.")
+    if found_here.on_cpu:
+        return _VLLM("vLLM", "ok", f"{what}, for CPUs, PyTorch {seen['torch']}")
+    what = f"{what}, PyTorch {seen['torch']}, CUDA {seen['cuda']}"
+    if not seen["gpus"] or seen["problem"]:
+        fix = "Install a driver for that CUDA, or a vLLM for the CUDA of this driver."
+        return _VLLM("vLLM", "failed", f"{what}: no usable GPU: {seen['problem'] or 'the driver shows none'}", fix)
+    return _VLLM("vLLM", "ok", f"{what}, calculates on {counted(seen['gpus'], 'GPU')}")
 
 
 def check_ranks() -> CheckResult:

@@ -104,6 +104,11 @@ def inspect_for_cluster(
     alone = isinstance(mode, Single)
     if alone:
         require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
+    if alone and served.needs_gpus and served.runtime is not None:
+        raise UsageError(
+            f"--{kind} does not start repositories of the {served.runtime} runtime.",
+            hint="Run `trtserve start` in a job of your own: one node, one task, and all of its GPUs.",
+        )
     if alone or not served.needs_gpus:
         raise UsageError(
             f"--{kind} is for engines on GPUs; this repository is served on the CPU.",

@@ -158,9 +158,13 @@ def without_mpi(setup: LaunchSetup, mode: str, group: tuple[str, ...]) -> Launch
     return Launch(mode=mode, command=_command(setup, group, {}), groups=(group,))
 
 
+def shown_gpus(setup: LaunchSetup) -> dict[str, str]:
+    """Return the variable that shows only the launch's GPUs to its processes."""
+    return {VISIBLE_DEVICES: ",".join(map(str, setup.gpus))} if setup.gpus else {}
+
+
 def _command(setup: LaunchSetup, argv: tuple[str, ...], own: Mapping[str, str]) -> Command:
-    devices = {VISIBLE_DEVICES: ",".join(map(str, setup.gpus))} if setup.gpus else {}
-    return Command(argv=argv, env={**setup.environment, **devices, **own}, cwd=setup.repository.absolute())
+    return Command(argv=argv, env={**setup.environment, **shown_gpus(setup), **own}, cwd=setup.repository.absolute())
 
 
 def rank_arguments(setup: LaunchSetup, rank: int, *, emptied_pools: int | None = None) -> tuple[str, ...]:

@@ -14,7 +14,14 @@ from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.served import CoreModel, ServedRepository
-from trtserve.server.launch.commands import Launch, LaunchSetup, rank_arguments, under_mpirun, without_mpi
+from trtserve.server.launch.commands import (
+    Launch,
+    LaunchSetup,
+    rank_arguments,
+    shown_gpus,
+    under_mpirun,
+    without_mpi,
+)
 from trtserve.server.launch.devices import (
     require_engines_here,
     require_leader_devices,
@@ -54,7 +61,7 @@ class LaunchMode(ABC):
 
 
 class Single(LaunchMode):
-    """One process on the CPU: it merges the shards of a checkpoint, however many there are."""
+    """One process: on the CPU it merges the shards of a checkpoint, however many there are; vLLM starts its workers."""
 
     name = "single"
 
@@ -62,13 +69,25 @@ class Single(LaunchMode):
         return served.runtime is None or served.merges_ranks  # None means a plain Triton model
 
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
+        on_gpus = served.needs_gpus and served.runtime is not None
         given = {
             "--instances": spec.instances > 1,
             "--multi-model": spec.multi_model,
-            "--gpus": bool(spec.gpus),
+            "--gpus": bool(spec.gpus) and not on_gpus,
             "--container": spec.container is not None,
         }
         flag = next((flag for flag, is_given in given.items() if is_given), None)
+        if flag is not None and on_gpus:
+            raise UsageError(
+                f"{flag} does not work with the {served.runtime} runtime, whose engine starts its workers itself.",
+                hint=f"Leave {flag} out; for further copies start further servers, with --gpus and --auto-ports.",
+            )
+        if on_gpus and spec.world_size not in (None, served.world_size):
+            raise UsageError(
+                f"--world-size is {spec.world_size}; the engine of the {served.runtime} runtime starts its workers "
+                f"itself, {served.world_size} in this repository.",
+                hint=f"Leave it out, or make the repository again with --tp-size {spec.world_size}.",
+            )
         if flag is not None:
             raise UsageError(
                 f"{flag} is for engines on GPUs; this repository is served by one process on the CPU.",
@@ -90,7 +109,7 @@ class Single(LaunchMode):
             setup.address,
             backends=backends,
             shm_prefix=setup.shm_prefix,
-            environment=setup.environment,
+            environment={**setup.environment, **shown_gpus(setup)},
             extra_arguments=setup.arguments,
         )
         return Launch(mode=self.name, command=command, groups=(command.argv,))

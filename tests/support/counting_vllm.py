@@ -1,0 +1,49 @@
+"""Engines of the vllm runtime whose vLLM is `tests/support/fake_vllm`: a model that counts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = Path(__file__).with_name("fake_vllm")
+
+
+def counting_python(folder: Path) -> Path:
+    """Write an interpreter that imports the counting vLLM."""
+    folder.mkdir(parents=True, exist_ok=True)
+    python = folder / "python"
+    words = f"PYTHONPATH={shlex.quote(str(PACKAGES))} exec {shlex.quote(sys.executable)}"
+    python.write_text(f'#!/bin/sh\n{words} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    return python
+
+
+def counting_engine(folder: Path, *, adapters: dict[int, str] | None = None, **build: Any) -> Path:
+    """Write an engine folder for it, as a repository's core model has it."""
+    config = {
+        "version": "1.2.0",
+        "pretrained_config": {
+            "architecture": "LlamaForCausalLM",
+            "dtype": "float32",
+            "vocab_size": 100,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "build_config": {"max_batch_size": 4, "max_seq_len": 64, "max_num_tokens": 64, **build},
+        "trtserve": {
+            "runtime": "vllm",
+            "device": "cpu",
+            "vllm_python": str(counting_python(folder / "environment")),
+            "vllm": {},
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "model").mkdir(exist_ok=True)
+    if adapters is not None:
+        (folder / "lora").mkdir()
+        (folder / "lora" / "adapters.json").write_text(json.dumps(adapters), encoding="utf-8")
+    return folder

@@ -1,0 +1,135 @@
+"""An engine whose next token is the last one plus one, modulo 100, and for an adapter plus ten.
+
+Prompts that begin with one of these do something else: 91 refuses, 92 kills the engine, 93 never answers, 94 starts a
+process that is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+_VOCABULARY = 100
+_DELTA = 2
+_BLOCKS, _BLOCK = 8, 16
+
+
+class AsyncLLM:
+    def __init__(self, args: AsyncEngineArgs, loggers: list[Any]) -> None:
+        if args.model.endswith("broken/model"):
+            raise ValueError("the weights are damaged")
+        print("vLLM prints to its standard output", flush=True)  # noqa: T201 - it must not break the frames
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=_BLOCKS, block_size=_BLOCK),
+            model_config=SimpleNamespace(
+                max_model_len=args.max_model_len, get_vocab_size=lambda: _vocabulary(Path(args.model))
+            ),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens
+            ),
+        )
+        self._loggers = [factory(self.vllm_config) for factory in loggers]
+        self._running = 0
+        self.errored, self.dead_error = False, RuntimeError("EngineCore encountered an issue")
+
+    @classmethod
+    def from_engine_args(cls, args: AsyncEngineArgs, stat_loggers: list[Any]) -> AsyncLLM:
+        return cls(args, stat_loggers)
+
+    async def generate(
+        self,
+        prompt: dict[str, Any],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Any]:
+        del request_id, priority
+        ids, params = prompt["prompt_token_ids"], sampling_params
+        self._running += 1
+        try:
+            await self._misbehave(ids[0])
+            step = 10 if lora_request is not None else 1
+            tokens: list[int] = []
+            begin, reason = time.monotonic(), None
+            while reason is None:
+                await asyncio.sleep(0.001)
+                fresh: list[int] = []
+                while reason is None and len(fresh) < _DELTA:
+                    last = (tokens or ids)[-1]
+                    token = (last + step) % _VOCABULARY
+                    if [token] in (params._bad_words_token_ids or []):
+                        token = (token + step) % _VOCABULARY
+                    fresh.append(token)
+                    tokens.append(token)
+                    if token in params.stop_token_ids and len(tokens) > params.min_tokens:
+                        reason = "stop"
+                    elif len(tokens) >= params.max_tokens:
+                        reason = "length"
+                self._record(len(fresh))
+                if params.output_kind is RequestOutputKind.FINAL_ONLY and reason is None:
+                    continue
+                shown = fresh if params.output_kind is RequestOutputKind.DELTA else tokens
+                outputs = [_output(index, shown, reason, params.logprobs) for index in range(params.n)]
+                times = SimpleNamespace(scheduled_ts=begin, first_token_ts=begin, last_token_ts=time.monotonic())
+                yield SimpleNamespace(
+                    outputs=outputs, finished=reason is not None, num_cached_tokens=_BLOCK, metrics=times
+                )
+        finally:
+            self._running -= 1
+            self._record(0)
+
+    async def _misbehave(self, first: int) -> None:
+        if first == 91:
+            raise ValueError("vLLM does not like this prompt")
+        if first == 92:
+            self.errored = True
+            await asyncio.sleep(60)
+        if first == 93:
+            await asyncio.sleep(3600)
+        if first == 94:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            os.kill(child.pid, signal.SIGSTOP)
+            await asyncio.sleep(3600)
+
+    def _record(self, generated: int) -> None:
+        scheduler = SimpleNamespace(
+            num_running_reqs=self._running,
+            num_waiting_reqs=0,
+            kv_cache_usage=0.25 if self._running else 0.0,
+            prefix_cache_stats=SimpleNamespace(queries=2 * _BLOCK, hits=_BLOCK),
+        )
+        iteration = SimpleNamespace(num_generation_tokens=generated, num_prompt_tokens=0, finished_requests=[])
+        for logger in self._loggers:
+            logger.record(scheduler, iteration)
+
+    def shutdown(self) -> None:
+        """Nothing is left."""
+
+
+def _vocabulary(model: Path) -> int:
+    config = model / "config.json"
+    return int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"]) if config.is_file() else _VOCABULARY
+
+
+def _output(index: int, tokens: list[int], reason: str | None, logprobs: int | None) -> Any:
+    rows = None
+    if logprobs is not None:
+        rows = [
+            {token + place: SimpleNamespace(logprob=-0.5 - place, rank=place + 1) for place in range(max(1, logprobs))}
+            for token in tokens
+        ]
+    return SimpleNamespace(index=index, token_ids=tokens, logprobs=rows, finish_reason=reason, stop_reason=None)

@@ -1,0 +1,149 @@
+"""The vllm runtime before its engine starts: which vLLM there is, what it is started with, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.counting_vllm import PACKAGES
+from trtserve.artifacts.engine_config import EngineConfig
+from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.executor.engine.limits import AdapterOptions, EngineOptions, GuideTokenizer, KvCacheOptions
+from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
+from trtserve.executor.vllm.installation import VllmInstallation
+from trtserve.executor.vllm.runtime import VllmRuntime, vllm_engine_config
+from trtserve.host.gpus import Device
+from trtserve.repository.vllm import split_settings
+from trtserve.specs import BuildSpec, ConvertSpec
+
+COUNTING = VllmInstallation(Path("/env/bin/python"), PACKAGES / "vllm")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+
+
+def planned(
+    hf: dict[str, Any] = LLAMA,
+    *,
+    convert: ConvertSpec | None = None,
+    build: BuildSpec | None = None,
+    settings: dict[str, str] | None = None,
+) -> EngineConfig:
+    made = (convert or ConvertSpec(), build or BuildSpec(), settings or {})
+    return vllm_engine_config(hf, 10**9, *made, COUNTING, named=None)
+
+
+def test_names_come_from_vllms_own_files() -> None:
+    assert {"max_model_len", "disable_log_requests"} <= COUNTING.arguments
+    assert COUNTING.architectures == {"LlamaForCausalLM", "LlavaForConditionalGeneration"}
+
+
+def test_the_engines_config_has_limits_and_arguments() -> None:
+    convert = ConvertSpec(tp_size=2, dtype="float16", quantize="fp8")
+    build = BuildSpec(max_batch_size=32, max_seq_len=2048, tokens_per_block=32)
+    config = planned(
+        convert=convert, build=build, settings={"kv_cache_dtype": "fp8", "structured_outputs_config.a": "1"}
+    )
+    assert (config.build.max_batch_size, config.build.max_seq_len) == (32, 2048)
+    assert (config.model.dtype, config.mapping.ranks, config.trtserve.device) == ("float16", 2, "cpu")
+    assert config.trtserve.vllm == {
+        "dtype": "float16",
+        "quantization": "fp8",
+        "block_size": 32,
+        "kv_cache_dtype": "fp8",
+        "structured_outputs_config": {"a": 1},
+    }
+    assert kv_per_token(config) == 4 * 1 * 8 * 2  # layers × heads of a rank × head size × keys and values, in a byte
+
+
+def test_on_gpus_vllm_fits_the_longest_sequence_to_the_memory() -> None:
+    assert planned(build=BuildSpec(device="cuda")).trtserve.vllm == {"max_model_len": -1}
+    assert planned(build=BuildSpec(device="cuda", max_seq_len=99)).trtserve.vllm == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (
+            {"settings": {"max_modle_len": "9"}},
+            UsageError,
+            "--set max_modle_len: neither a parameter of a",
+        ),
+        ({"settings": {"model": "x"}}, UsageError, "--set model is set by the MODEL argument"),
+        ({"convert": ConvertSpec(quantize="int4")}, UsageError, "--quantize int4: vLLM quantises to fp8"),
+        ({"build": BuildSpec(max_beam_width=2)}, UsageError, "--max-beam-width has no meaning with --runtime vllm"),
+        ({"build": BuildSpec(max_seq_len=9000)}, UsageError, "the model has 8192 positions"),
+        (
+            {"hf": {**LLAMA, "architectures": ["BertModel"]}},
+            UnsupportedModelError,
+            "no implementation of BertModel",
+        ),
+    ],
+)
+def test_what_this_vllm_does_not_have_is_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        planned(**given)
+
+
+def test_transformers_own_implementation_needs_no_entry_in_the_registry() -> None:
+    hf = {**LLAMA, "architectures": ["NewForCausalLM"]}
+    assert planned(hf, settings={"model_impl": "transformers"}).model.architecture == "NewForCausalLM"
+
+
+def test_settings_of_triton_models_are_told_from_vllms() -> None:
+    given = {"max_queue_size": "3", "preprocessing.add_special_tokens": "false", "kv_cache_dtype": "fp8", "a.b": "1"}
+    own, others = split_settings(given)
+    assert list(own) == ["max_queue_size", "preprocessing.add_special_tokens"]
+    assert list(others) == ["kv_cache_dtype", "a.b"]
+
+
+def test_shapes_of_other_families() -> None:
+    seen = shape_of({"architectures": ["A"], "text_config": LLAMA}, dtype="auto", tp_size=1, pp_size=1)
+    assert (seen["hidden_size"], seen["head_size"], seen["dtype"]) == (64, 8, "bfloat16")
+    latent = {**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert kv_per_token(planned(latent)) == 4 * 576 * 2
+
+
+def test_engine_arguments_follow_the_settings_of_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 11 * 10**9)
+    options = EngineOptions(
+        chunked_context=True,
+        kv_cache=KvCacheOptions(max_tokens=1000, reuse=True),
+        guides=GuideTokenizer(),
+        adapters=AdapterOptions(),
+    )
+    config = planned(settings={"max_num_seqs": "3"}, build=BuildSpec(max_lora_rank=8))
+    found = engine_arguments(config, options, Path("/model"), adapters=2)
+    assert found["max_num_seqs"] == 3  # what the user gave wins
+    assert found["kv_cache_memory_bytes"] == 1024 * kv_per_token(config)
+    assert found["structured_outputs_config"] == {"backend": "xgrammar", "disable_any_whitespace": True}
+    assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 2, 8)
+    assert (found["enable_prefix_caching"], found["enable_chunked_prefill"]) == (True, True)
+    assert found["skip_tokenizer_init"] is False
+    half = engine_arguments(config, replace(options, kv_cache=KvCacheOptions(free_fraction=0.5)), Path(), adapters=0)
+    assert half["kv_cache_memory_bytes"] == 5 * 10**9  # half of what the weights leave
+    assert "enable_lora" not in half
+
+
+def test_a_share_of_the_memory_beside_the_weights_becomes_one_of_all_memory() -> None:
+    gpu = Device(index=0, name="", capability="9.0", memory=80 * 10**9, used=0, free=76 * 10**9, driver="")
+    config = planned(build=BuildSpec(device="cuda"), convert=ConvertSpec())
+    assert gpu_memory_utilization(config, 0.9, (gpu,)) == round((1 + 0.9 * 75) / 80, 4)
+    assert gpu_memory_utilization(config, 1.0, (gpu,)) == 0.95  # what is free
+    assert gpu_memory_utilization(config, 0.5, (gpu, replace(gpu, free=40 * 10**9))) == round((1 + 0.5 * 75) / 80, 4)
+
+
+def test_memory_of_a_model_in_main_memory() -> None:
+    runtime = VllmRuntime()
+    assert runtime.memory_of(planned()).disk == 10**9
+    assert runtime.memory_of(planned(build=BuildSpec(device="cuda"))).serving == 0

