@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.gpu.bench_decode import SEQ_LEN, decode, figure, requests, run
 from trtserve.executor import api
 from trtserve.executor.engine.limits import resolve_limits
+from trtserve.executor.engine.loop import RequestEngine
 from trtserve.executor.engine.model import Follower
 from trtserve.executor.interface.convert import engine_options
 from trtserve.executor.loaders import load_model, read_engine_config
@@ -28,6 +29,7 @@ def main() -> None:
     if isinstance(model, Follower):
         model.follow()
         return
+    assert not isinstance(model, RequestEngine)
     name = f"tp{content.mapping.tp_size}"
     with api.Executor.from_model(model, resolve_limits(content, settings), config) as executor:
         for streams in options.streams:

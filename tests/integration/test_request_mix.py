@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.adapters import random_adapter
-from tests.support.executors import free_blocks
+from tests.support.executors import free_blocks, loop_of
 from tests.support.request_mix import (
     BEAMS,
     DRAFT,
@@ -217,7 +217,7 @@ def test_a_mix_is_answered_as_if_each_were_alone(side: Side, data: st.DataObject
     for recipe, answer in zip(mix, answers, strict=True):
         assert answer.error is None, recipe
         _compare(recipe, answer, side.expected(recipe))
-    worker = side.mixed._loop
+    worker = loop_of(side.mixed)
     assert worker is not None
     assert free_blocks(side.mixed) == before == worker.cache.pool.count
     assert not worker.scheduler.active
@@ -230,7 +230,7 @@ def test_the_mixes_reached_the_hard_cases(side: Side) -> None:
         (answer,) = run(side.mixed, [recipe], side.lora)
         _compare(recipe, answer, side.expected(recipe))
     assert side.mixed._loop is not None
-    assert side.mixed._loop.cache.reused_total > 0
+    assert loop_of(side.mixed).cache.reused_total > 0
     running = set(side.mixed.enqueue_requests([api.Request([5 + number] * 60, 60) for number in range(8)]))
     deadline = time.monotonic() + SOON
     while running and time.monotonic() < deadline:
@@ -289,7 +289,7 @@ def test_new_weights_under_a_task_id_reuse_no_old_blocks(side: Side) -> None:
     first, second = answer(1, 101), answer(2, 102)
     assert first != second
     assert side.mixed._loop is not None
-    cached = side.mixed._loop._admission._adapters._adapters
+    cached = loop_of(side.mixed)._admission._adapters._adapters
     del cached[101]
     assert answer(2, 101) == second
 

@@ -10,6 +10,7 @@ from typing import Any
 from tests.support.fake_model import FakeModel
 from trtserve.executor.api import CapacitySchedulerPolicy, Executor, ExecutorConfig, Request, Response
 from trtserve.executor.engine.limits import EngineLimits
+from trtserve.executor.engine.loop import EngineLoop
 
 Start = Callable[..., tuple[Executor, FakeModel]]
 SOON = 20.0
@@ -77,10 +78,16 @@ def answer_of(executor: Executor, request: Request) -> Response:
     return response
 
 
+def loop_of(executor: Executor) -> EngineLoop:
+    """Return the loop of an executor that has not been shut down."""
+    assert isinstance(executor._loop, EngineLoop)
+    return executor._loop
+
+
 def free_blocks(executor: Executor) -> int:
     """Return the number of blocks that no sequence has or has reserved."""
     assert executor._loop is not None
-    return executor._loop.cache.available
+    return loop_of(executor).cache.available
 
 
 def pauses(executor: Executor) -> int:

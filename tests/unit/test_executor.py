@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.executors import SOON, Start, answer_of, collect, free_blocks
+from tests.support.executors import SOON, Start, answer_of, collect, free_blocks, loop_of
 from tests.support.fake_model import greedy_continuation
 from tests.support.waiting import wait_until
 from trtserve.executor.api import (
@@ -216,7 +216,7 @@ def test_broken_executor_answers_all_requests_with_the_cause(
     start: Start, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, model = start(batch=1)
-    worker = executor._loop
+    worker = loop_of(executor)
     assert worker is not None
     model.gate.clear()
     ids = executor.enqueue_requests([Request([n], 2, client_id=n, streaming=True) for n in (1, 2, 3)])

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.executors import answer_of, collect, executors, is_last
+from tests.support.executors import answer_of, collect, executors, is_last, loop_of
 from tests.support.fake_model import HIDDEN, VOCAB, FakeChoosingModel, FakeModel, FakeRepeatingModel
 from trtserve.executor.api import (
     CapacitySchedulerPolicy,
@@ -159,8 +159,8 @@ def test_random_mixes_equal_single_requests(values: dict[str, Any], mix: list[Re
         executor, _ = start(**_settings(values))
         _check(executor, start_alone(**_settings(values))[0], mix, cancelled)
         assert executor._loop is not None
-        assert executor._loop.cache.available == BLOCKS
-        assert executor._loop.scheduler.active == []
+        assert loop_of(executor).cache.available == BLOCKS
+        assert loop_of(executor).scheduler.active == []
         assert executor.get_num_responses_ready() == 0
         last = answer_of(executor, Request([1], 2))
         assert last.result.finish_reasons == [FinishReason.LENGTH]
@@ -184,7 +184,7 @@ def test_drafts_from_ngrams_change_no_response(values: dict[str, Any], mix: list
                 for ours, theirs in zip(found.values(), expected.values(), strict=True):
                     assert _contents(ours) == _contents(theirs)
         assert drafting._loop is not None
-        assert drafting._loop.cache.available == BLOCKS
+        assert loop_of(drafting).cache.available == BLOCKS
         assert max(model.steps) <= _settings(values)["tokens"]
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.support.executors import SOON, Start, answer_of, collect, free_blocks
+from tests.support.executors import SOON, Start, answer_of, collect, free_blocks, loop_of
 from tests.support.waiting import wait_until
 from trtserve.executor.api import (
     FinishReason,
@@ -28,7 +28,7 @@ def test_full_queue_refuses_the_whole_call(start: Start) -> None:
     model.gate.clear()
     first = executor.enqueue_request(Request([1], 2))
     assert executor._loop is not None
-    queue = executor._loop.waiting
+    queue = loop_of(executor).waiting
     wait_until(lambda: not queue)
     second = executor.enqueue_request(Request([2], 2))
     with pytest.raises(RuntimeError, match="Maximum queue size of 2 has been reached, please try again later"):
@@ -133,7 +133,7 @@ def test_statistics_of_the_iterations(start: Start) -> None:
     assert first.kv_cache_stats is not None
     assert (first.num_active_requests, first.kv_cache_stats.max_num_blocks) == (0, 40)
     answer_of(executor, Request([1, 2, 3, 4, 5], 3))
-    wait_until(lambda: len(executor._loop.recorder._iterations) == 4 if executor._loop else False)
+    wait_until(lambda: len(loop_of(executor).recorder._iterations) == 4)
     records = executor.get_latest_iteration_stats()
     assert [record.iter for record in records] == [0, 1, 2, 3]
     assert [record.num_active_requests for record in records] == [1, 1, 1, 0]

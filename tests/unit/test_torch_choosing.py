@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.executors import collect, free_blocks
+from tests.support.executors import collect, free_blocks, loop_of
 from tests.support.tiny_decoders import TinyDecoder, tiny_decoder
 from trtserve.executor import api
 from trtserve.executor.engine.limits import EngineLimits
@@ -53,7 +53,7 @@ def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list
     )
     with api.Executor.from_model(model, limits, config) as executor:
         assert executor._loop is not None
-        assert executor._loop._stepper.overlaps == overlaps
+        assert loop_of(executor)._stepper.overlaps == overlaps
         before = free_blocks(executor)
         found = collect(executor, executor.enqueue_requests(requests))
         assert free_blocks(executor) == before
