@@ -1,12 +1,13 @@
 """Entry point of the `trtserve` command."""
 
-import errno
-import gc
+from __future__ import annotations
+
 import os
-import signal
 import sys
-from pathlib import Path
-from typing import NoReturn
+
+TYPE_CHECKING = False  # typing, signal and others are imported when Ctrl-C is handled
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 _SIGNALLED = 128
 # Objects that are made before the collector looks at them: more than the start of a command makes.
@@ -16,8 +17,23 @@ _MEMORY = 14
 _NO_MEMORY = b"error: Out of memory.\nnext:  Free some, or raise the limit of this shell (ulimit -v).\n"
 
 
+def _end_at_once(number: int, _: object) -> NoReturn:
+    os._exit(_SIGNALLED + number)
+
+
+if __name__ == "__main__" or sys.argv[0].endswith("/trtserve"):
+    # Until the command line takes over, Ctrl-C would print a traceback. The module `signal` takes too long to import.
+    _signal = __import__("_signal")
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _end_at_once)
+
+
 def main() -> None:
     """Run the command line and exit with its code."""
+    import errno
+    import gc
+    import signal
+
     # Modules, classes and options live to the end: looking for garbage among them takes a tenth of a short command.
     gc.set_threshold(_ALLOCATIONS)
     # Of transformers only tokenizers are used; its advice to install PyTorch would mislead.
@@ -27,7 +43,7 @@ def main() -> None:
         from trtserve.cli import run
         from trtserve.process.signals import raise_interrupt
 
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _end_at_once):
             signal.signal(signal.SIGINT, raise_interrupt)
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # while the command line itself is being imported
@@ -41,12 +57,16 @@ def main() -> None:
     if code > _SIGNALLED:  # one more signal on the way out changes nothing
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+    elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at the end, Python would print a traceback
     gc.freeze()  # the process gives all of its memory back at once: nothing is looked for in it before
     sys.exit(code)
 
 
 def prepare_streams() -> None:
     """Let nothing that is printed fail because of the stream that it goes to."""
+    from pathlib import Path
+
     for name in ("stdout", "stderr"):
         # A stream that our parent closed is None here, which nothing that prints expects.
         if getattr(sys, name) is None:

@@ -61,9 +61,9 @@ def test_from_hub_to_repository_in_a_process_of_its_own(hub: Hub) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    first, *tree = ran.stdout.splitlines()
+    (first,) = ran.stdout.splitlines()
     assert Path(first).parent == Store().root / "repositories"
-    assert any(line.split()[:2] == ["├──", "tiny-llama/"] for line in tree)
+    assert any(line.split()[:2] == ["├──", "tiny-llama/"] for line in ran.stderr.splitlines())
     assert ran.stderr.splitlines()[-1] == "Next: trtserve start tiny-llama"
     for model in ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls", "tiny-llama"):
         assert (Path(first) / model / "config.pbtxt").is_file()

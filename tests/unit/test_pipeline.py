@@ -70,7 +70,7 @@ def test_plan_warns_of_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pyt
     assert "1000 bytes free" in progress.warnings[-1]
 
 
-def test_an_interrupted_import_says_which_stages_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_import_keeps_completed_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, progress = write_tiny_model(tmp_path / "hf"), Lines()
 
     def interrupted(*_arguments: object) -> None:
@@ -79,7 +79,6 @@ def test_an_interrupted_import_says_which_stages_are_kept(tmp_path: Path, monkey
     monkeypatch.setattr("trtserve.pipeline.build.BuildPlan.run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         import_to_repository(spec(folder), progress=progress)
-    assert "Completed stages were kept: model, convert." in progress.lines[-1]
     again = plan_import(spec(folder))
     assert [stage["action"] for stage in again.stages()] == ["reuse", "reuse", "make", "make"]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -132,19 +134,34 @@ def test_an_interrupt_names_the_first_signal_that_was_counted(given: tuple[signa
     assert getattr(caught.value, "number", None) == next(iter(given), None)
 
 
-def test_interrupts_wait_for_the_import_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ("import signal", "signal.raise_signal(signal.SIGINT)", "imported = True")
-    (tmp_path / "interrupted_module.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
+def test_interrupts_wait_for_the_import_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = types.SimpleNamespace(__spec__=types.SimpleNamespace(_initializing=True))
 
     def work() -> None:
         with one_interrupt() as received:
-            assert importlib.import_module("interrupted_module").imported
+            monkeypatch.setitem(sys.modules, "numpy", half)
+            signal.raise_signal(signal.SIGINT)
             assert received() is None
+            half.__spec__._initializing = False
             time.sleep(5)
 
     with pytest.raises(KeyboardInterrupt):
         work()
+
+
+def test_interrupts_end_other_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "interrupted_module.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with one_interrupt() as received, pytest.raises(KeyboardInterrupt):
+        importlib.import_module("interrupted_module")
+    assert received() == signal.SIGINT
+
+
+def test_an_interrupt_is_told_while_a_library_keeps_the_main_thread() -> None:
+    told = threading.Event()
+    with pytest.raises(KeyboardInterrupt), one_interrupt(told.set):
+        signal.raise_signal(signal.SIGTERM)
+    assert told.wait(10)
 
 
 def test_signals_that_are_held_back_arrive_afterwards() -> None:

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import typer
 
 from trtserve._version import __version__
 from trtserve.cli.options import with_spec_options
-from trtserve.cli.output import TerminalProgress, forget_documents, print_error, print_json_error, say
+from trtserve.cli.output import TerminalProgress, forget_documents, print_error, print_json_error
 from trtserve.cli.parser import ParsedCommand, ParsedGroup, UnknownOptionError, setting_variables, unread_variables
 from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
 from trtserve.files import file_error
@@ -33,6 +33,10 @@ from trtserve.process.signals import Interrupted, one_interrupt
 
 COMPLETION_VARIABLE = "_TRTSERVE_COMPLETE"
 """Set by the shell while it completes a command line."""
+_INTERRUPTED = (
+    b"\nInterrupted: what is finished or downloaded is kept, the rest is being removed. "
+    b"The same command continues there.\n"
+)
 # A process that a signal ended has the exit code 128 plus the signal's number.
 SIGNALLED = 128
 STAGES = "Stages, in order (import runs all up to repo)"
@@ -292,12 +296,15 @@ def _guarded(function: Callable[..., None], *, cleans_up: bool) -> Callable[...,
 
     @functools.wraps(function)
     def body(*arguments: Any, **options: Any) -> None:
-        with one_interrupt() if cleans_up else nullcontext(lambda: None) as received:
+        def tell() -> None:
+            if not options.get("quiet"):
+                with suppress(OSError):  # it was closed
+                    os.write(sys.stderr.fileno(), _INTERRUPTED)
+
+        with one_interrupt(tell) if cleans_up else nullcontext(lambda: None) as received:
             try:
                 function(*arguments, **options)
             except KeyboardInterrupt as interrupt:
-                if cleans_up and not options.get("quiet"):
-                    say("Interrupted: unfinished work was removed.")
                 counted = interrupt.number if isinstance(interrupt, Interrupted) else None
                 raise typer.Exit(SIGNALLED + (counted or received() or signal.SIGINT)) from None
             except BrokenPipeError:

@@ -106,8 +106,9 @@ def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool, quiet: boo
     elif quiet:
         print_data(str(repository.path))
     else:
-        # The first line is the repository's path, the rest is its content.
-        print_data("\n".join([str(repository.path), *tree(repository.path).splitlines()[1:]]))
+        print_data(str(repository.path))
+        for line in tree(repository.path).splitlines()[1:]:
+            say(line)
         say(f"Next: trtserve start {spec.name}")
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import MANIFEST, Artifact, Engine, Model, ModelRepository, load_artifact
+from trtserve.artifacts import Artifact, Engine, Model, ModelRepository, load_artifact
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
@@ -343,18 +342,11 @@ def run_import(plan: ImportPlan, *, record: bool = True, progress: Progress = SI
     if plan.has_engine and plan.conversion is None:
         plan = _plan_stages(plan, progress)
     checkpoint = engine = None
-    try:
-        if plan.conversion is not None:
-            checkpoint, engine = plan.conversion.path, _make_engine(plan, plan.conversion, model, progress)
-        known = engine is None or (plan.build is not None and plan.build.path == engine.path)
-        repository = (plan.repository if known else None) or _plan_repository(plan, model, engine, progress)
-        made = assemble_repository(repository, progress)
-    except KeyboardInterrupt:
-        done = [row["stage"] for row in plan.stages() if row["path"] and (Path(row["path"]) / MANIFEST).exists()]
-        progress.step(
-            f"Interrupted. Completed stages were kept: {', '.join(done)}. Run the same command again to resume."
-        )
-        raise
+    if plan.conversion is not None:
+        checkpoint, engine = plan.conversion.path, _make_engine(plan, plan.conversion, model, progress)
+    known = engine is None or (plan.build is not None and plan.build.path == engine.path)
+    repository = (plan.repository if known else None) or _plan_repository(plan, model, engine, progress)
+    made = assemble_repository(repository, progress)
     if record:
         engine_path = engine.path if engine else None
         take_name(record_of(spec, plan.model, model, made, checkpoint=checkpoint, engine=engine_path), store, progress)

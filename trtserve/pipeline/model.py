@@ -151,14 +151,9 @@ def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, progress: P
     done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
     require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}", option="TRTSERVE_HOME")
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(plan.total_bytes - done)}"
-    try:
-        with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
-            for file in plan.files:
-                _fetch(revision, file, folder, plan.token, progress, task)
-    except KeyboardInterrupt:
-        kept = sum(hub.pulled_bytes(file, folder) for file in plan.files)
-        progress.step(f"Interrupted. {format_bytes(kept)} are kept in {folder}. Run the same command again to resume.")
-        raise
+    with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
+        for file in plan.files:
+            _fetch(revision, file, folder, plan.token, progress, task)
 
 
 def _fetch(

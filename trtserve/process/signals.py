@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 # Signals that ask a program to end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END = b"\0"
 _AGAIN = 0.05  # seconds until a postponed signal is sent again
 
 
@@ -23,17 +24,15 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT by a KeyboardInterrupt, after the import under way if there is one."""
-    if not _postponed(number, frame):
+def raise_interrupt(number: int, _frame: FrameType | None) -> None:
+    """Handle SIGINT by a KeyboardInterrupt, after the import of NumPy if that is under way."""
+    if not _postponed(number):
         raise KeyboardInterrupt
 
 
-def _postponed(number: int, frame: FrameType | None) -> bool:
-    """Send the signal again in a moment if a module is being imported: half imported, NumPy prints a traceback."""
-    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
-        frame = frame.f_back
-    if frame is None:
+def _postponed(number: int) -> bool:
+    """Send the signal again in a moment while NumPy is being imported: half imported, it prints a traceback."""
+    if not getattr(getattr(sys.modules.get("numpy"), "__spec__", None), "_initializing", False):
         return False
     timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
     timer.daemon = True
@@ -42,24 +41,55 @@ def _postponed(number: int, frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def one_interrupt() -> Iterator[Callable[[], int | None]]:
+def one_interrupt(at_once: Callable[[], None] = lambda: None) -> Iterator[Callable[[], int | None]]:
     """Raise KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and ignore further ones while it is being handled.
 
     This lets the caller clean up unfinished work. Yields a function that returns the number of the first signal, or
-    None before there was one. Ignored signals stay ignored; only the main thread receives signals.
+    None before there was one. Ignored signals stay ignored; only the main thread receives signals. A library may keep
+    that thread for seconds, so another thread calls `at_once` with the first signal.
     """
     received: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if _postponed(number, frame):
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        if _postponed(number):
             return
         received.append(number)
         # Python drops exceptions raised in a weak reference's callback, so raise it again.
         if not _interrupt_under_way():
             raise KeyboardInterrupt
 
-    with _handled(interrupt):
+    with _handled(interrupt), _watched(at_once):
         yield lambda: received[0] if received else None
+
+
+@contextmanager
+def _watched(at_once: Callable[[], None]) -> Iterator[None]:
+    """Call a function in a thread as soon as a handled signal arrives, whatever the main thread does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def watch() -> None:
+        # The interpreter writes the number of each signal at once, and calls handlers when a library returns.
+        while (caught := os.read(reading, 1)) != _END:
+            if caught[0] in ENDING:
+                at_once()
+                return
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        with suppress(OSError):
+            os.write(writing, _END)
+        thread.join()
+        os.close(reading)
+        os.close(writing)
 
 
 def _interrupt_under_way() -> bool:
