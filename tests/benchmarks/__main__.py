@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 from tests.benchmarks.frame import MISSED
+from trtserve.process import ProcessId, stop
+from trtserve.process.signals import one_interrupt
 
+ENDING = 30.0
+"""Seconds that a benchmark has to end its servers after a signal."""
 BENCHMARKS = (
     "cli",
     "client",
@@ -30,6 +34,17 @@ BENCHMARKS = (
 )
 
 
+def run(line: list[str]) -> int:
+    """Run a benchmark and return its exit code. When a signal ends us, it and all that it has started end too."""
+    with one_interrupt(), subprocess.Popen(line) as benchmark:
+        try:
+            return benchmark.wait()
+        except KeyboardInterrupt:
+            if (identity := ProcessId.of(benchmark.pid)) is not None:
+                stop(identity, grace=ENDING)
+            raise
+
+
 def main() -> int:
     """Run the chosen benchmarks; ends with 1 where one failed, else with MISSED where one missed a target."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -45,7 +60,7 @@ def main() -> int:
         print(f"\n## {name} (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs)\n", flush=True)
         module = f"tests.benchmarks.bench_{name}"
         options = ["--work", str(work), "--out", str(results), "--pairs", str(arguments.pairs)]
-        code = subprocess.run([sys.executable, "-m", module, *options], check=False).returncode
+        code = run([sys.executable, "-m", module, *options])
         endings.setdefault(code if code in (0, MISSED) else 1, []).append(name)
     print(f"\nFigures: {results}")
     for code, words in ((MISSED, "Missed a target"), (1, "Failed")):
@@ -55,4 +70,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

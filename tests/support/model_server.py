@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from trtserve.host.ports import free_ports
 from trtserve.process import Command, ProcessId, exit_code, spawn, stop, tree
+from trtserve.process.signals import one_interrupt
 from trtserve.server.triton.installation import find_triton, prepare_backends
 from trtserve.server.triton.tritonserver import Address, is_ready, server_command, sweep_shared_memory, unique_prefix
 from trtserve.store import Store
@@ -221,13 +222,14 @@ def serving(repository: Path, root: Path, *, backends: Path | None = None) -> It
     command = server_command(triton, repository, address, backends=backends, shm_prefix=prefix)
     process = _Triton(command, address, root / "triton.log")
     _running.append(process)
-    try:
-        process.start()
-        yield ModelServer(address)
-    finally:
-        _running.remove(process)
-        process.stop()
-        sweep_shared_memory(prefix)
+    with one_interrupt():  # SIGTERM too must end it
+        try:
+            process.start()
+            yield ModelServer(address)
+        finally:
+            _running.remove(process)
+            process.stop()
+            sweep_shared_memory(prefix)
 
 
 def restart_broken() -> list[str]:

@@ -14,6 +14,7 @@ from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.errors import ServerStartError
 from trtserve.host.ports import free_ports
 from trtserve.process import stop
+from trtserve.process.signals import one_interrupt
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server
@@ -68,24 +69,25 @@ def running_server(
     artifact = load_artifact(ModelRepository, repository)
     spec = replace(free_spec(name, gateway=gateway, **options), extra_arguments=flags, bindings=bindings)
     plan = plan_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)
-    try:
+    with one_interrupt():  # SIGTERM too must end the server
         try:
-            server = start_server(plan)
-        except ServerStartError as error:
-            # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
-            if "models still loading" not in error.message:
-                raise
-            server = start_server(plan)
-        yield server
-    except BaseException:
-        _print_log(log_file(name or artifact.name, store))
-        raise
-    finally:
-        for server in list_servers(store):
-            if server.address.http_port == spec.http_port:
-                if not gracefully:
-                    stop(server.instances[0].process, grace=0)
-                stop_server(server.name, store=store)
+            try:
+                server = start_server(plan)
+            except ServerStartError as error:
+                # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
+                if "models still loading" not in error.message:
+                    raise
+                server = start_server(plan)
+            yield server
+        except BaseException:
+            _print_log(log_file(name or artifact.name, store))
+            raise
+        finally:
+            for server in list_servers(store):
+                if server.address.http_port == spec.http_port:
+                    if not gracefully:
+                        stop(server.instances[0].process, grace=0)
+                    stop_server(server.name, store=store)
 
 
 def _print_log(log: Path) -> None:
