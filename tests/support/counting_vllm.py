@@ -38,7 +38,7 @@ def counting_engine(folder: Path, *, adapters: dict[int, str] | None = None, **b
             "runtime": "vllm",
             "device": "cpu",
             "vllm_python": str(counting_python(folder / "environment")),
-            "vllm": {},
+            "kv_precision": "f32",
         },
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

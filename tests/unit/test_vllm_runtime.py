@@ -56,7 +56,7 @@ def test_the_engines_config_has_limits_and_arguments() -> None:
     )
     assert (config.build.max_batch_size, config.build.max_seq_len) == (32, 2048)
     assert (config.model.dtype, config.mapping.ranks, config.trtserve.device) == ("float16", 2, "cpu")
-    assert config.trtserve.vllm == {
+    assert config.trtserve.engine_arguments == {
         "dtype": "float16",
         "quantization": "fp8",
         "block_size": 32,
@@ -67,8 +67,8 @@ def test_the_engines_config_has_limits_and_arguments() -> None:
 
 
 def test_on_gpus_vllm_fits_the_longest_sequence_to_the_memory() -> None:
-    assert planned(build=BuildSpec(device="cuda")).trtserve.vllm == {"max_model_len": -1}
-    assert planned(build=BuildSpec(device="cuda", max_seq_len=99)).trtserve.vllm == {}
+    assert planned(build=BuildSpec(device="cuda")).trtserve.engine_arguments == {"max_model_len": -1}
+    assert planned(build=BuildSpec(device="cuda", max_seq_len=99)).trtserve.engine_arguments == {}
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ class EmbeddedKeys:
     """Of a Hugging Face model that the engine's folder has, like the following keys."""
     vllm_python: str = ""
     """The interpreter with vLLM; empty: the one that serves."""
-    vllm: Mapping[str, Any] = field(default_factory=dict)
-    """The engine arguments that the user gave."""
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine that the user gave."""
 
 
 @dataclass(frozen=True, kw_only=True)

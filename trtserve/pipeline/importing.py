@@ -12,7 +12,7 @@ from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime, draft_memory
-from trtserve.host.machine import format_bytes, require_disk
+from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline import inventory
 from trtserve.pipeline.build import BuildPlan, plan_build
@@ -40,6 +40,7 @@ from trtserve.repository.publishing import RepositoryPlan, assemble_repository, 
 from trtserve.repository.settings import resolve_settings, settings_of, spelled_as
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files
 from trtserve.repository.vllm import plan_vllm_repository, require_vllm_serves
+from trtserve.server.memory import server_needs
 from trtserve.specs.runtime import Runtime
 from trtserve.store import Store, reusable
 
@@ -57,6 +58,7 @@ class ImportPlan:
     conversion: ConversionPlan | None = None
     build: BuildPlan | None = None
     repository: RepositoryPlan | None = None
+    hugging_face: EngineConfig | None = None  # of a model that its repository serves as an engine
 
     @property
     def has_engine(self) -> bool:
@@ -91,6 +93,8 @@ class ImportPlan:
     @property
     def memory_bytes(self) -> int | None:
         """Peak memory of build and server, or None where the engine cannot be planned."""
+        if self.hugging_face is not None:
+            return server_needs(self.hugging_face).total if self.hugging_face.trtserve.device == "cpu" else None
         # The memory of trtllm-build is an estimate: it is shown, but nothing is refused because of it.
         return None if self.needs is None else max(self.needs.total, self.needs.engine.peak_memory)
 
@@ -156,9 +160,13 @@ def plan_import(
     )
     plan = ImportPlan(spec=spec, store=store, runtime=runtime.name, model=model)
     if runtime.folder_as_engine:
-        require_vllm_serves(model.config, model.weight_bytes, spec.repository, convert=spec.convert, build=spec.build)
-    if not plan.has_engine:
+        made = require_vllm_serves(
+            model.config, model.weight_bytes, spec.repository, convert=spec.convert, build=spec.build
+        )
+        plan = replace(plan, hugging_face=made)
+    elif not plan.has_engine:
         require_architecture(model.config, llmapi_repository_spec(spec))
+    if not plan.has_engine:
         return replace(
             plan, repository=_plan_repository(plan, model.artifact, None, progress) if model.reused else None
         )
@@ -296,6 +304,8 @@ def _plan_repository(plan: ImportPlan, model: Model, engine: Engine | None, prog
 
 def require_resources(plan: ImportPlan) -> None:
     """Raise DiskSpaceError or MemoryLimitError when `plan` does not fit this machine."""
+    if plan.hugging_face is not None:
+        _require_to_serve(plan, plan.hugging_face)
     if not plan.builds:
         return
     spec, store, missing = plan.spec, plan.store, plan.model.missing_bytes
@@ -319,6 +329,20 @@ def require_resources(plan: ImportPlan) -> None:
     if plan.deployment is not None and plan.needs is not None:
         require_enough_memory(plan.deployment, plan.needs, spec.name)
         require_gpu_memory(plan.needs.engine, spec.build)
+
+
+def _require_to_serve(plan: ImportPlan, config: EngineConfig) -> None:
+    """Raise DiskSpaceError or MemoryLimitError for a model whose weights do not fit disk or, on the CPU, memory."""
+    name, missing = plan.spec.name, plan.model.missing_bytes
+    require_disk(plan.store.root, missing, f"The files of {name}", option="TRTSERVE_HOME")
+    needs = server_needs(config, kv_tokens=plan.spec.repository.max_tokens_in_paged_kv_cache)
+    if config.trtserve.device == "cpu":
+        require_memory(
+            needs.total,
+            f"Serving {name} takes {format_bytes(needs.engine)} for vLLM with the weights, {format_bytes(needs.kv)} "
+            f"for a KV cache of {needs.kv_tokens} tokens and {format_bytes(needs.processes)} for Triton: it needs",
+            lambda _: "Set a smaller --max-seq-len or --max-tokens-in-paged-kv-cache, or use a smaller model.",
+        )
 
 
 def warn_about_resources(plan: ImportPlan, progress: Progress) -> None:

@@ -59,11 +59,15 @@ def plan_vllm_repository(
 
 def require_vllm_serves(
     hf: Mapping[str, Any], weights: int, spec: RepositorySpec, *, convert: ConvertSpec, build: BuildSpec
-) -> None:
-    """Raise what `plan_vllm_repository` would raise for a model with the config `hf` and `weights` bytes."""
+) -> EngineConfig:
+    """Return the engine's config of a model with the config `hf` and `weights` bytes, before its files are here.
+
+    Raises what `plan_vllm_repository` would raise.
+    """
     config = _config(hf, weights, spec, convert, build)
     resolve_options(replace(spec, settings=split_settings(spec.settings)[0]), config)
     resolve_peft(spec.lora, config)
+    return config
 
 
 def _config(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.checkpoint.memory import PRECISIONS, kv_bytes_per_token
+from trtserve.checkpoint.memory import kv_bytes_per_token
 from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, EngineOptions
 from trtserve.host import machine
 from trtserve.host.gpus import Device, list_gpus
@@ -48,7 +48,7 @@ def engine_arguments(config: EngineConfig, options: EngineOptions, model: Path, 
     if adapters:
         rank = build.lora_config.max_lora_rank
         found |= {"enable_lora": True, "max_loras": min(adapters, 8), "max_lora_rank": rank}
-    return {**found, **config.trtserve.vllm}
+    return {**found, **config.trtserve.engine_arguments}
 
 
 def _cache_size(config: EngineConfig, options: EngineOptions) -> dict[str, Any]:
@@ -83,11 +83,10 @@ def gpu_memory_utilization(config: EngineConfig, fraction: float, gpus: tuple[De
 def kv_per_token(config: EngineConfig) -> int:
     """Return the bytes of a token in the KV cache of one rank; an upper bound where some layers keep no tokens."""
     model, mapping = config.model, config.mapping
-    kept = str(config.trtserve.vllm.get("kv_cache_dtype", "auto"))
-    precision = PRECISIONS.get(model.dtype, "bf16") if kept == "auto" else PRECISIONS.get(kept, "u")
+    precision = config.trtserve.kv_precision
     if latent := model.own("latent_size", 0):  # MLA: one vector for keys and values of all heads, on every rank
         layers = -(-model.num_hidden_layers // mapping.pp_size)
-        return layers * latent * (1 if precision == "u" else 4 if precision == "f32" else 2)
+        return layers * latent * {"f32": 4, "f16": 2, "bf16": 2}.get(precision, 1)
     return kv_bytes_per_token(model, precision, tp_size=mapping.tp_size, pp_size=mapping.pp_size)
 
 

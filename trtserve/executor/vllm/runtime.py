@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from trtserve.artifacts.engine_config import EngineConfig
+from trtserve.checkpoint.memory import PRECISIONS
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.executor.vllm.arguments import kv_per_token, shape_of
 from trtserve.executor.vllm.installation import VllmInstallation, find_installation
@@ -89,12 +90,15 @@ def vllm_engine_config(
     )
     if device == "cuda" and build.max_seq_len is None:
         arguments.setdefault("max_model_len", -1)  # vLLM fits it to the memory
+    kept = str(arguments.get("kv_cache_dtype", "auto"))
+    kept = shape["dtype"] if kept == "auto" else kept
     content = {
         "version": f"{LAST_WITH_ENGINES}.0",
         "pretrained_config": shape,
         "build_config": {
             **asdict(limits),
             "max_beam_width": 1,
+            "kv_cache_type": "PAGED",
             "lora_config": {"max_lora_rank": build.max_lora_rank},
             "plugin_config": {"lora_plugin": "auto", "use_paged_context_fmha": True},
         },
@@ -102,10 +106,11 @@ def vllm_engine_config(
             "runtime": VllmRuntime.name,
             "device": device,
             "compute_precision": shape["dtype"],
+            "kv_precision": PRECISIONS.get(kept, "fp8" if kept.startswith("fp8") else kept),
             "weights_bytes": weights_bytes,
-            "vllm_version": installation.version,
+            "vllm": installation.version,
             "vllm_python": str(installation.python) if named else "",
-            "vllm": arguments,
+            "engine_arguments": arguments,
         },
     }
     return EngineConfig.of(content)
