@@ -15,6 +15,8 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.lora_adapter import PEFT_CONFIG, PEFT_WEIGHTS, peft_arrays, peft_config, peft_pairs
 from trtserve.errors import CorruptFileError, RepositoryError, TrtserveError, UsageError
 from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, lora_modules
+from trtserve.executor.loaders import embedded_runtime
+from trtserve.executor.runtimes import RUNTIMES
 from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE
 from trtserve.files import read_json_object
 from trtserve.programs.shared.arrays import read_array
@@ -65,6 +67,8 @@ def resolve_adapters(folders: Mapping[str, Path], config: EngineConfig) -> tuple
     """
     if not folders:
         return ()
+    if takes_peft(config):
+        return _resolve_peft(folders, config)
     if not config.build.plugin_config.lora_plugin:
         raise RepositoryError(
             "The engine was built without adapters, so --lora cannot work with it.",
@@ -92,12 +96,19 @@ def _named(name: str, folder: Path, content: bytes) -> NamedAdapter:
     return NamedAdapter(name=name, folder=folder, task_id=int.from_bytes(digest[:8], "big") >> 1 or 1)
 
 
-def resolve_peft(folders: Mapping[str, Path], config: EngineConfig) -> tuple[NamedAdapter, ...]:
-    """Return the adapters of `folders` (name → PEFT folder) for vLLM, which loads them as they are.
+def takes_peft(config: EngineConfig) -> bool:
+    """Return whether the engine's runtime loads adapters in PEFT's format as they are."""
+    runtime = embedded_runtime(config)
+    return runtime is not None and RUNTIMES[runtime].folder_as_engine
 
-    Raises UsageError for a name that cannot be one, and RepositoryError for a folder without a PEFT adapter and for a
-    rank above the limit.
-    """
+
+def adapter_files(config: EngineConfig) -> tuple[str, str]:
+    """Return the names of an adapter's files, in the format that the engine's runtime takes."""
+    return (PEFT_WEIGHTS, PEFT_CONFIG) if takes_peft(config) else (WEIGHTS, CONFIG)
+
+
+def _resolve_peft(folders: Mapping[str, Path], config: EngineConfig) -> tuple[NamedAdapter, ...]:
+    """Return the adapters of PEFT folders. Raises RepositoryError for another folder and a rank above the limit."""
     adapters = []
     for name, folder in sorted(folders.items()):
         _require_name(name, folder)

@@ -11,7 +11,7 @@ from trtserve.artifacts import Artifact, Engine, Manifest, ModelRepository, fing
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.executor.loaders import is_embedded, is_embedded_runtime
 from trtserve.progress import Progress
-from trtserve.repository.adapters import NamedAdapter, resolve_adapters, resolve_peft, write_adapters
+from trtserve.repository.adapters import NamedAdapter, resolve_adapters, write_adapters
 from trtserve.repository.config import ConfigOptions
 from trtserve.repository.draft import Draft, resolve_draft
 from trtserve.repository.engines import (
@@ -144,7 +144,7 @@ def plan_repository(
         own_files(each.path)
     profile, options = resolve_options(spec, config, tokenizer=tokenizer)
     options, second = resolve_draft(spec, profile, options, config, draft)
-    adapters = resolve_adapters(spec.lora, config) if hugging_face is None else resolve_peft(spec.lora, config)
+    adapters = resolve_adapters(spec.lora, config)
     facts = repository_facts(spec, profile, options, config, engine)
     facts |= {"draft": second.facts if second else None, "adapters": {each.name: each.task_id for each in adapters}}
     if second is not None:

@@ -13,7 +13,7 @@ from trtserve.errors import CorruptFileError
 from trtserve.executor.vllm.installation import require_installation
 from trtserve.executor.vllm.runtime import vllm_engine_config
 from trtserve.files import read_json_object
-from trtserve.repository.adapters import resolve_peft
+from trtserve.repository.adapters import resolve_adapters
 from trtserve.repository.assembling import EngineRepositoryPlan, plan_repository
 from trtserve.repository.engines import own_files
 from trtserve.repository.llmapi import require_weights
@@ -66,7 +66,7 @@ def require_vllm_serves(
     """
     config = _config(hf, weights, spec, convert, build)
     resolve_options(replace(spec, settings=split_settings(spec.settings)[0]), config)
-    resolve_peft(spec.lora, config)
+    resolve_adapters(spec.lora, config)
     return config
 
 

@@ -14,7 +14,7 @@ from trtserve.files import read_text
 from trtserve.nvidia.engine_files import begins_like_an_engine
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.options import speculative_mode
-from trtserve.repository.adapters import CONFIG, WEIGHTS, resolve_adapters
+from trtserve.repository.adapters import CONFIG, WEIGHTS, adapter_files, resolve_adapters
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import (
     Finding,
@@ -341,7 +341,9 @@ def invalid_tables(repository: Repository) -> Iterator[Finding]:
 def missing_files(repository: Repository) -> Iterator[Finding]:
     for file, name, entry in _adapters(repository):
         folder = repository.path / entry.folder
-        missing = [each for each in (WEIGHTS, CONFIG) if not (folder / each).is_file()]
+        core = repository.models.get(model_names(file.stem.removeprefix("lora"))[CORE])
+        wanted = (WEIGHTS, CONFIG) if core is None else adapter_files(core.engine)
+        missing = [each for each in wanted if not (folder / each).is_file()]
         if missing:
             what = f"The adapter {name} has no {' and no '.join(missing)} in {entry.folder}."
             yield Finding(file=file, what=what, fix=_MAKE_AGAIN)
@@ -355,7 +357,7 @@ def unfit_adapters(repository: Repository) -> Iterator[Finding]:
         if (
             core is None
             or not core.engine.build_keys
-            or not all((folder / each).is_file() for each in (WEIGHTS, CONFIG))
+            or not all((folder / each).is_file() for each in adapter_files(core.engine))
         ):
             continue
         try:
