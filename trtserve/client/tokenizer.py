@@ -28,7 +28,7 @@ PREPROCESSING = "preprocessing"
 _FALSE_WORDS = ("false", "0", "f", "n", "no")
 
 TEMPLATE_SECONDS = 5.0
-"""Longest time that a template may take."""
+"""Longest time that a template may compute."""
 TEMPLATE_CHARACTERS = 8 << 20
 """Longest text that a template may make."""
 _TEMPLATE_FILE, _TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"

@@ -16,7 +16,7 @@ from trtserve.process.answering import AnsweringProcess
 _SHORT = 20_000  # characters of all texts together that are encoded in some milliseconds
 _MESSAGE = 100  # characters of a message besides its content, roughly
 _SHORT_SECONDS, _LONG_SECONDS = 1.0, 20.0
-_SHORT_TEMPLATE_SECONDS = 2.0
+_SHORT_TEMPLATE_SECONDS = 0.5  # of computing; those of published models take 0.01
 _MEMORY = 1 << 30
 _KEPT, _LONGEST_KEPT = 4096, 64  # stop strings come again and again
 T = TypeVar("T")
