@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption, models
-from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table
+from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table, say
 from trtserve.errors import UsageError, counted
 from trtserve.specs import CheckSpec
 from trtserve.specs.options import given_flags
@@ -126,14 +126,17 @@ def _check_repository(found: Artifact, *, machine: bool | None, trtllm_version: 
     from trtserve.artifacts import ModelRepository
     from trtserve.repository.check import check_repository, require_clean
     from trtserve.repository.check.machine import has_gpu, this_machine
+    from trtserve.repository.programs import foreign_programs, warning_of_programs
 
     wanted = trtllm_version is not None or (has_gpu() if machine is None else machine)
     here = this_machine(trtllm_version) if wanted else None
     report = check_repository(ModelRepository(path=found.path, manifest=found.manifest), here=here)
     if json:
-        print_json("check", report.described())
+        print_json("check", {**report.described(), "programs": foreign_programs(found.path)})
     else:
         _print_findings(report)
+        if (warning := warning_of_programs(found.path)) is not None:
+            say(f"note: {warning}")
     require_clean(report)
 
 

@@ -24,6 +24,7 @@ from trtserve.repository.profiles import (
 )
 
 LLMAPI, LLMAPI_BLS = "llmapi", "llmapi_bls"
+_LARGEST = 1 << 20  # bytes of a program; trtserve's own are smaller
 SOURCES = Path(__file__).parents[1] / "programs"
 _PROGRAMS = {
     PREPROCESSING: "preprocessing/model",
@@ -97,6 +98,38 @@ def write_program(folder: Path, model: str) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+
+
+def foreign_programs(repository: Path) -> list[str]:
+    """Return the programs and libraries in the models of a repository that this version of trtserve did not write.
+
+    Triton runs them as the user who starts it.
+    """
+    own = {(name, content) for model in _PROGRAMS for name, content in program_files(model).items()}
+    return sorted(
+        str(path.relative_to(repository))
+        for config in repository.glob("*/config.pbtxt")
+        for path in config.parent.rglob("*")
+        if (path.suffix in (".py", ".sh") or ".so" in path.suffixes)
+        and path.is_file()
+        and (path.stat().st_size > _LARGEST or (_below_version(config.parent, path), path.read_bytes()) not in own)
+    )
+
+
+def _below_version(model: Path, path: Path) -> str:
+    return str(PurePosixPath(*path.relative_to(model).parts[1:]))
+
+
+def warning_of_programs(repository: Path) -> str | None:
+    """Return what a user should know before serving a repository from someone else, or None."""
+    found = foreign_programs(repository)
+    if not found:
+        return None
+    shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return (
+        f"A repository is a program that runs as you: this version of trtserve did not write {shown}. "
+        "Serve one from someone else only if you trust it."
+    )
 
 
 def require_program(folder: Path, config: Any) -> None:

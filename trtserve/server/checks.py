@@ -24,6 +24,7 @@ from trtserve.nvidia.releases.converters import EMBEDDED_TAG, WORKER, known_faul
 from trtserve.process import ProcessId, arguments, program
 from trtserve.progress import Progress
 from trtserve.repository.check.files import require_intact
+from trtserve.repository.programs import warning_of_programs
 from trtserve.repository.served import CoreModel
 from trtserve.server.doctor import raise_failed
 from trtserve.server.doctor.examination import require_machine
@@ -136,6 +137,8 @@ def rehearse(plan: ServerPlan, progress: Progress) -> None:
     if plan.spec.verify:
         require_intact(repository, [core.engine for core in plan.served.core_models], progress)
     announce_risks(plan, progress)
+    if (warning := warning_of_programs(repository)) is not None:
+        progress.warn(warning)
     _warn_if_refused(progress, lambda: require_ports(plan), lambda: require_servable(plan.served, plan.name, progress))
     if plan.served.needs_gpus:
         fit_engines(repository, plan.served.core_models, progress)
