@@ -126,6 +126,24 @@ def test_triton_itself_closes_them_too(server: Server) -> None:
             assert ask(server, "GET", path, headers=headers, inner=True)[0] == 403
 
 
+def test_clients_cannot_fill_the_log(server: Server) -> None:
+    gateway = server.instances[0].gateway
+    assert gateway is not None
+    before = gateway.log.read_text().splitlines()
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "a" * 24,
+    }
+    for number in range(20):
+        assert ask(server, "GET", f"/v1/realtime{number}", headers=upgrade)[0] == 404
+        with socket.create_connection(("127.0.0.1", server.address.http_port)) as connection:
+            connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+            assert b" 400 " in connection.recv(100)
+    assert len(gateway.log.read_text().splitlines()) <= len(before) + 1
+
+
 def test_triton_itself_answers_only_its_gateway(server: Server) -> None:
     asked = [
         ("GET", "/v2/health/ready"),

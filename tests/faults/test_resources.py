@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import environment
 from tests.support.supervised import ALL, slow_model, supervised
 from tests.support.waiting import wait_until
 from trtserve.server.doctor.stub import write_probe_repository
@@ -60,6 +61,9 @@ def test_a_damaged_state_file_is_written_again(damage: str | None, repository: P
             path.unlink()
         else:
             path.write_text(damage)
+        line = [sys.executable, "-m", "trtserve", "status"]
+        told = subprocess.run(line, env=environment(tmp_path / "home"), capture_output=True, text=True, check=False)
+        assert (told.returncode, one.name in told.stdout) == (0, True), told.stderr
         assert one.record().instances == server.instances
 
 

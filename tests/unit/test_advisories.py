@@ -15,6 +15,8 @@ def test_the_embedded_triton_has_the_faults_of_august_2025() -> None:
     assert "CVE-2025-23310" in faults
     assert faults.endswith("Fixed in 26.07.")
     assert "CVE-2025-23310" in check_faults().evidence
+    assert check_faults().state == "warning"
+    assert "leave --raw-http out" in check_faults().fix
 
 
 def test_a_container_has_the_faults_that_were_fixed_later() -> None:

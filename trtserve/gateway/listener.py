@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import ssl
+import time
 from asyncio import TimerHandle, Transport
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ _FILES = 65536
 _ACCEPTED_AT_ONCE = 16
 _SILENT_SECONDS = 1
 _PAUSE = 1.0
+_MINUTE = 60.0
 
 
 def serve(settings: GatewaySettings, listening: socket.socket) -> None:
@@ -53,7 +55,25 @@ def serve(settings: GatewaySettings, listening: socket.socket) -> None:
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.private_key,
     )
+    logging.getLogger("uvicorn.error").addFilter(_Seldom())
     _Server(config, gateway).run(sockets=[listening])
+
+
+class _Seldom(logging.Filter):
+    """Lets a warning through once a minute: clients cause them, with requests that are no HTTP for instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        now = time.monotonic()
+        if now - self._last.get(record.msg, now - _MINUTE) < _MINUTE:
+            return False
+        self._last[record.msg] = now
+        return True
 
 
 class _Server(uvicorn.Server):
@@ -192,6 +212,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         limit = self._limits.header_bytes
         if self._in_headers and self._header_bytes > limit and not self.transport.is_closing():
             self.send_400_response(f"The headers have more than {limit} bytes.")
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Answer a WebSocket's handshake like any request, and write nothing: clients could fill the log."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

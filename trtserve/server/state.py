@@ -24,6 +24,8 @@ from trtserve.store import Store
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SCHEMA = 2
+# A supervisor writes the state every two seconds.
+_REPAIRED = 4.0
 
 State = Literal["starting", "ready", "degraded", "draining", "stopped", "failed"]
 """starting: it loads, or waits to be started again; ready: every model answers; degraded: its processes live, and some
@@ -259,8 +261,21 @@ def recorded_server(name: str, store: Store) -> Server | None:
 def recorded_servers(store: Store | None = None) -> list[Server]:
     """Return all servers that were not stopped, including those that ended by themselves."""
     folder = (store or Store()).servers
+    _await_repairs(folder)
     servers = (_read(path) for path in sorted(folder.glob("*.json")) if not path.name.startswith("."))
     return [server for server in servers if server is not None and server.state != "stopped"]
+
+
+def _await_repairs(folder: Path) -> None:
+    """Wait for state files that are damaged or were removed under a server: its supervisor writes them again.
+
+    A server has its run folder from before its first state until it has been stopped.
+    """
+    deadline = time.monotonic() + _REPAIRED
+    while any(_read(each.with_suffix(".json")) is None for each in folder.glob("*.run")):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_REPAIRED / 50)
 
 
 def list_servers(store: Store | None = None) -> list[Server]:

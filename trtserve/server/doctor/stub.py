@@ -93,8 +93,15 @@ def check_triton() -> CheckResult:
 def check_faults() -> CheckResult:
     """Name the known security faults of the embedded Triton, which `start` therefore keeps behind its gateway."""
     faults = known_faults(EMBEDDED_TAG) if has_triton() else None
-    text = "none" if faults is None else f"{faults} `trtserve start` keeps it behind a gateway (docs/security.md)"
-    return _TRITON("known faults", "ok", text)
+    if faults is None:
+        return _TRITON("known faults", "ok", "none")
+    return _TRITON(
+        "known faults",
+        "warning",
+        faults.rstrip("."),
+        "`trtserve start` keeps it behind a gateway: leave --raw-http out, and let only clients whom you trust reach "
+        "its gRPC port; on other machines `--container` serves with a newer Triton (docs/security.md).",
+    )
 
 
 def check_stub() -> CheckResult:
