@@ -226,7 +226,7 @@ def repository_facts(
         "streaming": spec.streaming,
         "release": table.release,
         "all_releases": table.union,
-        "ignored_parameters": _ignored_parameters(table, options) if is_embedded(config) else [],
+        "ignored_parameters": _ignored_parameters(table, options, own.device) if is_embedded(config) else [],
         "runtime": own.runtime,
         "triton_backend": options.backend,
         "world_size": config.mapping.ranks,
@@ -281,7 +281,10 @@ def engine_origin(engine: Engine, config: EngineConfig) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def _ignored_parameters(table: Profile, options: ConfigOptions) -> list[str]:
+def _ignored_parameters(table: Profile, options: ConfigOptions, device: str) -> list[str]:
     """Return parameters that are set but ignored by the embedded executor; the core model's without a prefix."""
+    if device == "cuda":
+        core = {name: text for name, text in options.parameters[CORE].items() if name != "gpu_device_ids"}
+        options = replace(options, parameters={**options.parameters, CORE: core})
     found = {model: ignored_settings(model, given, table.release) for model, given in options.parameters.items()}
     return [name if model == CORE else f"{model}.{name}" for model, names in found.items() for name in names]

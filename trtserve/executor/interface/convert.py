@@ -241,11 +241,14 @@ class UnsupportedFeature:
         """True when `record` has a value that is not neutral."""
         return not self.neutral(attrgetter(self.path)(record))
 
+    @property
+    def name(self) -> str:
+        """Its name in the classes, with that of its tensor or parameter."""
+        return self.path.rsplit(".", 1)[-1] + (f" (Triton: {self.tensor})" if self.tensor else "")
+
     def message(self) -> str:
         """Return the error for a request that uses it."""
-        name = self.path.rsplit(".", 1)[-1]
-        alias = f" (Triton: {self.tensor})" if self.tensor else ""
-        return f"{name}{alias} is not supported by the embedded executor; omit it or give its neutral value"
+        return f"{self.name} is not supported by the embedded executor; omit it or give its neutral value"
 
 
 REQUEST_FEATURES = (
@@ -273,6 +276,18 @@ CONFIG_FEATURES = (
 )
 """Generation logits, guided decoding and adapters are not listed: their settings only permit them to requests."""
 
+_CAPTURED = "decode steps are always captured on GPUs, and never on CPUs"
+_KNOBS = "extended_runtime_perf_knob_config"
+IGNORED_SETTINGS = {
+    UnsupportedFeature("kv_cache_config.host_cache_size", _one_of(None, 0), "kv_cache_host_memory_bytes"): (
+        "no block of the KV cache is moved between GPU and host"
+    ),
+    UnsupportedFeature("gpu_weights_percent", _one_of(1.0)): "all weights are where the model runs",
+    UnsupportedFeature(f"{_KNOBS}.cuda_graph_mode", _one_of(False)): _CAPTURED,
+    UnsupportedFeature(f"{_KNOBS}.cuda_graph_cache_size", _one_of(0)): _CAPTURED,
+}
+"""Settings of TensorRT-LLM that do nothing here → why."""
+
 DECODING_FEATURES = (
     UnsupportedFeature("medusa_choices", _is_empty),
     UnsupportedFeature("lookahead_decoding_config", _is_none, "lookahead_window_size"),
@@ -284,6 +299,15 @@ DECODING_FEATURES = (
 def refuse_unsupported(request: Request) -> None:
     """Raise RuntimeError that names the first unsupported feature that `request` uses."""
     _refuse(REQUEST_FEATURES, request)
+
+
+def warn_about_ignored(config: ExecutorConfig, device: str) -> None:
+    """Warn of each setting of `config` that has a value and no effect for an engine on this device."""
+    for feature, why in IGNORED_SETTINGS.items():
+        if feature.is_requested(config):
+            logger.warning("%s has no effect in the embedded executor: %s.", feature.name, why)
+    if device == "cpu" and config.parallel_config is not None and config.parallel_config.device_ids:
+        logger.warning("device_ids (Triton: gpu_device_ids) has no effect: the engine runs on CPUs.")
 
 
 def refuse_unsupported_config(config: ExecutorConfig) -> None:

@@ -21,6 +21,7 @@ from trtserve.executor.interface.convert import (
     post_processors,
     refuse_unsupported_config,
     warn_about_decoding_mode,
+    warn_about_ignored,
 )
 from trtserve.executor.interface.requests import Request
 from trtserve.executor.interface.results import (
@@ -59,7 +60,9 @@ class Executor:
             raise RuntimeError(f"{model_type}: this runtime only serves decoder-only models")
         refuse_unsupported_config(executor_config)
         engine, options = Path(model_path), engine_options(executor_config)
-        limits = resolve_limits(read_engine_config(engine), options)
+        content = read_engine_config(engine)
+        warn_about_ignored(executor_config, content.trtserve.device)
+        limits = resolve_limits(content, options)
         model = load_model(engine, options)
         if isinstance(model, Follower):
             self._follower = model

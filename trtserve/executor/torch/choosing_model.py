@@ -113,6 +113,7 @@ class ChoosingTorchModel(TorchModel):
                 max_position=self.max_position,
                 page=self.tokens_per_block,
                 spare_block=self.spare_block,
+                vocab=self.vocab_size,
                 chosen=self._tokens,
                 compute=self.compute,
                 choose=self._choose,

@@ -28,8 +28,12 @@ def ladder(most: int) -> list[int]:
 
 
 def captured_bytes(most: int, vocab: int) -> int:
-    """Return the bytes of the logits that the graphs of up to `most` rows keep, in float32."""
-    return 4 * vocab * sum(ladder(most))
+    """Return the bytes of logits that the graphs of up to `most` rows keep.
+
+    All graphs write the same logits in float32. While they are computed there are two more copies in the memory that
+    the graphs share.
+    """
+    return (4 + 4 + 4) * vocab * most
 
 
 class DecodeGraphs:
@@ -45,6 +49,7 @@ class DecodeGraphs:
         max_position: int,
         page: int,
         spare_block: int,
+        vocab: int,
         chosen: Tensor,
         compute: Callable[[Inputs], Tensor],
         choose: Callable[[Tensor, Tensor], None],
@@ -60,14 +65,16 @@ class DecodeGraphs:
         self._packed = torch.zeros(words, dtype=torch.int32, device=chosen.device)
         # Two are enough: a step is only packed when the one before the last has been computed.
         self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self._captured: dict[int, tuple[Any, Tensor]] = {}
+        # Logits of its own for every graph would be gigabytes.
+        self._logits = torch.empty((rows, vocab), dtype=torch.float32, device=chosen.device)
+        self._captured: dict[int, Any] = {}
         self._pool: Any = None
 
     def capture(self) -> None:
         """Capture all batch sizes, the largest first: the others use its memory."""
         sizes = ladder(len(self._chosen))
+        stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace of 32 MiB for each
         for done, size in enumerate(reversed(sizes), start=1):
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compile and tune, which is not allowed while capturing
                 self._run(size)
@@ -75,13 +82,13 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             # With ranks a thread of NCCL makes CUDA calls meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = self._run(size)
+                self._run(size)
             self._pool = graph.pool()
-            self._captured[size] = graph, logits
+            self._captured[size] = graph
             logger.info("Captured the decode step of %d rows, %d of %d", size, done, len(sizes))
 
-    def _run(self, size: int) -> Tensor:
-        """Compute a step of `size` rows from the packed inputs and return its logits."""
+    def _run(self, size: int) -> None:
+        """Compute a step of `size` rows from the packed inputs."""
         device = self._packed.device
         ids, positions, slots = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
         lengths = torch.empty(size, dtype=torch.int32, device=device)
@@ -109,9 +116,9 @@ class DecodeGraphs:
             most_new=1,
             longest=self._max_position,
         )
-        logits = self._compute(step)
+        logits = self._logits[:size]
+        logits.copy_(self._compute(step))
         self._choose(logits, self._packed[: size * STEP_WORDS].view(size, STEP_WORDS))
-        return logits
 
     def fits(self, step: StepInputs) -> bool:
         """Return whether a step only decodes, one token of each sequence and its logits."""
@@ -127,7 +134,6 @@ class DecodeGraphs:
         """Send a step with the words of its draws; return its logits, which the next call overwrites."""
         rows = len(step.rows)
         size = next(size for size in sorted(self._captured) if size >= rows)
-        graph, logits = self._captured[size]
         self._staging.reverse()
         staging = self._staging[0].numpy()
         words = staging[: size * STEP_WORDS].reshape(size, STEP_WORDS)
@@ -141,5 +147,5 @@ class DecodeGraphs:
         used = size * STEP_WORDS + len(blocks)
         staging[size * STEP_WORDS : used] = blocks
         self._packed[:used].copy_(self._staging[0][:used], non_blocking=True)
-        graph.replay()
-        return logits[:rows]
+        self._captured[size].replay()
+        return self._logits[:rows]

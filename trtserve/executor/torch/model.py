@@ -34,8 +34,10 @@ from trtserve.host.machine import free_memory
 if TYPE_CHECKING:
     from trtserve.executor.torch.operations import Device
 
-# Tokens of the longest prompt in `warm_up`.
+# Tokens of the first prompt in `warm_up`.
 _WARM_TOKENS = 16
+# Of cuBLAS and cuBLASLt, for the streams of steps, of warming up and of capturing.
+_WORKSPACES, _WORKSPACE_BYTES = 4, 32 << 20
 
 
 class TorchModel:
@@ -89,10 +91,11 @@ class TorchModel:
         if device == "cuda":
             from trtserve.executor.torch.graphs import captured_bytes
 
-            self._step_bytes += captured_bytes(max_rows(config), sizes.vocab)
+            self._step_bytes += captured_bytes(max_rows(config), sizes.vocab) + _gpu_bytes(config, sizes)
+        self._warm_lengths = _warm_lengths(config)
         self.caches: list[Tensor] = []
         self.spare_block = 0
-        self.faults = StepFaults(device)
+        self.faults = StepFaults(device, gpu=torch.cuda.current_device() if device == "cuda" else None)
 
     def free_memory(self) -> int:
         """Return the free bytes of the memory that holds the KV cache; on a GPU, besides those of the largest step."""
@@ -108,9 +111,10 @@ class TorchModel:
         self.caches = [torch.zeros(shape, dtype=self.decoder.dtype, device=self.device) for _ in range(self._layers)]
 
     def warm_up(self) -> None:
-        """Run a prompt and a decode step in the spare block."""
-        for new in (min(_WARM_TOKENS, self.tokens_per_block, self.max_position), 1):
-            self.forward(single_sequence([0] * new, [self.spare_block], rows=[new - 1]))
+        """Run prompts and a decode step in the spare block."""
+        for new in (*self._warm_lengths, 1):
+            blocks = [self.spare_block] * -(-new // self.tokens_per_block)
+            self.forward(single_sequence([0] * new, blocks, rows=[new - 1]))
 
     def forward(self, step: StepInputs) -> Logits:
         """See `ModelRunner.forward`."""
@@ -182,15 +186,27 @@ def load_model(
     windows: Sequence[int] | None,
     group: RankGroup = ALONE,
     model_class: type[TorchModel] = TorchModel,
+    gpu: int | None = None,
 ) -> TorchModel:
-    """Load the rank of `group` from the engine's folder."""
+    """Load the rank of `group` from the engine's folder; `gpu` becomes the current GPU of this process."""
     config = read_engine_config(engine)
     model, device = config.model, config.trtserve.device
     _require_ranks(engine, model, group)
     _require_device(device)
+    if gpu is not None and device == "cuda":
+        use_gpu(gpu)
     weights = EngineWeights(engine, model, group, device)
     decoder = family(model.architecture).decoder(model)
     return model_class(config, decoder, weights, layers=weights.layers, device=device, group=group, windows=windows)
+
+
+def use_gpu(number: int) -> None:
+    """Make a GPU the current one of this thread. Raises RuntimeError when this process does not see it."""
+    if not 0 <= number < torch.cuda.device_count():
+        raise RuntimeError(
+            f"gpu_device_ids names GPU {number}; this process sees {torch.cuda.device_count()}, numbered from 0"
+        )
+    torch.cuda.set_device(number)
 
 
 def check_ranks(engine: Path) -> None:
@@ -213,6 +229,33 @@ def _step_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
     rows = max_rows(config)
     rows = tokens if config.build.gather_context_logits else rows
     return tokens * width * item + rows * sizes.vocab * (item + 4)
+
+
+def _warm_lengths(config: EngineConfig) -> list[int]:
+    """Return the lengths of prompts for which all kernels of prompts are compiled.
+
+    Experts have other kernels where more than four pairs of token and expert come to each expert.
+    """
+    moe, most = config.model.moe, min(config.build.max_num_tokens, config.build.max_seq_len)
+    lengths = [min(_WARM_TOKENS, config.build.plugin_config.tokens_per_block or 1, most)]
+    if moe.num_experts:
+        lengths.append(min(4 * moe.num_experts // max(1, moe.top_k) + 1, most))
+    return lengths
+
+
+def _gpu_bytes(config: EngineConfig, sizes: Sizes) -> int:
+    """Return the further bytes of a step on a GPU: cuBLAS's workspaces, FP8's inputs and the buffers of experts."""
+    tokens, model = config.build.max_num_tokens, config.model
+    found = _WORKSPACES * _WORKSPACE_BYTES
+    if (model.quantization.algorithm or "").startswith("FP8"):
+        # Inputs of the widest matrix are scaled and clamped in float32, then rounded.
+        found += tokens * max(sizes.hidden, model.intermediate_size, sizes.heads * sizes.head) * (4 + 4 + 1)
+    if experts := model.moe.num_experts:
+        pairs = tokens * max(1, model.moe.top_k)
+        inside = model.moe_intermediate_size or model.intermediate_size
+        # Inner values, outputs in float32, and the order of the pairs; the router's numbers, and the sum.
+        found += pairs * (4 * inside + 4 * sizes.hidden + 4 * 8) + tokens * (3 * 4 * experts + 2 * 4 * sizes.hidden)
+    return found
 
 
 def _block_tables(indices: Int32s, begins: Int32s) -> Int32s:
@@ -263,11 +306,14 @@ class StepFaults:
     An exception that says nothing of its kind may still be the first sign of a lost GPU: then `probe` fails too.
     """
 
-    def __init__(self, device: Device, probe: Callable[[], None] | None = None) -> None:
+    def __init__(self, device: Device, probe: Callable[[], None] | None = None, *, gpu: int | None = None) -> None:
+        self._gpu = gpu
         self._probe = probe if probe is not None or device == "cpu" else _use_gpu
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Choose the model's GPU: which one is current belongs to a thread, and the executor has its own."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

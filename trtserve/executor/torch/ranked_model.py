@@ -199,7 +199,8 @@ def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
     tp_size, stages = content.mapping.tp_size, content.mapping.pp_size
     windows = options.kv_cache.windows
     if tp_size * stages == 1:
-        return model.load_model(engine, windows, model_class=ChoosingTorchModel)
+        gpu = options.device_ids[0] if options.device_ids else None
+        return model.load_model(engine, windows, model_class=ChoosingTorchModel, gpu=gpu)
     ranks = join(tp_size, stages, content.trtserve.device, options.device_ids)
     if stages > 1:
         part = model.load_model(engine, windows, ranks)

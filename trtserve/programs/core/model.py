@@ -34,7 +34,7 @@ from .metrics import MetricsReporter
 from .pending import Pending, PendingTable, client_id, joined, joined_responses, response
 from .request import Inputs, RequestFactory, vocabulary_to_wrap
 from .response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
-from .settings import executor_config, guided_decoding_config
+from .settings import executor_config, guided_decoding_config, runs_on_gpu
 
 # The longest wait before the awaiting thread checks whether the model is being unloaded. Responses wake it at once, so
 # this is not a polling period.
@@ -81,7 +81,8 @@ class TritonPythonModel:
         engine = parameters.path("gpt_model_path")
         if engine is None or not engine.is_dir():
             raise ValueError(f"Parameter gpt_model_path is {str(engine)!r}; expected the folder of an engine.")
-        parameters = check_classes(parameters, folder, pb_utils.Logger.log_info)
+        kept = ("gpu_device_ids",) if runs_on_gpu(engine) else ()
+        parameters = check_classes(parameters, folder, pb_utils.Logger.log_info, kept=kept)
         settings = executor_config(self._module, parameters, config)
         if (guides := guided_decoding_config(self._module, parameters)) is not None:
             settings.guided_decoding_config = guides

@@ -229,3 +229,10 @@ def _stop_ids(folder: Path, ids: dict[str, int]) -> list[int]:
 def _read(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return content
+
+
+def runs_on_gpu(engine: Path) -> bool:
+    """Return whether an engine of the embedded executor runs on a GPU."""
+    path = engine / "config.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return (content.get("trtserve") or {}).get("device") == "cuda"

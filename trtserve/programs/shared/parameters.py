@@ -93,22 +93,23 @@ class ModelParameters:
 _FILE = "parameter_classes.json"
 
 
-def check_classes(parameters: ModelParameters, folder: Path, log: Callable[[str], None]) -> ModelParameters:
+def check_classes(
+    parameters: ModelParameters, folder: Path, log: Callable[[str], None], *, kept: Collection[str] = ()
+) -> ModelParameters:
     """Return `parameters` without those that the runtime ignores. Raises ValueError for one that it refuses.
 
     Ignored parameters (such as GPUs or paths of another machine) are unset in the result, and one line to `log` lists
-    those that had a value. `folder` holds parameter_classes.json.
+    those that had a value. `folder` holds parameter_classes.json; `kept` are parameters that this engine uses.
     """
     classes = _read(folder / _FILE)
     for name, entry in classes["refused"].items():
         if reason := refusal(name, parameters.text(name), entry):
             raise ValueError(reason)
-    ignored = [
-        name for name, entry in classes["ignored"].items() if parameters.text(name) not in (None, entry["unset"])
-    ]
+    unused = {name: entry for name, entry in classes["ignored"].items() if name not in kept}
+    ignored = [name for name, entry in unused.items() if parameters.text(name) not in (None, entry["unset"])]
     if ignored:
         log(f"Parameters ignored on this runtime: {', '.join(ignored)}")
-    return parameters.without(classes["ignored"])
+    return parameters.without(unused)
 
 
 def refusal(name: str, value: str | None, entry: dict[str, Any]) -> str | None:
