@@ -63,6 +63,7 @@ FEATURES = (
 PARTS: dict[str, dict[str, Part]] = {
     "test": {
         "kernels": Part(command=(sys.executable, "-m", "tests.gpu.kernels"), seconds=300),
+        "memory": Part(command=(sys.executable, "-m", "tests.gpu.memory"), seconds=300),
         "families": Part(
             command=(
                 *(*PYTEST, "-n", "8", "-k", "on_torch"),

@@ -83,7 +83,7 @@ def replay(name: str, model: Any, streams: int) -> None:
     """Milliseconds of a captured step alone, which is the bound of `decode`."""
     graphs = model._graphs
     size = next(size for size in sorted(graphs._captured) if size >= streams)
-    graph, _ = graphs._captured[size]
+    graph = graphs._captured[size]
     blocks = -(-CONTEXT // model.tokens_per_block)
     with torch.inference_mode():
         words = graphs._packed[: size * STEP_WORDS].view(size, STEP_WORDS)

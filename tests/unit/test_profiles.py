@@ -156,6 +156,15 @@ def test_the_model_logs_ignored_parameters_once(tmp_path: Path) -> None:
     assert loaded(tmp_path, {"decoding_mode": "top_k", "sink_token_length": "0"}) == []
 
 
+def test_parameters_that_the_engine_uses_are_kept(tmp_path: Path) -> None:
+    (tmp_path / CLASSES_FILE).write_text(classes_json(CORE, "1.2") or "")
+    config = {"parameters": {"gpu_device_ids": {"string_value": "1"}, "cuda_graph_mode": {"string_value": "true"}}}
+    said: list[str] = []
+    left = check_classes(ModelParameters(config, tmp_path, said.append), tmp_path, said.append, kept=["gpu_device_ids"])
+    assert (left.text("gpu_device_ids"), left.text("cuda_graph_mode")) == ("1", None)
+    assert said == ["Parameters ignored on this runtime: cuda_graph_mode"]
+
+
 def test_ignored_parameters_are_not_read(tmp_path: Path) -> None:
     (tmp_path / CLASSES_FILE).write_text(classes_json(CORE, "1.2") or "")
     given = dict.fromkeys(parameter_classes(CORE, "1.2")["ignored"], "0,1;2,3") | {"max_beam_width": "2"}
