@@ -82,7 +82,7 @@ def test_a_memory_limit_gives_the_memory_exit_code(model: Path, tmp_path: Path) 
 
 
 def test_the_memory_limit_of_these_tests_works(model: Path, tmp_path: Path) -> None:
-    result = limited(model, tmp_path / "limited", 1, "bfloat16", -(8 << 20))
+    result = limited(model, tmp_path / "limited", 1, "bfloat16", -(4 << 20))
     assert result.returncode != 0
     assert "MemoryLimitError: This conversion needs" in result.stderr
     assert "ulimit -v allows this process" in result.stderr

@@ -91,7 +91,7 @@ def test_unreadable_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="directory"):
         read_dataset(tmp_path)
     (tmp_path / "data.json").write_bytes(b"\xff[")
-    with pytest.raises(UsageError, match="not JSON"):
+    with pytest.raises(UsageError, match="not UTF-8 text"):
         read_dataset(tmp_path / "data.json")
 
 
