@@ -20,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle lint bench interruptions soak soak-openai soak-all fuzz kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
+.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-openai soak-all fuzz kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -82,6 +82,9 @@ newest: ## the tests and `make lint` with the newest of every package, in .newes
 	$(MAKE) VENV=.newest LOCK= .newest/.oracle
 	.newest/bin/python -m tests.support.locked_packages
 	$(MAKE) --keep-going VENV=.newest LOCK= test lint
+
+test-vllm: $(READY) .cache/vllm/.ready ## vLLM itself on this CPU behind a real Triton (2.3 GB are installed into .cache)
+	TRTSERVE_VLLM_PYTHON="$(abspath .cache/vllm)" $(BIN)/python -m pytest -s -q tests/real_vllm/served.py $(ARGS)
 
 gpu-test: ## the torch runtime on NVIDIA GPUs, with a report; needs no network where .gpu has the bundle
 	bash tests/gpu/run.sh test $(ARGS)
@@ -147,6 +150,13 @@ ifneq ($(LOCK),)
 else
 	$(PIP) install --upgrade --upgrade-strategy eager --editable '.[cpu,dev,oracle]' torch==2.13.0 triton==3.6.0
 endif
+	touch $@
+
+.cache/vllm/.ready: .ci/lock-vllm.txt
+	test "$$($(BIN)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" || { echo "$< is for Python 3.11." >&2; exit 1; }
+	$(BIN)/python -m venv --clear .cache/vllm
+	.cache/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==2.13.0
+	.cache/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	touch $@
 
 $(VENV)/.bench: $(READY)
