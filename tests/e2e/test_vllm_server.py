@@ -17,7 +17,7 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
 from trtserve.process import tree
@@ -42,7 +42,7 @@ def imported(home: Path, **options: Any) -> ModelRepository:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> ModelRepository:
     home = tmp_path_factory.mktemp("home")
-    adapter = write_adapter(home / "adapter", modules={"self_attn.q_proj": (256, 256)})
+    adapter = write_adapter(home / "adapter", modules={"self_attn.q_proj": (256, 256)}, target_modules=["q_proj"])
     return imported(home, lora={"poet": adapter}, settings={"block_size": "32"})
 
 
@@ -127,6 +127,8 @@ def test_an_import_refuses_what_this_vllm_lacks(tmp_path: Path, monkeypatch: pyt
         imported(tmp_path, settings={"max_modle_len": "9"})
     with pytest.raises(UsageError, match="--use-parallel-embedding has no meaning with --runtime vllm"):
         imported(tmp_path, convert=ConvertSpec(use_parallel_embedding=True))
+    with pytest.raises(RepositoryError, match=r"adapter_config.json has no target_modules"):
+        imported(tmp_path, lora={"poet": write_adapter(tmp_path / "bare", modules={"self_attn.q_proj": (256, 256)})})
     names = property(lambda _: frozenset({"OtherForCausalLM"}))
     monkeypatch.setattr("trtserve.executor.vllm.installation.VllmInstallation.architectures", names)
     with pytest.raises(UnsupportedModelError, match="has no implementation of LlamaForCausalLM"):

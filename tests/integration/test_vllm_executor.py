@@ -163,6 +163,11 @@ def test_a_vllm_that_does_not_start_says_why(tmp_path: Path) -> None:
         start(counting_engine(folder))
 
 
+def test_a_damaged_adapter_is_found_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="vLLM does not start: ValueError: the adapter is damaged"):
+        start(counting_engine(tmp_path, adapters={7: "damaged"}))
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [(92, "EngineCore encountered an issue"), (94, r"vLLM's process \d+ \(.+\) is stopped")],

@@ -118,7 +118,10 @@ def _resolve_peft(folders: Mapping[str, Path], config: EngineConfig) -> tuple[Na
                 f"--lora {name}={folder}: the folder has no adapter in PEFT's format ({PEFT_CONFIG} and "
                 f"{PEFT_WEIGHTS}), which vLLM loads."
             )
-        rank = read_json_object(folder / PEFT_CONFIG, CorruptFileError).get("r")
+        content = read_json_object(folder / PEFT_CONFIG, CorruptFileError)
+        if missing := [key for key in ("r", "lora_alpha", "target_modules") if not content.get(key)]:
+            raise RepositoryError(f"--lora {name}={folder}: {PEFT_CONFIG} has no {' and no '.join(missing)}.")
+        rank = content["r"]
         most = config.build.lora_config.max_lora_rank
         if isinstance(rank, int) and rank > most:
             raise RepositoryError(

@@ -71,6 +71,10 @@ class PeftAdapters:
     def __len__(self) -> int:
         return len(self._known)
 
+    def all(self) -> list[tuple[str, int, str]]:
+        """Return the arguments of all LoRARequests."""
+        return list(self._known.values())
+
     def find(self, task: int) -> tuple[str, int, str]:
         """Return the arguments of a LoRARequest. Raises RuntimeError for an unknown task id."""
         if task not in self._known:

@@ -47,7 +47,7 @@ def engine_arguments(config: EngineConfig, options: EngineOptions, model: Path, 
         found["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
     if adapters:
         rank = build.lora_config.max_lora_rank
-        found |= {"enable_lora": True, "max_loras": min(adapters, 8), "max_lora_rank": rank}
+        found |= {"enable_lora": True, "max_loras": min(adapters, 8), "max_cpu_loras": adapters, "max_lora_rank": rank}
     return {**found, **config.trtserve.engine_arguments}
 
 

@@ -98,7 +98,7 @@ class VllmEngine:
         )
 
     def _wait_until_ready(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        self._child.send(dict(arguments))
+        self._child.send([dict(arguments), self._adapters.all()])
         reason = ""
         while not reason and (messages := self._child.read()) is not None:
             for kind, *content in messages:

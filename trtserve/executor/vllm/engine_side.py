@@ -3,8 +3,8 @@
 It imports nothing of trtserve, because the interpreter has vLLM's packages. A frame is a MessagePack value behind its
 length in four bytes (little endian):
 
-- in: first the arguments of the engine, then `["submit", number, request]` and `["cancel", number]`. The end of the
-  input ends the engine.
+- in: first `[arguments of the engine, adapters]`, then `["submit", number, request]` and `["cancel", number]`. The end
+  of the input ends the engine.
 - out: a list of `["ready", facts]`, `["stats", record]`, `["output", number, output]`, `["refused", number, reason]`,
   `["alive"]` and `["dead", reason]`.
 """
@@ -43,10 +43,13 @@ class EngineSide:
     async def run(self) -> None:
         """Start the engine, and serve until the input ends or the engine is dead."""
         self._loop = asyncio.get_running_loop()
-        arguments = self._read()
-        if arguments is None:
+        first = self._read()
+        if first is None:
             return
-        self._llm = _start(arguments, self)
+        self._llm = _start(first[0], self)
+        for adapter in first[1]:
+            # A damaged one would end the engine with the first request that names it.
+            await self._llm.add_lora(_lora(adapter))
         self._emit(["ready", _facts(self._llm.vllm_config)])
         threading.Thread(target=self._listen, daemon=True, name="input").start()
         while not self._llm.errored:

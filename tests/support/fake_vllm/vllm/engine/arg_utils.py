@@ -30,6 +30,7 @@ class EngineArgs:
     structured_outputs_config: dict[str, Any] | None = None
     enable_lora: bool = False
     max_loras: int = 1
+    max_cpu_loras: int | None = None
     max_lora_rank: int = 16
 
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 _VOCABULARY = 100
@@ -47,6 +48,11 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs, stat_loggers: list[Any]) -> AsyncLLM:
         return cls(args, stat_loggers)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        if "damaged" in lora_request.lora_path:
+            raise ValueError("the adapter is damaged")
+        return True
 
     async def generate(
         self,
