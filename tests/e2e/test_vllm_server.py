@@ -107,12 +107,12 @@ def test_refusals_name_the_runtimes_that_can(server: Server) -> None:
     assert "beam_width is not supported by the vllm runtime; the openvino, torch" in answer["error"]
 
 
-def test_metrics_and_the_end_of_a_dead_engine(server: Server) -> None:
+def test_metrics_and_a_dead_engine_that_is_not_ready(server: Server) -> None:
     text = httpx.get(f"http://127.0.0.1:{server.address.metrics_port}/metrics").text
     assert 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 8' in text
     (side,) = [each for each in tree(server.instances[0].process) if b"engine_side" in cmdline(each.pid)]
     os.kill(side.pid, signal.SIGKILL)
-    wait_until(lambda: b"tritonserver" not in cmdline(server.instances[0].process.pid), 30)
+    wait_until(lambda: httpx.get(f"http://127.0.0.1:{server.address.http_port}/v2/health/ready").status_code == 503, 30)
 
 
 def cmdline(pid: int) -> bytes:

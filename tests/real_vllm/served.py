@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     os.environ.update(ENVIRONMENT)
     home = tmp_path_factory.mktemp("home")
     modules = {"self_attn.o_proj": (256, 256), "self_attn.q_proj": (256, 256)}
-    names = {"target_modules": ["o_proj", "q_proj"], "lora_alpha": 64}
+    names: dict[str, Any] = {"target_modules": ["o_proj", "q_proj"], "lora_alpha": 64}
     adapter = write_adapter(home / "adapter", modules=modules, layers=4, rank=8, **names)
     spec = resolve_import(
         "demo",
@@ -145,8 +145,8 @@ def test_openais_api(server: Server) -> None:
 
 
 def test_a_guide_has_no_white_space_to_the_limit(server: Server) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
-    schema["additionalProperties"] = False
+    number = {"type": "integer", "maximum": 99}
+    schema = {"type": "object", "properties": {"a": number}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     asked = [{"role": "user", "content": "hi"}]
     answer = openai(server, "chat/completions", messages=asked, response_format=wanted, max_tokens=64)
