@@ -20,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-openai soak-all fuzz kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
+.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-openai soak-all fuzz doubling kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -73,6 +73,9 @@ fuzz: $(READY) ## 200,000 random bodies to the gateway's parsers, 16,000 files w
 	TRTSERVE_FILE_LIES=2000 $(BIN)/python -m pytest -q tests/integration/test_file_lies.py
 	$(BIN)/python -m tests.benchmarks.fuzz $(ARGS)
 	$(BIN)/python -m tests.benchmarks.fuzz_models --work $(BENCH_WORK) $(ARGS)
+
+doubling: $(READY) ## four times the input takes at most nine times the time: every large field of every API
+	TRTSERVE_DOUBLING=1 $(BIN)/python -m pytest -q tests/unit/test_doubling.py $(ARGS)
 
 launches: $(READY) ## 100 launches of four ranks, of which one is killed at a random moment: nothing may be left
 	TRTSERVE_KILLS=100 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)

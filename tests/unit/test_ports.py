@@ -12,7 +12,7 @@ from tests.support.http_pages import answering
 from trtserve.client.call_errors import unreachable
 from trtserve.host import ports
 from trtserve.host.ports import free_ports, is_free
-from trtserve.host.proxies import is_here, opener_for
+from trtserve.host.proxies import direct_opener, is_here
 
 HOST = "127.0.0.1"
 
@@ -51,16 +51,14 @@ def test_hosts_that_are_this_machine(host: str, here: bool) -> None:
     assert is_here(host) is here
 
 
-def test_a_url_of_this_machine_is_opened_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_opened_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "")
-    with answering(lambda path: path) as port:
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
-        for url, got in (
-            (f"http://localhost:{port}/v1", b"/v1"),
-            ("http://host.example/v1", b"http://host.example/v1"),
-        ):
-            with opener_for(url).open(url, timeout=10) as page:
-                assert page.read() == got
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with (
+        answering(lambda path: path) as port,
+        direct_opener().open(f"http://127.0.0.1:{port}/v1", timeout=10) as page,
+    ):
+        assert page.read() == b"/v1"
 
 
 def test_an_unreachable_server_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

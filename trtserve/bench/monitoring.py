@@ -17,7 +17,7 @@ from pathlib import Path
 from trtserve.bench.records import Real, Whole
 from trtserve.client.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
 from trtserve.host.gpus import gpu_load_reader
-from trtserve.host.proxies import opener_for
+from trtserve.host.proxies import direct_opener
 
 _COUNTERS = ("sent", "ended", "failed")
 _PER_DECADE = 20  # buckets of the histogram are 12 % wide
@@ -282,7 +282,7 @@ class LoadSampler:
         if self._metrics is None:
             return None
         try:
-            with opener_for(self._metrics).open(self._metrics, timeout=_TIMEOUT) as page:
+            with direct_opener().open(self._metrics, timeout=_TIMEOUT) as page:
                 samples = parse(page.read().decode("utf-8", "replace"), _READ)
         except (OSError, urllib.error.URLError):
             return None

@@ -28,7 +28,7 @@ from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_add
 from trtserve.client.transport import SyncClient
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.files import parse_json
-from trtserve.host.proxies import opener_for
+from trtserve.host.proxies import direct_opener
 from trtserve.specs import BenchSpec
 
 
@@ -136,7 +136,7 @@ def _first_model(url: str, endpoint: Endpoint) -> str:
     headers, timeout = openai_headers(endpoint), endpoint.connect_timeout
     try:
         request = urllib.request.Request(f"{url}/models", headers=headers)
-        with opener_for(url).open(request, timeout=timeout) as page:
+        with direct_opener().open(request, timeout=timeout) as page:
             names = [entry["id"] for entry in parse_json(page.read())["data"]]
     except urllib.error.HTTPError as error:
         raise RequestError(f"{url}/models answers with status {error.code}.", hint="Name the model: --model.") from None
