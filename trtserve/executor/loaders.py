@@ -33,6 +33,8 @@ class ModelLoader:
     """The files of an engine besides `config.json`, for each rank."""
     names_tops: bool = False
     """Whether it returns the most likely tokens with log-probabilities; elsewhere they follow from logits."""
+    draws_without_seed: bool = False
+    """Whether a request without a seed, or with seed 0, is drawn at random, which is faster than with a seed."""
     ranks: bool = False
     """Whether each rank of an engine is a process of its own. Otherwise one process serves the merged shards."""
 
@@ -40,7 +42,12 @@ class ModelLoader:
 MODELS: Final[Mapping[str, ModelLoader]] = {
     "openvino": ModelLoader(module="trtserve.executor.openvino.paged_model", files=("rank{}.xml", "rank{}.bin")),
     "torch": ModelLoader(module="trtserve.executor.torch.ranked_model", files=("rank{}.safetensors",), ranks=True),
-    "vllm": ModelLoader(module="trtserve.executor.vllm.engine", files=("model/config.json",), names_tops=True),
+    "vllm": ModelLoader(
+        module="trtserve.executor.vllm.engine",
+        files=("model/config.json",),
+        names_tops=True,
+        draws_without_seed=True,
+    ),
 }
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.errors import UsageError
+from trtserve.errors import TrtserveError, UsageError
 from trtserve.executor.loaders import embedded_runtime
 from trtserve.executor.openvino.runtime import OpenvinoRuntime
 from trtserve.executor.torch import runtime as torch
+from trtserve.executor.vllm.installation import find_installation
 from trtserve.executor.vllm.runtime import VllmRuntime
 from trtserve.host.gpus import list_gpus
 from trtserve.nvidia.llmapi import LlmapiRuntime
@@ -88,6 +89,11 @@ def automatic_runtime() -> tuple[str, str]:
     found = installed()
     if found is None:
         cuda = torch.cuda_version()
+        if cuda is None and (own := _vllm_for_gpus()) is not None:
+            return (
+                "vllm",
+                f"an NVIDIA GPU and vLLM {own} on this machine, and neither TensorRT-LLM nor PyTorch with CUDA",
+            )
         if cuda is None:
             return CPU_RUNTIME, "this machine has an NVIDIA GPU, but neither TensorRT-LLM nor PyTorch with CUDA"
         return "torch", f"an NVIDIA GPU and PyTorch with CUDA {cuda} on this machine, and no TensorRT-LLM"
@@ -95,6 +101,15 @@ def automatic_runtime() -> tuple[str, str]:
     if not has_engine_path(found.release):
         return "llmapi", f"{what}, which has no engines any more"
     return "tensorrt_llm", what
+
+
+def _vllm_for_gpus() -> str | None:
+    """Return the version of the vLLM that serves here, or None when there is none for GPUs."""
+    try:
+        found = find_installation()
+    except TrtserveError:
+        return None
+    return None if found is None or found.on_cpu else found.version
 
 
 def has_nvidia_gpu() -> bool:

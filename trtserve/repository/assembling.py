@@ -9,7 +9,9 @@ from typing import Any
 
 from trtserve.artifacts import Artifact, Engine, Manifest, ModelRepository, fingerprint
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.executor.loaders import is_embedded, is_embedded_runtime
+from trtserve.errors import UsageError
+from trtserve.executor.loaders import embedded_runtime, is_embedded, is_embedded_runtime
+from trtserve.executor.runtimes import RUNTIMES
 from trtserve.progress import Progress
 from trtserve.repository.adapters import NamedAdapter, resolve_adapters, write_adapters
 from trtserve.repository.config import ConfigOptions
@@ -139,6 +141,7 @@ def plan_repository(
     config = hugging_face or read_engine(engine.path)
     tokens = own_tokenizer_files(tokenizer)
     if hugging_face is None:
+        _require_engine(engine, config)
         require_engine_files(engine.path, config)
     for each in (engine, *([draft] if draft else [])):
         own_files(each.path)
@@ -190,6 +193,16 @@ def plan_repository(
         draft=None if second is None else replace(second, options=placed(second.options, spec.suffix, root)),
         adapters=adapters,
     )
+
+
+def _require_engine(engine: Engine, config: EngineConfig) -> None:
+    """Raise UsageError for the folder of a core model that has a Hugging Face model in place of an engine."""
+    runtime = embedded_runtime(config)
+    if runtime is not None and RUNTIMES[runtime].folder_as_engine:
+        raise UsageError(
+            f"{engine.path} holds no engine, but a Hugging Face model for the {runtime} runtime.",
+            hint=f"Make the repository of the model again: trtserve repo MODEL --runtime {runtime}",
+        )
 
 
 def require_fitting(config: EngineConfig, spec: RepositorySpec, *, draft: Engine | None = None) -> None:

@@ -16,6 +16,7 @@ from trtserve.errors import (
     TrtserveError,
     counted,
 )
+from trtserve.executor.runtimes import RUNTIMES
 from trtserve.host.gpus import Device, count_gpus, list_gpus, require_gpus, visible_devices
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, differences, format_bytes
 from trtserve.host.ports import is_free, owner
@@ -195,7 +196,13 @@ def announce(plan: ServerPlan, progress: Progress) -> None:
     else:
         ranks = max(served.world_size, plan.spec.world_size or 1)
         if ranks > 1:
-            progress.step(f"World size {ranks}: this runtime merges the shards, so one process serves them all.")
+            own = served.runtime is not None and RUNTIMES[served.runtime].folder_as_engine
+            what = (
+                "its engine starts the workers"
+                if own
+                else "this runtime merges the shards, so one process serves them all"
+            )
+            progress.step(f"World size {ranks}: {what}.")
     announce_risks(plan, progress)
 
 

@@ -170,7 +170,9 @@ def _sampling(request: GenerationRequest, limits: EngineLimits) -> dict[str, Any
         "stop_token_ids": ends,
     }
     if not own.greedy:
-        words |= {"top_k": own.top_k, "top_p": own.top_p, "min_p": own.min_p, "seed": own.seed % _MOST_SEED}
+        words |= {"top_k": own.top_k, "top_p": own.top_p, "min_p": own.min_p}
+        if own.seed:  # a seed costs a generator of its own for each row of a step, so the default, 0, is none
+            words["seed"] = own.seed % _MOST_SEED
     if request.return_log_probs or request.top_log_probs:
         words["logprobs"] = request.top_log_probs
     if (bias := allowed_bias(request.bias, limits)) is not None and bias.any():

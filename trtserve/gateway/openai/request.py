@@ -77,7 +77,7 @@ async def engine_requests(
     echoes_log_probs: bool = False,
     repository: Path | None,
 ) -> list[EngineRequest]:
-    """Return `count` requests for the same prompt, which differ in their seeds.
+    """Return `count` requests for the same prompt, which differ in their seeds if they have any.
 
     Raises ApiError and UsageError for what the model cannot do.
     """
@@ -119,6 +119,8 @@ async def engine_requests(
         tops=tops,
         echoes_log_probs=echoes_log_probs,
     )
+    if "seed" not in options:
+        return [replace(request) for _ in range(count)]
     return [request, *(_with_seed(request, options["seed"] + number) for number in range(1, count))]
 
 
@@ -155,7 +157,10 @@ def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | N
     for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
         if value := getattr(body, name):
             chosen[name] = value
-    chosen["seed"] = secrets.randbits(63) if body.seed is None else body.seed % _UINT64
+    if body.seed is not None:
+        chosen["seed"] = body.seed % _UINT64
+    elif not served.draws_without_seed:
+        chosen["seed"] = secrets.randbits(63)
     if body.ignore_eos:
         chosen["end_id"] = _NO_END
     if tops is not None:

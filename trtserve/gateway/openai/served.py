@@ -46,6 +46,7 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + number): byte for number, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))
 }
 _NAMING_TOPS = frozenset(name for name, loader in MODELS.items() if loader.names_tops)
+_DRAWING = frozenset(name for name, loader in MODELS.items() if loader.draws_without_seed)
 _SAMPLED = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
@@ -72,6 +73,8 @@ class ServedModel:
     """Whether the engine returns logits of prompts, or None where that is not known."""
     names_tops: bool = False
     """Whether the engine returns the most likely tokens itself, without logits."""
+    draws_without_seed: bool = False
+    """Whether the engine draws at random for requests without a seed."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """What `generation_config.json` says about sampling."""
     takes_system: bool = False
@@ -253,6 +256,7 @@ def _describe(
         names_tops=core is not None
         and core.has("num_top_log_probs")
         and core.parameters.get("executor") in _NAMING_TOPS,
+        draws_without_seed=core is not None and core.parameters.get("executor") in _DRAWING,
         adapters=None if endpoint.repository is None else LoraNames(endpoint.repository, table),
         sampling={} if files is None else _sampling(files),
         takes_system=files is not None and takes_system(files),
