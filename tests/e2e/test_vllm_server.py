@@ -16,11 +16,12 @@ from tests.support.counting_vllm import counting_python
 from tests.support.peft_adapters import write_adapter
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
-from trtserve.artifacts import ModelRepository
+from trtserve.artifacts import Engine, ModelRepository
 from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
 from trtserve.process import tree
+from trtserve.repository.assembling import plan_repository
 from trtserve.repository.check import check_repository
 from trtserve.server.state import Server
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
@@ -80,6 +81,12 @@ def test_the_repository_is_an_engines(repository: ModelRepository) -> None:
     assert (engine / "model" / "config.json").is_file()
     assert (engine / "lora" / "poet" / "adapter_model.safetensors").is_file()
     assert check_repository(repository).findings == ()
+
+
+def test_its_core_model_is_no_engine_for_repo(repository: ModelRepository) -> None:
+    engine, tokenizer = repository.path / "tensorrt_llm" / "1", repository.path / "preprocessing" / "1" / "tokenizer"
+    with pytest.raises(UsageError, match="holds no engine, but a Hugging Face model for the vllm runtime"):
+        plan_repository(Engine(path=engine), tokenizer, RepositorySpec(name="other"))
 
 
 def test_the_core_model_answers(server: Server) -> None:

@@ -11,7 +11,11 @@ import pytest
 from tests.support.counting_vllm import PACKAGES
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.executor.engine.limits import AdapterOptions, EngineOptions, GuideTokenizer, KvCacheOptions
+from trtserve.executor import runtimes
+from trtserve.executor.engine.limits import AdapterOptions, EngineLimits, EngineOptions, GuideTokenizer, KvCacheOptions
+from trtserve.executor.engine.requests import GenerationRequest
+from trtserve.executor.engine.sampling import SamplingParameters
+from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
 from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
 from trtserve.executor.vllm.installation import VllmInstallation
 from trtserve.executor.vllm.runtime import VllmRuntime, vllm_engine_config
@@ -147,3 +151,33 @@ def test_memory_of_a_model_in_main_memory() -> None:
     runtime = VllmRuntime()
     assert runtime.memory_of(planned()).disk == 10**9
     assert runtime.memory_of(planned(build=BuildSpec(device="cuda"))).serving == 0
+
+
+def test_only_a_seed_that_was_given_makes_vllm_draw_with_one() -> None:
+    limits = EngineLimits(max_batch_size=4, max_seq_len=64, max_num_tokens=64, vocab_size=100)
+
+    def words(**given: Any) -> dict[str, Any]:
+        sampling = SamplingParameters(**given)
+        asked = GenerationRequest(tokens=[1], max_tokens=4, sampling=sampling, num_sequences=3, top_log_probs=2)
+        found: dict[str, Any] = vllm_request(asked, limits, PeftAdapters({}), guides=False)["sampling"]
+        return found
+
+    assert words(greedy=False, seed=7, top_k=5)["seed"] == 7
+    drawn = words(greedy=False, top_p=0.9)
+    assert "seed" not in drawn
+    assert (drawn["n"], drawn["logprobs"], drawn["ignore_eos"]) == (3, 2, True)
+    assert words()["n"] == 1  # greedy sequences are copies
+
+
+def test_auto_takes_vllm_where_nothing_else_serves_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(runtimes, "installed", lambda: None)
+    monkeypatch.setattr("trtserve.executor.torch.runtime.cuda_version", lambda: None)
+    monkeypatch.setattr(runtimes, "find_installation", lambda: COUNTING)  # for CPUs
+    assert runtimes.automatic_runtime()[0] == "openvino"
+    for_gpus = VllmInstallation(Path("/env/bin/python"), Path("/env/vllm"))
+    for_gpus.__dict__.update(version="0.25.1", on_cpu=False)
+    monkeypatch.setattr(runtimes, "find_installation", lambda: for_gpus)
+    chosen, reason = runtimes.automatic_runtime()
+    assert chosen == "vllm"
+    assert "vLLM 0.25.1 on this machine, and neither TensorRT-LLM nor PyTorch" in reason
