@@ -44,7 +44,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     _check_combination(spec, runs, connection)
     progress = output.TerminalProgress(quiet=results.quiet)
     if not results.dry_run:  # what follows may take seconds: the server's description, the tokenizer, the prompts
-        progress.step("Preparing the requests")
+        progress.step("Preparing the requests (loading a tokenizer takes some seconds)")
     served = spec.openai is None and spec.in_process is None
     endpoint = find_endpoint(connection) if served else _other_endpoint(spec, connection)
     if results.dry_run:
