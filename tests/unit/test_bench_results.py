@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -262,6 +263,19 @@ def test_sparklines() -> None:
     assert (len(line), line[0], line[-1]) == (40, "▁", "█")
     assert sparkline([]) == ""
     assert sparkline([(0, 4.0), (100, 4.0)]) == "█" * 40  # sampled rarely, not zero in between
+
+
+@pytest.mark.needs("vl_convert")
+@pytest.mark.parametrize("name", ["</script><script>alert(1)</script>", "<!--<script>", "a < b"])
+def test_names_in_a_result_are_no_html(name: str, tmp_path: Path) -> None:
+    from trtserve.bench.plots import write_plots
+
+    records = [answered(number, intended=number / 10) for number in range(4)]
+    write_plots([report_of(records, model=name)], tmp_path / "p.html")
+    page = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert f'"text":"{name} at'.replace("<", "\\u003c") in page
+    assert html.escape(name) in page
+    assert "<script>alert" not in page
 
 
 @pytest.mark.needs("vl_convert")

@@ -321,3 +321,25 @@ def test_the_release_of_programs_on_the_embedded_executor_is_that_of_their_tenso
     report = report_of(tmp_path / "models")
     assert report.release == "0.16"
     assert not report.errors
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_in_a_repository_stops_the_check(kind: str, good: dict[str, Path], tmp_path: Path) -> None:
+    copy = tmp_path / "repository"
+    shutil.copytree(good["cpp"], copy, copy_function=os.link)
+    place = copy / "preprocessing" / "1" / "tokenizer" / "special_tokens_map.json"
+    place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/dev/zero")
+    found = [finding for finding in report_of(copy).findings if finding.rule == "file-access"]
+    assert [finding.file for finding in found] == [place]
+    assert "is no regular file" in found[0].what
+
+
+def test_links_that_lead_back_are_walked_once(good: dict[str, Path], tmp_path: Path) -> None:
+    copy = tmp_path / "repository"
+    shutil.copytree(good["cpp"], copy, copy_function=os.link)
+    (copy / "tensorrt_llm" / "1" / "back").symlink_to(copy)
+    assert not [finding for finding in report_of(copy).findings if finding.rule == "file-access"]
