@@ -11,6 +11,7 @@ import importlib
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -33,6 +34,7 @@ from trtserve.process.signals import Interrupted, one_interrupt
 
 COMPLETION_VARIABLE = "_TRTSERVE_COMPLETE"
 """Set by the shell while it completes a command line."""
+_LONG = re.compile(r"\S{1000,}")
 _INTERRUPTED = (
     b"\nInterrupted: what is finished or downloaded is kept, the rest is being removed. "
     b"The same command continues there.\n"
@@ -140,6 +142,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _report(error: TrtserveError, arguments: Sequence[str]) -> int:
     """Print an error to stderr, and with --json to stdout too; return its exit code."""
+    # A value of a stranger's file.
+    error.message = _LONG.sub(lambda found: f"{found[0][:200]}… ({len(found[0])} characters)", error.message)
     if isinstance(error, UsageError):
         hints = (error.hint or "", *setting_variables(error.message, arguments, os.environ))
         error.hint = " ".join(filter(None, hints)) or None
