@@ -18,8 +18,8 @@ REQUESTS = f"nv_trt_llm_request_metrics{{{ENGINE}, request_type="
 BLOCKS = f"nv_trt_llm_kv_cache_block_metrics{{{ENGINE}, kv_cache_block_type="
 STEPS = f'nv_trt_llm_general_metrics{{{ENGINE}, general_type="iteration_counter"}}'
 TOKENS = f'nv_trtserve_tokens_total{{{ENGINE}, token_type="generated"}}'
-FIRST = f"trtserve_openai_time_to_first_token_seconds_bucket{{{SERVER}, le="
-GAPS = f"trtserve_openai_inter_token_seconds_bucket{{{SERVER}, le="
+FIRST = f"nv_trtserve_first_token_seconds_bucket{{{SERVER}, le="
+GAPS = f"nv_trtserve_inter_token_seconds_bucket{{{SERVER}, le="
 # Values every minute: alert → metrics that make it fire, and metrics that do not.
 ALERTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "TrtserveDown": ({f"up{{{SERVER}}}": "0x30"}, {f"up{{{SERVER}}}": "1x30"}),
