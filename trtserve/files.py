@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, TrtserveError, UsageError
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, MachineError, TrtserveError, UsageError
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def writing_error(error: OSError, path: Path) -> TrtserveError | None:
 
 
 def file_error(error: OSError, path: Path, verb: str = "read or written") -> TrtserveError | None:
-    """Return the error that explains a full disk or missing permissions, or None for any other OSError."""
+    """Return the error that explains a full disk, missing permissions or too many open files, else None."""
     if error.errno in _FULL:
         full = "the disk is full"
         if error.errno == errno.EFBIG:
@@ -59,6 +60,12 @@ def file_error(error: OSError, path: Path, verb: str = "read or written") -> Trt
         return DiskSpaceError(
             f"{path} cannot be {verb}: {full}.",
             hint="Free some space (`trtserve remove`), or choose another place with --out or TRTSERVE_HOME.",
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        own = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        whose = f"this process may have {own}" if error.errno == errno.EMFILE else "this machine has no more"
+        return MachineError(
+            f"{path} cannot be opened: too many files are open ({whose}).", hint="Allow more: ulimit -n 4096"
         )
     return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
 

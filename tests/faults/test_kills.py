@@ -100,18 +100,22 @@ def test_restarts_end_at_their_limit(repository: Path, home: Path) -> None:
         assert one.record().restarts == 1
 
 
-def test_random_kills_leave_nothing(repository: Path, home: Path) -> None:
+def test_random_kills_and_stops_leave_nothing(repository: Path, home: Path) -> None:
     generator = random.Random(0)
     slow_model(repository, 0.5)
     begin = time.monotonic()
     for _ in range(CYCLES):
         process = generator.choice((*PROCESSES, "launcher", "slow"))
         policy = generator.choice(POLICIES)
+        number = generator.choice((signal.SIGKILL, signal.SIGSTOP))
         with supervised(repository, home, "--restart", policy) as one:
             one.record()  # a launcher that is killed earlier has started nothing
             victim = one.victim(process)
             time.sleep(generator.uniform(0, 3))
             with suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
-            time.sleep(generator.uniform(0, 1))
+                os.kill(victim, number)
+            time.sleep(generator.uniform(0, 5 if number == signal.SIGSTOP else 1))
+            if process in ("launcher", "supervisor"):  # the others are ended by those that watch them
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGCONT)
     measured("cycles", cycles=CYCLES, seconds=time.monotonic() - begin)

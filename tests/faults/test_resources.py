@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from tests.support.commands import environment
 from tests.support.supervised import ALL, slow_model, supervised
 from tests.support.waiting import wait_until
+from trtserve.errors import MachineError
 from trtserve.server.doctor.stub import write_probe_repository
 from trtserve.server.state import state_file
 from trtserve.server.triton.tritonserver import shared_memory_regions
@@ -90,3 +93,31 @@ def test_other_users_can_read_nothing_of_a_server(repository: Path, tmp_path: Pa
         assert [str(path) for path in (*regions, *files) if path.stat().st_mode & 0o077] == []
         for each in (server.instances[0].process.pid, one.victim("probe"), one.victim("gateway")):
             assert "Umask:\t0077" in Path(f"/proc/{each}/status").read_text()
+
+
+@pytest.mark.parametrize("process", ["supervisor", "tritonserver", "probe"] if ALL else ["supervisor"])
+def test_a_process_without_file_descriptors(process: str, repository: Path, tmp_path: Path) -> None:
+    with supervised(repository, tmp_path / "home", "--restart", "on-failure", gateway=True) as one:
+        one.ready()
+        pid = one.victim(process)
+        wait_until(lambda: one.ask() == 200)
+        time.sleep(3)  # what a start still reads
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        answers = []
+        for _ in range(6):
+            time.sleep(1)
+            answers.append(one.ask())
+        assert answers == [200] * 6
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        wait_until(lambda: one.record().state == "ready")
+        assert one.record().restarts == 0
+
+
+def test_a_start_without_file_descriptors(repository: Path, tmp_path: Path) -> None:
+    line = f"ulimit -n 8; exec {sys.executable} -m trtserve start --auto-ports --model-repository {repository}"
+    told = subprocess.run(
+        ["bash", "-c", line], env=environment(tmp_path / "home"), capture_output=True, text=True, check=False
+    )
+    assert told.returncode == MachineError.code
+    assert "too many files are open (this process may have 8)" in told.stderr

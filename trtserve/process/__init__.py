@@ -119,8 +119,10 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """Return the process that has `pid` now, or None when there is none."""
-        fields = _fields(pid)
-        return None if fields is None else cls(pid=pid, started=_started(fields))
+        with suppress(OSError):
+            fields = _fields(pid)
+            return None if fields is None else cls(pid=pid, started=_started(fields))
+        return None
 
     def matches(self, other: ProcessId) -> bool:
         return (self.pid, self.started) == (other.pid, other.started)
@@ -132,8 +134,11 @@ class ProcessId:
         can be reaped only when its other threads have ended too.
         """
         child = _children.get(self.pid)
-        now = ProcessId.of(self.pid)
-        if now is None or not now.matches(self):
+        try:
+            fields = _fields(self.pid)
+        except OSError:  # no file descriptor is left to look with
+            return _exists(self.pid)
+        if fields is None or _started(fields) != self.started:
             return False
         if child is not None and child.returncode is None:
             return child.poll() is None
@@ -141,16 +146,31 @@ class ProcessId:
 
     def halted(self) -> bool:
         """Return whether a signal such as SIGSTOP has stopped it; one that a debugger holds does not count."""
-        fields = _fields(self.pid)
-        return fields is not None and fields[0] == b"T" and _started(fields) == self.started
+        with suppress(OSError):
+            fields = _fields(self.pid)
+            return fields is not None and fields[0] == b"T" and _started(fields) == self.started
+        return False
 
 
 def _fields(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat that follow the program's name, or None without such a process."""
+    """Return the fields of /proc/PID/stat that follow the program's name, or None without such a process.
+
+    Raises OSError when it cannot be read for another reason.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def _started(fields: list[bytes]) -> float:

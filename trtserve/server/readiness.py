@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from trtserve.errors import PortInUseError, ServerStartError
-from trtserve.gateway.standstill import Standstill
+from trtserve.gateway.standstill import Halts, Standstill
 from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, tree, wait_gone
 from trtserve.progress import Progress
@@ -39,6 +39,7 @@ _TRITON_FAILED = "error: creating server: "
 # stubs use less than 0.3 s a minute.
 _LONGEST = 60.0
 _LEAST_WORK = 1.0
+_HALTED = 3.0
 
 
 def wait_for_all(
@@ -140,6 +141,7 @@ class _Waiting:
         self._own = own
         """Models that trtserve wrote."""
         self._standstill = Standstill(_LONGEST, _LEAST_WORK)
+        self._halts = Halts(_HALTED)
         self._seen: dict[int, ProcessId] = {}
         self._looked = time.monotonic()
         self._lost_since: float | None = None
@@ -165,11 +167,21 @@ class _Waiting:
             raise start_error(self.root, planned.log)
         if not contained and time.monotonic() - self._looked > _RANK_INTERVAL:
             self._looked = time.monotonic()
+            self._look_for_halts()
             if planned.launch.ranks > 1:
                 self._look_for_ranks()
             else:
                 self._look_for_stubs()
         return False
+
+    def _look_for_halts(self) -> None:
+        """Raise ServerStartError when a signal (SIGSTOP) has stopped a process: nobody lets it go on."""
+        if halted := self._halts.lasting([self.root, *tree(self.root)]):
+            raise ServerStartError(
+                f"A process (pid {halted[0].pid}) was stopped by a signal (SIGSTOP) while the models were loading.",
+                log=self.planned.log,
+                killed=True,
+            )
 
     def _look_for_stubs(self) -> None:
         """Raise ServerStartError when Triton 2.51 waits for ever for a stub, which was killed or not heard."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from trtserve.client.metrics import read_heartbeats
 from trtserve.gateway.standstill import Halts, Hangs, gateway_silence, python_stubs
@@ -29,9 +30,10 @@ class Watchman:
         self._folder = run_folder(server.name, store)
         self._progress = progress
         self._parts = named_parts(server)
-        for instance in server.instances:  # those of the other ranks too
-            stubs = python_stubs(instance.process).items()
-            self._parts |= {stub: f"the Python stub of {model}" for stub, model in stubs if stub not in self._parts}
+        with suppress(OSError):  # no file descriptor is left
+            for instance in server.instances:  # those of the other ranks too
+                stubs = python_stubs(instance.process).items()
+                self._parts |= {stub: f"the Python stub of {model}" for stub, model in stubs if stub not in self._parts}
         self._halts, self._hangs = Halts(_HALTED), [Hangs(_HUNG) for _ in server.instances]
         self._helpers: set[ProcessId] = set()
         self._next_helpers = 0.0

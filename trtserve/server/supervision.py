@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
 from trtserve.process import ProcessId, exit_code, stop_all
@@ -114,8 +115,10 @@ def watch(
     next_probe = time.monotonic() + _PROBE
     complained = ""
     while not interrupted():
-        end, probing = ended(server, store), time.monotonic() > next_probe
-        standing = watchman.standing(probing)
+        end, standing, probing = None, None, time.monotonic() > next_probe
+        with suppress(OSError):  # this process has no file descriptor left: the server is not at fault
+            end = ended(server, store)
+            standing = watchman.standing(probing)
         if end is None and may_restart:
             end = standing
         if end is not None and not is_stopping(server, store):
@@ -123,8 +126,8 @@ def watch(
             raise died_error(server, end)
         if end is not None or probing:
             next_probe = time.monotonic() + _PROBE
-            protect_shared_memory(server.shm_prefix)  # of models that were loaded again
             try:
+                protect_shared_memory(server.shm_prefix)  # of models that were loaded again
                 reason = "" if standing is None else standing.what
                 reason = "; ".join(f"{model}: {why}" for model, why in unready_models(server, store).items()) or reason
                 recorded = change_state(server, store, state="degraded" if reason else "ready", reason=reason)
