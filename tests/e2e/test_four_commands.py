@@ -54,8 +54,8 @@ def test_the_four_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     home, log = tmp_path / "store", tmp_path / "start.log"
     ports = _ports()
     imported = trtserve("import", "demo", home=home)
-    assert "config.pbtxt" in imported.stdout
-    assert "tensorrt_llm_bls" in imported.stdout
+    assert "config.pbtxt" in imported.stderr
+    assert "tensorrt_llm_bls" in imported.stderr
 
     with log.open("w", encoding="utf-8") as output:
         server = subprocess.Popen(
