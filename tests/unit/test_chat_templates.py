@@ -27,6 +27,7 @@ from trtserve.client.tokenizer import (
     takes_system,
 )
 from trtserve.errors import RequestError, UsageError
+from trtserve.programs.shared.tokenizer import end_ids
 
 if TYPE_CHECKING:
     from trtserve.client.transport import SyncClient
@@ -329,3 +330,29 @@ def test_loops_of_a_template_keep_their_variables() -> None:
         "{% for x in [[1, [2]]] recursive %}{{ x if x is number else loop(x) }}{% endfor %}"
     )
     assert render(template, messages("hi", None), {}) == "1/1Trueuser:hia12"
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token": "<unk>"}, {"eos_token": None}, {"eos_token": "e"}], ids=str)
+def test_end_ids_are_those_of_the_preprocessing_model(folder: Path, settings: dict[str, Any]) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    files = with_config(folder, **settings)
+    assert list(files.end_ids) == end_ids(TokenizerFiles(folder).tokenizer, folder)
+    loaded = TokenizerFiles(folder)
+    assert loaded.tokenizer is not None
+    assert loaded.end_ids == files.end_ids
+    (folder / "generation_config.json").unlink()
+    assert list(TokenizerFiles(folder).end_ids) == end_ids(files.tokenizer, folder)
+
+
+def test_token_ids_end_as_texts_do(folder: Path) -> None:
+    spec = QuerySpec(token_ids=((5, 6),), tokenizer=folder)
+    prompts, _, _ = prepare_prompts(spec, described("tensorrt_llm"), Endpoint(), cast("SyncClient", NoServer()))
+    assert prompts.end_ids == (2,)
+
+
+@pytest.mark.parametrize("added", [[{"id": 1}], [1], {"a": 1}, [{"id": "x", "content": "y"}]], ids=str)
+def test_added_tokens_of_another_form_are_an_error(folder: Path, added: Any) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": added}))
+    with pytest.raises(UsageError, match="added tokens in"):
+        _ = TokenizerFiles(folder).end_ids

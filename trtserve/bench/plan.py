@@ -290,7 +290,7 @@ def _end_id(spec: BenchSpec, measured: Measured) -> int | None:
     if spec.ignore_eos:
         return None
     tokenizer = measured.require_tokenizer("--no-ignore-eos needs the tokenizer's end token")
-    return next(iter(tokenizer.end_ids()), None)
+    return next(iter(tokenizer.end_ids), None)
 
 
 def _notes(spec: BenchSpec, limits: TrafficLimits, traffic: Traffic, measured: Measured) -> list[str]:

@@ -116,19 +116,20 @@ class TokenizerFiles:
         """Return the text of generated ids, without special tokens."""
         return decode(self.tokenizer, ids, skip_special_tokens=True)
 
-    def decode_token(self, token: int) -> str:
-        """Return the text of one special token from tokenizer.json, or "" for any other token."""
-        listed = {entry["id"]: entry.get("content") for entry in self.added_tokens()}
-        decoder = self.config.get("added_tokens_decoder")
-        entry = decoder.get(str(token)) if isinstance(decoder, Mapping) else None
-        text = entry.get("content") if isinstance(entry, Mapping) else listed.get(token)
-        return text if isinstance(text, str) else ""
+    @cached_property
+    def _added(self) -> Mapping[int, str]:
+        """The texts of the added tokens, special ones among them."""
+        try:
+            added = self.json("tokenizer.json").get("added_tokens", ())
+            listed = {int(entry["id"]): str(entry["content"]) for entry in added}
+            decoder = self.config.get("added_tokens_decoder", {})
+            return listed | {int(key): str(entry["content"]) for key, entry in decoder.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"The added tokens in {self.folder} are not a tokenizer's: {error!r:.200}.") from None
 
-    def added_tokens(self) -> list[Mapping[str, Any]]:
-        """Return the entries of `added_tokens` in tokenizer.json that have an `id`."""
-        entries = self.json("tokenizer.json").get("added_tokens")
-        listed = entries if isinstance(entries, list) else []
-        return [entry for entry in listed if isinstance(entry, Mapping) and type(entry.get("id")) is int]
+    def decode_token(self, token: int) -> str:
+        """Return the text of one added token, or "" for any other token."""
+        return str(self._added.get(token, ""))
 
     def configured_end_ids(self) -> list[int]:
         """Return the end token ids of generation_config.json, else those of config.json."""
@@ -137,10 +138,20 @@ class TokenizerFiles:
         except ValueError as error:
             raise UsageError(f"The model's files in {self.folder} do not say what ends an answer: {error}.") from None
 
-    def end_ids(self) -> list[int]:
-        """Return every id that ends an answer, the tokenizer's own first, as the preprocessing model has them."""
-        own = self.tokenizer.eos_token_id
-        return list(dict.fromkeys([*([] if own is None else [int(own)]), *self.configured_end_ids()]))
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every id that ends an answer, the tokenizer's own first, as the preprocessing model has them."""
+        own = self._end_id()
+        return tuple(dict.fromkeys([*([] if own is None else [own]), *self.configured_end_ids()]))
+
+    def _end_id(self) -> int | None:
+        if "tokenizer" not in self.__dict__:  # its library takes a second to load
+            text = self.special_tokens().get("eos_token")
+            found = next((number for number, content in self._added.items() if content == text), None)
+            if found is not None:
+                return found
+        eos = self.tokenizer.eos_token_id
+        return None if eos is None else int(eos)
 
 
 def missing_packages(folder: Path, error: ModuleNotFoundError) -> MissingDependencyError:
@@ -365,7 +376,7 @@ def prepare_prompts(
     files = find_tokenizer(spec.tokenizer, server, client, preprocessing=preprocessing)
     core = TEXT_INPUT not in model.inputs
     if spec.token_ids:
-        return PreparedPrompts(token_ids=spec.token_ids), files, model
+        return PreparedPrompts(token_ids=spec.token_ids, end_ids=() if files is None else files.end_ids), files, model
     template = None if files is None or spec.raw else find_chat_template(files)
     if template is None and spec.system is not None:
         raise UsageError(
@@ -396,7 +407,7 @@ def prepare_prompts(
 
 
 def _as_ids(rows: Sequence[Sequence[int]], files: TokenizerFiles) -> PreparedPrompts:
-    return PreparedPrompts(token_ids=tuple(map(tuple, rows)), end_ids=tuple(files.end_ids()))
+    return PreparedPrompts(token_ids=tuple(map(tuple, rows)), end_ids=files.end_ids)
 
 
 def core_name(model: ModelDescription) -> str:

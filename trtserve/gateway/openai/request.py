@@ -92,7 +92,7 @@ async def engine_requests(
         # A stop string may begin or end inside a token: only who reads along can end the request there.
         stream=body.stream or (bool(body.stops) and served.model.decoupled),
     )
-    ends = tuple(served.require_tokenizer("A prompt").end_ids()) if prompt.ids else ()
+    ends = served.require_tokenizer("A prompt").end_ids if prompt.ids else ()
     prompts = PreparedPrompts(token_ids=spec.token_ids, texts=spec.prompts, end_ids=ends)
     context = RequestContext(
         spec=spec, model=served.model, prompts=prompts, tokenizer=served.files, repository=repository
