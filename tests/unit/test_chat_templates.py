@@ -354,5 +354,5 @@ def test_token_ids_end_as_texts_do(folder: Path) -> None:
 def test_added_tokens_of_another_form_are_an_error(folder: Path, added: Any) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": added}))
-    with pytest.raises(UsageError, match="added tokens in"):
+    with pytest.raises(UsageError, match="cannot be loaded"):
         _ = TokenizerFiles(folder).end_ids

@@ -98,7 +98,7 @@ class TokenizerFiles:
             return open_tokenizer(self.folder)
         except ModuleNotFoundError as error:
             raise missing_packages(self.folder, error) from None
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - what transformers and tokenizers raise depends on the damage
             if not any(self.folder.glob("tokenizer*")):
                 names = "tokenizer.json, tokenizer.model or tokenizer_config.json"
                 raise UsageError(f"{self.folder} contains no tokenizer: it has no {names}.") from None
@@ -116,20 +116,25 @@ class TokenizerFiles:
         """Return the text of generated ids, without special tokens."""
         return decode(self.tokenizer, ids, skip_special_tokens=True)
 
+    def added_tokens(self) -> list[Mapping[str, Any]]:
+        """Return the entries of `added_tokens` in tokenizer.json that have an `id`."""
+        entries = self.json("tokenizer.json").get("added_tokens")
+        listed = entries if isinstance(entries, list) else []
+        return [entry for entry in listed if isinstance(entry, Mapping) and type(entry.get("id")) is int]
+
     @cached_property
     def _added(self) -> Mapping[int, str]:
         """The texts of the added tokens, special ones among them."""
-        try:
-            added = self.json("tokenizer.json").get("added_tokens", ())
-            listed = {int(entry["id"]): str(entry["content"]) for entry in added}
-            decoder = self.config.get("added_tokens_decoder", {})
-            return listed | {int(key): str(entry["content"]) for key, entry in decoder.items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"The added tokens in {self.folder} are not a tokenizer's: {error!r:.200}.") from None
+        decoder = self.config.get("added_tokens_decoder")
+        decoder = decoder if isinstance(decoder, Mapping) else {}
+        entries = [(entry["id"], entry) for entry in self.added_tokens()]
+        entries += [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
+        found = {number: entry.get("content") for number, entry in entries if isinstance(entry, Mapping)}
+        return {number: text for number, text in found.items() if isinstance(text, str)}
 
     def decode_token(self, token: int) -> str:
         """Return the text of one added token, or "" for any other token."""
-        return str(self._added.get(token, ""))
+        return self._added.get(token, "")
 
     def configured_end_ids(self) -> list[int]:
         """Return the end token ids of generation_config.json, else those of config.json."""
