@@ -127,7 +127,7 @@ class TokenizerFiles:
         """The texts of the added tokens, special ones among them."""
         decoder = self.config.get("added_tokens_decoder")
         decoder = decoder if isinstance(decoder, Mapping) else {}
-        entries = [(entry["id"], entry) for entry in self.added_tokens()]
+        entries: list[tuple[int, Any]] = [(entry["id"], entry) for entry in self.added_tokens()]
         entries += [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
         found = {number: entry.get("content") for number, entry in entries if isinstance(entry, Mapping)}
         return {number: text for number, text in found.items() if isinstance(text, str)}
