@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from trtserve.executor.engine.requests import GenerationRequest
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
 from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
+from trtserve.executor.vllm.engine import child_environment
 from trtserve.executor.vllm.installation import VllmInstallation
 from trtserve.executor.vllm.runtime import VllmRuntime, vllm_engine_config
 from trtserve.host.gpus import Device
@@ -181,3 +184,14 @@ def test_auto_takes_vllm_where_nothing_else_serves_on_gpus(monkeypatch: pytest.M
     chosen, reason = runtimes.automatic_runtime()
     assert chosen == "vllm"
     assert "vLLM 0.25.1 on this machine, and neither TensorRT-LLM nor PyTorch" in reason
+
+
+def test_vllms_process_keeps_the_folders_of_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"{sys.prefix}/lib/tritonserver", sysconfig.get_config_var("LIBDIR")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{own[0]}:/opt/driver/lib:{own[1]}")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    found = child_environment()
+    assert found["LD_LIBRARY_PATH"] == "/opt/driver/lib"
+    assert "PYTHONPATH" not in found
+    monkeypatch.setenv("LD_LIBRARY_PATH", own[0])
+    assert "LD_LIBRARY_PATH" not in child_environment()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
+import sysconfig
 import threading
 import time
 from collections import deque
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 _SIDE = Path(__file__).with_name("engine_side.py")
 # Of this interpreter only: the child has other packages.
-_OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+_OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
+_LIBRARIES = "LD_LIBRARY_PATH"
 # The engine side says that it is alive every second; vLLM may take this long for a step.
 _LONGEST_SILENCE = 20.0
 _LONGEST_STEP = 300.0
@@ -73,8 +76,7 @@ class VllmEngine:
         self._next_id = 1
         self._terminating = threading.Event()
         self._failure: str | None = None
-        environment = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
-        self._child = FramedProcess([str(python), str(_SIDE)], environment)
+        self._child = FramedProcess([str(python), str(_SIDE)], child_environment())
         self._killer = threading.Timer(_LAST_SECONDS, self._child.kill)
         self._killer.daemon = True
         facts = self._wait_until_ready(arguments)
@@ -257,6 +259,18 @@ class VllmEngine:
             self._open.clear()
             self.mailbox.fail(message)
         self._child.kill()
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment without what leads to this interpreter's packages and libraries; a driver's stay."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
+    own = sysconfig.get_config_var("LIBDIR")
+    folders = [
+        each
+        for each in kept.pop(_LIBRARIES, "").split(":")
+        if each and each != own and (sys.prefix == "/usr" or not Path(each).is_relative_to(sys.prefix))
+    ]
+    return {**kept, **({_LIBRARIES: ":".join(folders)} if folders else {})}
 
 
 def _error(number: int, request: GenerationRequest, reason: str) -> RequestOutput:
