@@ -140,20 +140,20 @@ def test_a_rank_that_dies_ends_the_server(root: Path, expected: list[list[int]])
     assert not shared_memory_regions(server.shm_prefix)
 
 
-def test_the_deadline_names_the_rank_that_the_others_wait_for(root: Path) -> None:
-    plan = plan_of(root, 2, 1, ready_timeout=12.0)
+def test_a_rank_that_is_stopped_ends_the_start(root: Path) -> None:
+    plan = plan_of(root, 2, 1, ready_timeout=60.0)
+    stopped: list[int] = []
 
     def stop_rank() -> None:
         _, pid = running_rank(plan.name, 1, plan.store)
         rank = psutil.Process(pid)
         for process in (rank, *rank.children(recursive=True)):  # its stub would go on without it
+            stopped.append(process.pid)
             process.suspend()
 
     with ThreadPoolExecutor(1) as pool:
         stopping = pool.submit(stop_rank)
-        # Rank 1 may be stopped right after it wrote what rank 0 wrote last.
-        named = "Rank 1 has been silent|the log does not show which"
-        with pytest.raises(ServerStartError, match=rf"not ready after 12 s.*({named})") as caught:
+        with pytest.raises(ServerStartError, match=r"was stopped by a signal \(SIGSTOP\)") as caught:
             start_server(plan)
         stopping.result()
-    assert "rank 0: " in caught.value.message
+    assert any(f"pid {pid}" in caught.value.message for pid in stopped)
