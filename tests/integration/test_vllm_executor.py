@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -203,6 +204,23 @@ def test_a_stopped_child_hangs_and_is_ended(tmp_path: Path, monkeypatch: pytest.
     os.kill(child_of(executor), signal.SIGSTOP)
     wait_until(lambda: executor.hang() is not None, 10)
     wait_until_gone(child_of(executor))
+    executor.shutdown()
+
+
+def test_an_engine_that_makes_no_step_hangs_and_one_that_works_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "_LONGEST_STEP", 2.0)
+    executor = start(counting_engine(tmp_path))
+    executor.enqueue_request(request(93))
+    until = time.monotonic() + 4
+    while time.monotonic() < until:  # a request that is not streamed answers only at its end, but steps are made
+        answer_of(executor, request(1, max_tokens=20))
+        assert executor.hang() is None
+    while (reason := executor.hang()) is None:
+        assert time.monotonic() < until + 10
+        time.sleep(0.1)
+    assert "has made no step for" in reason
     executor.shutdown()
 
 

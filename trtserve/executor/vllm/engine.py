@@ -80,7 +80,7 @@ class VllmEngine:
         self._killer = threading.Timer(_LAST_SECONDS, self._child.kill)
         self._killer.daemon = True
         facts = self._wait_until_ready(arguments)
-        self._heard = self._answered = time.monotonic()
+        self._heard = self._worked = time.monotonic()
         self.limits = replace(
             limits,
             max_seq_len=facts["max_model_len"],
@@ -136,13 +136,13 @@ class VllmEngine:
             if kind == "output":
                 made += self._outputs(content[0], msgspec.convert(content[1], VllmOutput))
             elif kind == "stats":
+                self._worked = self._heard
                 self.recorder.record(content[0])
             elif kind == "refused":
                 made += self._refused(content[0], content[1])
             elif kind == "dead":
                 self._failure = content[0]
         if made:
-            self._answered = self._heard
             self.mailbox.deliver(made)
 
     def _outputs(self, number: int, news: VllmOutput) -> list[RequestOutput]:
@@ -194,7 +194,7 @@ class VllmEngine:
                     refused.append(_error(number, request, str(error)))
                     continue
                 if not self._open:
-                    self._answered = time.monotonic()
+                    self._worked = time.monotonic()
                 self._open[number] = OpenRequest(number, request, tokens_per_block=self._tokens_per_block)
                 if request.time_limit is not None:
                     self._deadlines[number] = time.monotonic() + request.time_limit
@@ -238,8 +238,8 @@ class VllmEngine:
             return None
         if now - self._heard > _LONGEST_SILENCE:
             reason = f"vLLM's process has said nothing for {now - self._heard:.0f} s"
-        elif self._open and now - self._answered > _LONGEST_STEP:
-            reason = f"vLLM has answered no request for {now - self._answered:.0f} s"
+        elif self._open and now - self._worked > _LONGEST_STEP:
+            reason = f"vLLM has requests, and has made no step for {now - self._worked:.0f} s"
         if reason is not None:
             self._child.kill()
         return reason
