@@ -33,7 +33,7 @@ from tests.support.launches import (
 from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError
+from trtserve.errors import RepositoryError, ServerDiedError, ServerRunningError, ServerStartError
 from trtserve.server import checks, readiness
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
@@ -64,7 +64,7 @@ def test_leader(tmp_path: Path, store: Store, doubles: Doubles) -> None:
         assert "--load-model=tensorrt_llm" in calls[1].arguments
         assert len(shared_memory_regions(server.shm_prefix)) == 2
         again = command("start", "--model-repository", str(repository.path), "--name", "launched", "--detach")
-        assert again.returncode == 32, again.stderr
+        assert again.returncode == ServerRunningError.code, again.stderr
     # Rank 0 was asked and ended in order, and the others with it.
     assert "Waiting for in-flight requests" in server.instances[0].log.read_text()
     assert "Terminating worker process" in server.instances[0].log.read_text()
