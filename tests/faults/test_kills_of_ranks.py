@@ -76,6 +76,20 @@ def test_a_killed_rank_is_started_again_with_all_others(
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
+def test_a_stopped_rank_is_started_again_with_all_others(victim: str, repository: Path, home: Path) -> None:
+    with supervised(repository, home, "--restart", "on-failure", "--oversubscribe", gateway=True) as one:
+        one.ready()
+        wait_until(lambda: generate(one) == 200)
+        with one.load(ask=lambda: generate(one)):
+            os.kill(process_of(one, victim), signal.SIGSTOP)
+            noticed = seconds_until(lambda: one.state() != "ready", NOTICED)
+        settled = seconds_until(lambda: one.record().restarts == 1 and one.state() == "ready", 120)
+        one.ready()
+        assert [generate(one) for _ in range(10)] == [200] * 10
+    measured("stop of a rank", victim=victim, noticed_s=noticed, settled_s=settled)
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_rank_ends_the_server(victim: str, repository: Path, home: Path) -> None:
     with supervised(repository, home, "--oversubscribe") as one:
         one.ready()
