@@ -133,14 +133,17 @@ def test_prompts_that_do_not_fit_and_vllms_own_refusals(executor: Executor) -> N
 
 
 def test_a_cancelled_request_ends_at_once_and_its_blocks_are_free(executor: Executor) -> None:
-    number = executor.enqueue_request(request(93, streaming=True))
+    number = executor.enqueue_request(request(96, streaming=True))
+    wait_until(lambda: executor.get_num_responses_ready(number) == 2, 10)
     executor.cancel_request(number)
-    (response,) = collect(executor, [number])[number]
-    assert response.result.finish_reasons == [FinishReason.CANCELLED]
+    assert collect(executor, [number])[number][-1].result.finish_reasons == [FinishReason.CANCELLED]
     last = executor.get_latest_iteration_stats()[-1]
     assert last.kv_cache_stats is not None
     assert (last.num_active_requests, last.kv_cache_stats.used_num_blocks) == (0, 0)
     executor.cancel_request(number)  # of an id that is unknown now
+    assert tokens(executor, request(1, max_tokens=2)) == [[2, 3]]
+    # vLLM has ended the other one too.
+    assert {each.num_active_requests for each in executor.get_latest_iteration_stats()} <= {0, 1}
 
 
 def test_a_request_out_of_time(executor: Executor) -> None:
@@ -201,6 +204,8 @@ def test_a_stopped_child_hangs_and_is_ended(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(vllm_engine, "_LONGEST_SILENCE", 2.0)
     executor = start(counting_engine(tmp_path))
     assert executor.hang() is None
+    executor.enqueue_request(request(95))
+    wait_until(lambda: any(_group(pid) == child_of(executor) != pid for pid in psutil.pids()), 10)
     os.kill(child_of(executor), signal.SIGSTOP)
     wait_until(lambda: executor.hang() is not None, 10)
     wait_until_gone(child_of(executor))

@@ -1,7 +1,7 @@
 """An engine whose next token is the last one plus one, modulo 100, and for an adapter plus ten.
 
 Prompts that begin with one of these do something else: 91 refuses, 92 kills the engine, 93 never answers, 94 starts a
-process that is stopped.
+process that is stopped, 95 one that runs, and 96 stops after the first tokens.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ class AsyncLLM:
                 yield SimpleNamespace(
                     outputs=outputs, finished=reason is not None, num_cached_tokens=_BLOCK, metrics=times
                 )
+                if ids[0] == 96:
+                    await asyncio.sleep(3600)
         finally:
             self._running -= 1
-            self._record(0)
+        self._record(0)  # as in vLLM not after a request that was cancelled
 
     async def _misbehave(self, first: int) -> None:
         if first == 91:
@@ -106,9 +108,10 @@ class AsyncLLM:
             await asyncio.sleep(60)
         if first == 93:
             await asyncio.sleep(3600)
-        if first == 94:
+        if first in (94, 95):
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            os.kill(child.pid, signal.SIGSTOP)
+            if first == 94:
+                os.kill(child.pid, signal.SIGSTOP)
             await asyncio.sleep(3600)
 
     def _record(self, generated: int) -> None:
