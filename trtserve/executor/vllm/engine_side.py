@@ -22,6 +22,8 @@ import traceback
 from typing import Any, BinaryIO
 
 _BEAT = 1.0
+# A process may be stopped for this many beats, as by a program that looks at it.
+_MOMENT = 2
 _LENGTH = struct.Struct("<I")
 # After the end of the input vLLM has this many seconds to end its processes.
 _LAST_SECONDS = 8.0
@@ -39,6 +41,7 @@ class EngineSide:
         self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
         self._unsent: list[Message] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._stopped: dict[int, int] = {}
 
     async def run(self) -> None:
         """Start the engine, and serve until the input ends or the engine is dead."""
@@ -133,13 +136,17 @@ class EngineSide:
             end_group()
 
     def _require_running(self) -> None:
-        """A process of vLLM that was stopped will not answer, and vLLM would wait for it for ever."""
+        """A process of vLLM that stays stopped will not answer, and vLLM would wait for it for ever."""
         import psutil
 
+        stopped: dict[int, int] = {}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    self.die(f"vLLM's process {process.pid} ({process.name()}) is stopped")
+                if process.status() == psutil.STATUS_STOPPED:
+                    stopped[process.pid] = self._stopped.get(process.pid, 0) + 1
+                    if stopped[process.pid] > _MOMENT:
+                        self.die(f"vLLM's process {process.pid} ({process.name()}) is stopped")
+        self._stopped = stopped
 
 
 def end_group() -> None:
