@@ -46,6 +46,7 @@ def repository(lora: Path) -> RepositorySpec:
         ngram_max_draft_len=3,
         settings={"gpu_device_ids": "0,1;2,3", "preprocessing.add_special_tokens": "false"}, copy=True,
         triton_backend="python", trtllm_version="1.2.1", suffix="_b", container_paths="/models",
+        vllm_python="/opt/vllm/bin/python",
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -117,8 +118,18 @@ def _answer(responses: list[Response]) -> list[Any]:
         tokens, _ = ends.get(result.sequence_index, ([], None))
         whole = len(result.output_token_ids) > 1
         tokens = result.output_token_ids if whole else [*tokens, result.output_token_ids[0]]
-        ends[result.sequence_index] = [tokens, (result.finish_reasons, result.log_probs, result.cum_log_probs)]
+        ends[result.sequence_index] = [tokens, result.finish_reasons]
     return sorted(ends.items())
+
+
+def _log_probs(responses: list[Response]) -> list[float]:
+    """Those of the last response of each sequence, and their sum."""
+    ends = {response.result.sequence_index: response.result for response in responses}
+    found: list[float] = []
+    for _, result in sorted(ends.items()):
+        for row in (*(result.log_probs or ()), result.cum_log_probs or ()):
+            found += row
+    return found
 
 
 def _check(executor: Executor, other: Executor, mix: list[Request], cancelled: list[int]) -> None:
@@ -142,6 +153,8 @@ def _same(found: list[Response], alone: list[Response]) -> None:
         assert found[-1].error_msg == alone[-1].error_msg
         return
     assert _answer(found) == _answer(alone)
+    # Some come from a device in float32, others from the host in float64.
+    assert _log_probs(found) == pytest.approx(_log_probs(alone), abs=1e-6)
     logits = [responses[-1].result.context_logits for responses in (found, alone)]
     assert (logits[0] is None) == (logits[1] is None)
     if logits[0] is not None:
