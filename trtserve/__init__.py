@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from trtserve.client.answer import Generation
     from trtserve.errors import TrtserveError
     from trtserve.library.client import AsyncClient, AsyncTextStream, Client, TextStream
-    from trtserve.library.importing import import_model
-    from trtserve.library.serving import serve
+    from trtserve.library.serving import import_model, serve
 
 __all__ = [
     "AsyncClient",
@@ -32,7 +31,7 @@ _MODULES = {
     "Generation": "client.answer",
     "TextStream": "library.client",
     "TrtserveError": "errors",
-    "import_model": "library.importing",
+    "import_model": "library.serving",
     "serve": "library.serving",
 }
 

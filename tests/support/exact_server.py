@@ -20,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from trtserve.bench.timers import Timers
+from trtserve.bench.worker import Timers
 
 _START_TIMEOUT = 60.0
 _SO_TIMESTAMPNS = 35

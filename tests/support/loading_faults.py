@@ -21,7 +21,7 @@ from tests.support.repository_changes import (
     step,
     text,
 )
-from trtserve.repository.layout import PACKAGE
+from trtserve.repository.programs import PACKAGE
 
 _YAML = f"{CORE}/1/model.yaml"
 _SLOW = "class TritonPythonModel:\n    def execute(self, requests):\n        return len(self.tokenizer.vocab)\n"

@@ -32,7 +32,7 @@ from tests.support.repository_changes import (
     text,
     without,
 )
-from trtserve.repository.layout import PACKAGE
+from trtserve.repository.programs import PACKAGE
 
 MODEL_FAULTS: tuple[Fault, ...] = (
     # Files.

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from trtserve.nvidia.releases import RELEASES, order
-from trtserve.programs.core.executor_module import ExecutorModule, load_executor_module
 from trtserve.programs.core.request import RequestFactory
-from trtserve.programs.core.settings import executor_config
+from trtserve.programs.core.settings import ExecutorModule, executor_config, load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
 from trtserve.repository.profiles import CORE, TensorSpec, profile
 

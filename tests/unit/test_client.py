@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trtserve.client.call_errors import plain, refused
+from trtserve.client.endpoint import plain, refused
 from trtserve.client.grpc_transport import infer_request, reply_of
 from trtserve.client.http_transport import generate_body
 from trtserve.client.inputs import RequestContext

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.programs.core.executor_module import load_executor_module
 from trtserve.programs.core.request import RequestFactory
+from trtserve.programs.core.settings import load_executor_module
 from trtserve.programs.shared.parameters import check_request_type
 from trtserve.repository.profiles import CORE, profile
 

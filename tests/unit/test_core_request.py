@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trtserve.nvidia.releases import RELEASES
-from trtserve.programs.core.executor_module import ExecutorModule, load_executor_module
 from trtserve.programs.core.request import RequestFactory, vocabulary_to_wrap
+from trtserve.programs.core.settings import ExecutorModule, load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
 
 ROW = {

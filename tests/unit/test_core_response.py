@@ -11,7 +11,7 @@ import pytest
 from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.interface.results import RequestPerfMetrics, Result
 from trtserve.programs.core import response as core
-from trtserve.programs.core.executor_module import ExecutorModule
+from trtserve.programs.core.settings import ExecutorModule
 
 
 def arrays(result: Result, **wanted: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from trtserve.nvidia.releases import RELEASES
 from trtserve.programs.core import settings
 from trtserve.programs.core import settings as guides
-from trtserve.programs.core.executor_module import load_executor_module
+from trtserve.programs.core.settings import load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
 
 

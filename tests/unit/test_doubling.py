@@ -26,8 +26,8 @@ from trtserve.gateway.guard import check_generate, check_infer
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.settings import RequestLimits
-from trtserve.programs.core.executor_module import load_executor_module
 from trtserve.programs.core.request import RequestFactory
+from trtserve.programs.core.settings import load_executor_module
 from trtserve.programs.preprocessing.model import TritonPythonModel
 
 FULL = os.environ.get("TRTSERVE_DOUBLING") == "1"

@@ -10,7 +10,7 @@ import pytest
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases import RELEASES
-from trtserve.repository.embedded import require_accepted, require_startable
+from trtserve.repository.engines import require_accepted, require_startable
 
 ENGINE: dict[str, Any] = {
     "pretrained_config": {"vocab_size": 320},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.client.call_errors import refused
+from trtserve.client.endpoint import refused
 from trtserve.client.metrics import read_heartbeats
 from trtserve.gateway.openai.errors import api_error
 from trtserve.programs.core import model as _core

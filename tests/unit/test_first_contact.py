@@ -11,8 +11,7 @@ import pytest
 
 from trtserve.bench.plan import plan_benchmark
 from trtserve.cli import run
-from trtserve.client.call_errors import spoken_at
-from trtserve.client.endpoint import Endpoint
+from trtserve.client.endpoint import Endpoint, spoken_at
 from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.http_transport import http_client
 from trtserve.client.transport import SyncClient

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.certificates import certificates
-from trtserve.client.call_errors import RequestCancelledError
-from trtserve.client.endpoint import Endpoint, Tls
+from trtserve.client.endpoint import Endpoint, RequestCancelledError, Tls
 from trtserve.client.http_transport import generate_body, http_client, infer_body
 from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, generate_shape
 from trtserve.client.transport import TransportClient

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.programs.bls import core_model
+from trtserve.programs.bls import inputs as bls_inputs
 from trtserve.programs.shared.inner_models import InnerModelError
 from trtserve.programs.shared.lora_names import LoraNames
 
@@ -73,7 +73,7 @@ class Core:
 
 def ask(names: Any, batch: int) -> list[Any]:
     inputs = {"input_ids": np.zeros((batch, 1), dtype=np.int32)}
-    return list(core_model.CoreModel("core", "id", lora=names, adapter="poet").answers(inputs, ("output_ids",)))
+    return list(bls_inputs.CoreModel("core", "id", lora=names, adapter="poet").answers(inputs, ("output_ids",)))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -81,8 +81,8 @@ def test_tensors_are_sent_on_first_use_and_after_eviction(
     repository: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     core, names = Core(InnerModelError), LoraNames(repository)
-    monkeypatch.setattr(core_model, "call_streamed", core)
-    monkeypatch.setattr(core_model, "stop_request", lambda *_: None)
+    monkeypatch.setattr(bls_inputs, "call_streamed", core)
+    monkeypatch.setattr(bls_inputs, "stop_request", lambda *_: None)
     assert len(ask(names, batch)) == 1
     assert [set(call) - {"input_ids"} for call in core.calls] == [
         {"lora_task_id"},
@@ -105,7 +105,7 @@ def test_other_errors_are_not_repeated(repository: Path, monkeypatch: pytest.Mon
         calls.append(arguments)
         raise InnerModelError("Prompt length (9) exceeds maximum input length (8)")
 
-    monkeypatch.setattr(core_model, "call_streamed", refuse)
+    monkeypatch.setattr(bls_inputs, "call_streamed", refuse)
     with pytest.raises(InnerModelError, match="Prompt length"):
         ask(LoraNames(repository), 1)
     assert len(calls) == 1
@@ -116,10 +116,10 @@ def names_tensor(*names: str) -> Any:
 
 
 def test_one_adapter_per_request() -> None:
-    assert core_model.adapter_of({}) is None
-    assert core_model.adapter_of({"lora_name": names_tensor("")}) is None
-    assert core_model.adapter_of({"lora_name": names_tensor("a", "a")}) == "a"
+    assert bls_inputs.adapter_of({}) is None
+    assert bls_inputs.adapter_of({"lora_name": names_tensor("")}) is None
+    assert bls_inputs.adapter_of({"lora_name": names_tensor("a", "a")}) == "a"
     with pytest.raises(ValueError, match="differs between the rows"):
-        core_model.adapter_of({"lora_name": names_tensor("a", "b")})
+        bls_inputs.adapter_of({"lora_name": names_tensor("a", "b")})
     with pytest.raises(ValueError, match="both given"):
-        core_model.adapter_of({"lora_name": names_tensor("a"), "lora_task_id": np.array([[1]])})
+        bls_inputs.adapter_of({"lora_name": names_tensor("a"), "lora_task_id": np.array([[1]])})

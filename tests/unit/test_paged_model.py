@@ -227,7 +227,7 @@ def test_unsupported_precision_is_explained(tmp_path: Path) -> None:
 
 def test_engines_of_other_runtimes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}, "build_config": {}}), encoding="utf-8")
-    with pytest.raises(ArtifactError, match="not an engine of the openvino or torch runtime"):
+    with pytest.raises(ArtifactError, match="not an engine of the openvino, torch, vllm runtimes"):
         read_engine_config(tmp_path)
 
 

@@ -25,7 +25,7 @@ from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert_own import convert_memory, plan_own_conversion
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
 from trtserve.repository.served import ServedRepository
-from trtserve.server.memory import fitting_tokens, require_servable, server_needs, serving_note
+from trtserve.server.engine_fit import fitting_tokens, require_servable, server_needs, serving_note
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.runtime import Limits
 
@@ -246,7 +246,7 @@ def test_start_refuses_engines_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
 
 def test_triton_address_space_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     space = AddressSpace(limit=2 * GIB, used=0)
-    monkeypatch.setattr("trtserve.server.memory.address_space", lambda: space)
+    monkeypatch.setattr("trtserve.server.engine_fit.address_space", lambda: space)
     with pytest.raises(MemoryLimitError, match=r"allows each process 2\.0 GiB"):
         require_servable(_served(), "m")
 

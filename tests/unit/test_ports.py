@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_pages import answering
-from trtserve.client.call_errors import unreachable
+from trtserve.client.endpoint import unreachable
 from trtserve.host import ports
 from trtserve.host.ports import free_ports, is_free
 from trtserve.host.proxies import direct_opener, is_here

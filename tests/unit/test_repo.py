@@ -17,7 +17,7 @@ from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, TrtserveError, UsageError
 from trtserve.repository.assembling import assemble_repository, default_name, plan_repository
 from trtserve.repository.config import parse_config
-from trtserve.repository.layout import tree
+from trtserve.repository.programs import tree
 from trtserve.specs import RepositorySpec
 
 SPEC = RepositorySpec(name="tiny")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.programs.bls import core_model, speculative
+from trtserve.programs.bls import inputs as bls_inputs
 from trtserve.programs.bls import inputs as settings
+from trtserve.programs.bls import speculative
 from trtserve.programs.bls import texts as stop_words
 from trtserve.programs.shared.inner_models import InnerModelError
 from trtserve.programs.shared.lora_names import LoraNames
@@ -100,7 +101,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def start(models: Models, *, count: int = 20, drafts: int = 4, **options: Any) -> dict[str, Any]:
         models.error = InnerModelError
         monkeypatch.setattr(speculative, "call_streamed", models)
-        monkeypatch.setattr(core_model, "call_streamed", models)
+        monkeypatch.setattr(bls_inputs, "call_streamed", models)
         declared = options.get("declared", {"exclude_input_in_output", "return_finish_reason", "seed", "min_tokens"})
         names = settings.BlsSettings(
             core="target",
@@ -118,7 +119,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
             "input_lengths": np.array([[len(PROMPT)]], dtype=np.int32),
             **options.get("inputs", {}),
         }
-        core = core_model.CoreModel("target", "id", lora=LoraNames(Path("nowhere")), adapter=None)
+        core = bls_inputs.CoreModel("target", "id", lora=LoraNames(Path("nowhere")), adapter=None)
         cancelled = options.get("cancelled", threading.Event())
         decoding = speculative.SpeculativeDecoding(names, core, client, inputs, request_id="id", cancelled=cancelled)
         outcome: dict[str, Any] = decoding.run(stop_words.StopWords(options.get("words", ())), as_letters)

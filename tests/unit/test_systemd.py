@@ -11,9 +11,8 @@ import pytest
 from trtserve.artifacts import ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import UsageError
-from trtserve.server.detach import start_arguments
+from trtserve.server.detach import notify, plan_unit, start_arguments
 from trtserve.server.doctor.stub import write_probe_repository
-from trtserve.server.systemd import notify, plan_unit
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import uvloop
 
-from trtserve.bench.timers import Timers
+from trtserve.bench.worker import Timers
 from trtserve.errors import BenchmarkError
 
 _START_TIMEOUT = 30.0

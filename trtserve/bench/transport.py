@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 from trtserve.bench.messages import read_response, read_values, request_message, request_tensors
 from trtserve.bench.records import DecodedResponse, TrafficRequest
-from trtserve.client.call_errors import explain_rpc_error, plain, silent, unreachable
-from trtserve.client.endpoint import Endpoint
+from trtserve.client.endpoint import Endpoint, explain_rpc_error, plain, silent, unreachable
 from trtserve.client.grpc_transport import open_channel
 from trtserve.client.http_pool import OK, HttpPool, Pressure, http_request
 from trtserve.client.http_transport import generate_body, model_path, tls_context

@@ -74,7 +74,7 @@ def _command(panel: str | None, module: str, function: str | None = None, *, cle
 COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "import": _command(STAGES, "import_", cleans_up=True),
     "convert": _command(STAGES, "convert", cleans_up=True),
-    "build": _command(STAGES, "build", cleans_up=True),
+    "build": _command(STAGES, "convert", "build", cleans_up=True),
     "repo": _command(STAGES, "repo", cleans_up=True),
     "start": _command(STAGES, "start"),
     "query": _command(STAGES, "query"),
@@ -103,21 +103,21 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "up": _command(SETUP, "setup_file", "up", cleans_up=True),
     "diff": _command(SETUP, "setup_file", "diff"),
     "down": _command(SETUP, "setup_file", "down"),
-    "plan": _command(MODELS, "plan"),
+    "plan": _command(MODELS, "check", "plan"),
     "check": _command(MODELS, "check"),
     "inspect": _command(MODELS, "inspect"),
-    "lora": _command(MODELS, "lora", cleans_up=True),
+    "lora": _command(MODELS, "convert", "lora", cleans_up=True),
     "models": _command(MODELS, "models"),
     "list": _command(MODELS, "models", "list_models"),
     "remove": _command(MODELS, "models", "remove"),
     "gateway": _command(UPKEEP, "gateway"),
     "door": _command(None, "gateway"),  # its former name, which no list shows
     "status": _command(UPKEEP, "status"),
-    "logs": _command(UPKEEP, "logs"),
+    "logs": _command(UPKEEP, "status", "logs"),
     "metrics": _command(UPKEEP, "metrics"),
-    "stop": _command(UPKEEP, "stop"),
+    "stop": _command(UPKEEP, "status", "stop"),
     "doctor": _command(UPKEEP, "doctor"),
-    "bindings": _command(UPKEEP, "bindings"),
+    "bindings": _command(UPKEEP, "doctor", "bindings"),
 }
 SHOWN = tuple(name for name, entry in COMMANDS.items() if entry.panel is not None)
 

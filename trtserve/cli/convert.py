@@ -1,22 +1,25 @@
-"""`trtserve convert`: convert a Hugging Face model to a TensorRT-LLM checkpoint."""
+"""`trtserve convert`, `build` and `lora`: one stage each, planned, described and run."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption, models
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption, models, paths
 from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
-from trtserve.specs import CheckSpec, ConvertSpec
+from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
+    from trtserve.pipeline.build import BuildPlan
     from trtserve.pipeline.convert import ConversionPlan
+    from trtserve.pipeline.lora import AdapterPlan
 
 
 def convert(
@@ -97,4 +100,158 @@ def _lines(plan: ConversionPlan) -> list[str]:
         f"as        {work.spec.dtype}, quantization {plan.config.quantization.quant_algo or 'none'}",
         f"ranks     {ranks} (tp {work.spec.tp_size} × pp {work.spec.pp_size}), {format_bytes(plan.total_bytes)}",
         "state     reused: it exists already" if plan.reused else f"state     to be made; {runs}",
+    ]
+
+
+def build(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Checkpoint folder, or the name of an imported model.", autocompletion=models
+        ),
+    ],
+    spec: BuildSpec,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for trtllm-build, passed on unchanged.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the engine.", show_default="the checkpoint's")
+    ] = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Build an engine from a checkpoint and print its path; for NVIDIA GPUs with `trtllm-build`.
+
+    Examples:
+        trtserve build llama-2-7b --max-batch-size 32 --max-seq-len 2048
+        trtserve build ./checkpoint --out ./engine --dry-run
+        trtserve build ./checkpoint --runtime tensorrt_llm -- --moe_plugin auto
+    """
+    from trtserve.pipeline.build import find_checkpoint, plan_build, require_complete
+
+    spec = replace(spec, builder_flags=(*spec.builder_flags, *(flags or ())))
+    progress = TerminalProgress(quiet=quiet)
+    facts: dict[str, object] = {}
+    with Store().in_use(*([] if dry_run else [checkpoint, name])):
+        source = find_checkpoint(checkpoint, progress=progress)
+        plan = plan_build(source, spec, name=name, out=out, progress=progress)
+        if dry_run and not plan.reused:
+            require_complete(source)  # as a build does
+        if not dry_run:
+            engine = plan.run(progress)
+            facts = dict(engine.manifest.facts) if engine.manifest else {}
+    if json:
+        print_json(
+            "build", {"path": str(plan.path), "reused": plan.reused, **_engine_described(plan, source.path), **facts}
+        )
+    elif dry_run:
+        print_block("\n".join(_engine_lines(plan, source.path)))
+    else:
+        print_data(str(plan.path))
+        if not quiet:
+            say(f"Next: trtserve repo {shlex.quote(str(plan.path))} --tokenizer MODEL")
+
+
+def _engine_described(plan: BuildPlan, checkpoint: Path) -> dict[str, object]:
+    engine = plan.engine
+    command = engine.command(checkpoint.absolute(), plan.path)
+    return {
+        "runtime": engine.runtime,
+        **asdict(engine.limits),
+        **engine.settings(),
+        "tools": engine.versions(),
+        "weights_precision": engine.weights_precision,
+        "memory_bytes": engine.peak_memory,
+        "disk_bytes": engine.disk_bytes,
+        "command": None if command is None else str(command),
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _engine_lines(plan: BuildPlan, checkpoint: Path) -> list[str]:
+    engine, limits = plan.engine, plan.engine.limits
+    tools = ", ".join(f"{tool} {version}" for tool, version in engine.versions().items())
+    command = engine.command(checkpoint.absolute(), plan.path)
+    longest = min(limits.max_input_len, limits.max_seq_len - 1)  # an answer has at least one token
+    made = "to be made; no external command is run" if command is None else "to be made"
+    return [
+        f"build     {engine.config.architecture}, {format_bytes(engine.disk_bytes)}, by {tools}",
+        f"as        {engine.precision}",
+        f"limits    {limits.max_batch_size} requests, {limits.max_num_tokens} tokens per step",
+        f"lengths   prompts up to {longest} tokens, prompt and answer up to {limits.max_seq_len}",
+        *([f"takes     {engine.words()}"] if engine.words() else []),
+        f"needs     {engine.memory_words()}",
+        *(f"note      {note}" for note in engine.notes),
+        f"state     {'reused: it exists already' if plan.reused else made}",
+        *([] if command is None or plan.reused else [f"command   {command}"]),
+        f"to        {plan.path}",
+    ]
+
+
+def lora(
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="Folder of a PEFT adapter, or org/name[@revision] of the hub.", autocompletion=paths
+        ),
+    ],
+    storage_type: Annotated[
+        Literal["float16", "float32", "bfloat16"], typer.Option("--storage-type", help="Type of the weights.")
+    ] = "float16",
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the result.", show_default="the adapter's")
+    ] = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Convert a LoRA adapter, as NVIDIA's hf_lora_convert does, and print the folder of its two .npy files.
+
+    Examples:
+        trtserve lora ./poet-lora
+        trtserve lora org/poet-lora --storage-type bfloat16 --name poet
+    """
+    from trtserve.pipeline.lora import build_options, plan_adapter, run_adapter_conversion
+
+    progress = TerminalProgress(quiet=quiet)
+    plan = plan_adapter(adapter, name=name, out=out, storage_type=storage_type)
+    facts: dict[str, object] = {}
+    if not dry_run:
+        made = run_adapter_conversion(plan, progress=progress)
+        facts = dict(made.manifest.facts) if made.manifest else {}
+        progress.step(f"Engines for it are built with: {build_options(made)}")
+    if json:
+        print_json("lora", {**_adapter_described(plan), **facts})
+    elif dry_run:
+        print_data("\n".join(_adapter_lines(plan)))
+    else:
+        print_data(str(plan.path))
+
+
+def _adapter_described(plan: AdapterPlan) -> dict[str, object]:
+    return {
+        "path": str(plan.path),
+        "reused": plan.reused,
+        "source": plan.source.text,
+        "storage_type": plan.storage_type,
+        "base_model": plan.config.base_model,
+        "targets": plan.targets,
+        "rows": len(plan.pairs),
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _adapter_lines(plan: AdapterPlan) -> list[str]:
+    pull = plan.revision is not None and not plan.reused
+    return [
+        f"adapter   {plan.source.text}, made for {plan.config.base_model or 'a model that it does not name'}",
+        f"modules   {', '.join(plan.targets)} ({len(plan.pairs)})"
+        if plan.pairs
+        else "modules   known after the download",
+        f"type      {plan.storage_type}",
+        "state     reused: it exists already" if plan.reused else f"state     to be {'downloaded and ' * pull}made",
+        f"to        {plan.path}",
     ]

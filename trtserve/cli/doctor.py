@@ -1,7 +1,8 @@
-"""`trtserve doctor`: check this machine."""
+"""`trtserve doctor`, what this machine lacks, and `trtserve bindings`, a program on the embedded executor."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from itertools import groupby
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_json, print_table, terminal, wrapped
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, terminal, wrapped
+from trtserve.errors import UsageError
+from trtserve.nvidia.releases import NEWEST
 from trtserve.specs import RuntimeName, ServerSpec
 from trtserve.specs.tools import ForRelease
 
@@ -120,3 +123,41 @@ def _lines(finding: CheckResult, names: int, width: int) -> Text:
     for line in below:
         text.append("\n" + " " * indent + line)
     return text
+
+
+def bindings(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="Program to run, with its arguments.")
+    ] = None,
+    *,
+    release: Annotated[
+        str, typer.Option("--release", metavar="RELEASE", help="TensorRT-LLM release whose names and keywords it uses.")
+    ] = NEWEST,
+    json: JsonOption = False,
+) -> None:
+    """Run a program that imports tensorrt_llm.bindings.executor on the embedded executor.
+
+    Triton servers that the program starts serve such models too. Without a program the command prints a folder for
+    PYTHONPATH, which Python reads, but not Triton.
+
+    Examples:
+        trtserve bindings --release 0.16 -- trtserve start --model-repo models
+        trtserve bindings --release 0.16 -- python3 program.py
+        PYTHONPATH=$(trtserve bindings --release 0.16) python3 program.py
+    """
+    from trtserve.executor.interface.bindings import bindings_environment
+    from trtserve.process import Command, become
+    from trtserve.store import Store
+
+    environment = bindings_environment(release, Store())
+    environment.prepare()
+    if not command:
+        if json:
+            print_json("bindings", {"release": environment.release, "packages": environment.packages})
+        else:
+            print_data(str(environment.packages))
+        return
+    if json:
+        raise UsageError("--json is for the folder; the program's output is its own.", hint="Leave it out.")
+    path = os.pathsep.join([str(environment.programs), os.environ.get("PATH", os.defpath)])
+    become(Command(argv=tuple(command), env={"PATH": path, "TRTSERVE_START_BINDINGS": environment.release}))

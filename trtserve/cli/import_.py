@@ -97,7 +97,7 @@ def import_(
 
 def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool, quiet: bool) -> None:
     from trtserve.pipeline.importing import import_to_repository
-    from trtserve.repository.layout import tree
+    from trtserve.repository.programs import tree
 
     repository = import_to_repository(spec, progress=progress)
     if json:

@@ -253,7 +253,7 @@ def _fill(call: _Call, folder: Path, others: list[str], *, drop_unset: bool, in_
 
 
 def _print_result(call: _Call, path: Path, described: Mapping[str, object], lines: Sequence[str]) -> None:
-    from trtserve.repository.layout import tree
+    from trtserve.repository.programs import tree
 
     if call.json:
         print_json("repo", described)

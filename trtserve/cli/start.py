@@ -1,22 +1,22 @@
-"""`trtserve start`: serve a model repository."""
+"""`trtserve start`: start a server here, or write, print or submit it for a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.clusters import ClusterCall, print_files, write_for_cluster
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports, paths
 from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
 from trtserve.cli.status import server_record
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.specs import ServerSpec
-from trtserve.specs.cluster import ClusterSpec, KubernetesOptions, SlurmOptions
+from trtserve.specs.cluster import OPTIONS, ClusterSpec, KubernetesOptions, SlurmOptions
+from trtserve.specs.options import Spec, given_flags
 from trtserve.specs.server import GPUS, SUPERVISION
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trtserve.pipeline.stages import StageSummary
     from trtserve.server.plan import ServerPlan
     from trtserve.server.state import Server
+    from trtserve.specs import ServerSpec
 
 
 def start(
@@ -84,9 +85,9 @@ def start(
         trtserve start llama-2-7b --slurm --nodes 2 --account research
     """
     from trtserve.pipeline.world_size import repository_for
+    from trtserve.server.discovery import find_repository
     from trtserve.server.launch.cluster import require_options
     from trtserve.server.plan import with_free_ports
-    from trtserve.server.repositories import find_repository
     from trtserve.store import Store
 
     call = ClusterCall(
@@ -173,8 +174,8 @@ def _serve(
 def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall, progress: TerminalProgress) -> None:
     from trtserve.files import writing
     from trtserve.server.checks import announce_risks
+    from trtserve.server.detach import plan_unit
     from trtserve.server.plan import plan_server
-    from trtserve.server.systemd import plan_unit
     from trtserve.store import Store
 
     announce_risks(plan_server(repository, spec), progress)  # raises what the service would end with
@@ -280,3 +281,65 @@ def _print_hints(server: Server, *, detached: bool) -> None:
         say(f"OpenAI's API: {server.url}/v1")
     say(f'{"Try" if detached else "Try in a second terminal"}: trtserve query "What is ML?"{which}')
     say(f"Stop: trtserve stop {server.name}" if detached else "Stop: Ctrl-C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterCall:
+    """Cluster options of `start`, and how to report what was written."""
+
+    cluster: ClusterSpec
+    options: Mapping[str, Spec]
+    """Kind of cluster → its own options."""
+    json: bool
+    dry_run: bool
+    quiet: bool
+
+    def require_cluster(self, *, systemd: bool = False) -> None:
+        """Raise UsageError for options of a cluster that was not requested; `--systemd` has an --out too."""
+        for name, options in self.options.items():
+            if name != self.cluster.kind and (given := given_flags(options)):
+                raise UsageError(f"{given[0]} belongs to --{name}.", hint=f"Give --{name} with it.")
+        given = given_flags(self.cluster, ("nodes", "ntasks_per_node", *(() if systemd else ("out",))))
+        if given and self.cluster.kind is None:
+            owners = [*OPTIONS, "systemd"] if given[0] == "--out" else list(OPTIONS)
+            raise UsageError(
+                f"{given[0]} belongs to {' and '.join(f'--{name}' for name in owners)}.",
+                hint="Here a server runs on one machine, with as many ranks as its engine has.",
+            )
+
+
+def write_for_cluster(repository: ModelRepository, spec: ServerSpec, kind: str, call: ClusterCall) -> None:
+    """Write, print or submit the files that start the server on a cluster of this kind."""
+    from trtserve.server.launch import CLUSTERS
+    from trtserve.server.launch.cluster import write_job
+    from trtserve.server.state import server_name
+
+    cluster, options = CLUSTERS[kind], call.options[kind]
+    settings = cluster.settings(call.cluster, options, spec)
+    place = (call.cluster.out or Path(f"{server_name(repository, spec)}{OPTIONS[kind].SUFFIX}")).absolute()
+    progress = TerminalProgress(quiet=call.quiet)
+    job = cluster.plan_job(repository, spec, settings, place, progress=progress)
+    if call.dry_run:
+        print_files(job.files, json=call.json)
+        return
+    write_job(job)
+    for note in job.notes:
+        progress.step(note)
+    submitted = job.submit() if job.submit is not None and getattr(options, "submit", False) else None
+    if call.json:
+        print_json("start", job.record if submitted is None else {**job.record, "number": submitted.number})
+    else:
+        print_data(str(job.script) if submitted is None else submitted.number)
+    if not call.quiet:
+        for line in (submitted or job).next_steps:
+            say(line)
+
+
+def print_files(files: Mapping[Path, str], *, json: bool) -> None:
+    """Print the files that a dry run does not write."""
+    if json:
+        print_json("start", {"files": {str(path): text for path, text in files.items()}, "dry_run": True})
+    elif len(files) == 1:
+        print_data("".join(files.values()).rstrip("\n"))
+    else:
+        print_data("\n".join(f"# --- {path}\n{text}" for path, text in files.items()).rstrip("\n"))

@@ -1,16 +1,19 @@
-"""`trtserve status`: show the servers that were started here."""
+"""`trtserve status`, `logs` and `stop`: the servers that run, what they print, and their end."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Annotated
+from json import dumps
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trtserve.cli.options import JsonOption, servers
-from trtserve.cli.output import TerminalProgress, print_json, print_table
-from trtserve.errors import ServerDiedError, ServerNotReadyError
+from trtserve.cli.options import JsonOption, QuietOption, ServerArgument, ServerOption, one_name, servers
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
+from trtserve.errors import ServerDiedError, ServerNotReadyError, UsageError, counted
+from trtserve.server.triton.server_log import described, is_noise, tail
 
 if TYPE_CHECKING:
     from trtserve.server.state import Server
@@ -146,3 +149,94 @@ def _kv_text(one: Status) -> str:
         return ""
     size = f" of {blocks['tokens_per']} tokens" if blocks.get("tokens_per") else ""
     return f"{blocks.get('used', 0)} of {blocks['max']} blocks{size}"
+
+
+def logs(
+    name: ServerArgument = None,
+    *,
+    server: ServerOption = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the server ends or Ctrl-C.")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", "--tail", metavar="N", min=0, help="How many of the last lines.")
+    ] = 100,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also lines that only say that this machine has no GPU.")
+    ] = False,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option("--log-format", help="json: one JSON object for each line.")
+    ] = "text",
+    json: JsonOption = False,
+) -> None:
+    """Print the end of a server's log, also of a server that has ended.
+
+    NAME@2 is the log of a second instance, NAME@proxy that of nginx, NAME@supervisor that of `start --detach`.
+
+    Examples:
+        trtserve logs
+        trtserve logs demo --follow
+    """
+    from trtserve.server.discovery import find_log, follow_log
+
+    if json and follow:
+        raise UsageError("--json is one document; it cannot be combined with --follow.")
+    log = find_log(one_name(name, server))
+    position = log.stat().st_size
+    last = tail(log, lines)
+    noise = 0 if everything else sum(map(is_noise, last))
+
+    def shown(text: str) -> str:
+        kept = [line for line in text.splitlines() if everything or not is_noise(line)]
+        return "\n".join(dumps(described(line)) if log_format == "json" else line for line in kept)
+
+    if json:
+        print_json("logs", {"log": log, "lines": last})
+    elif text := shown("\n".join(last)):
+        print_data(text)
+    if noise and not json:
+        TerminalProgress().step(
+            f"{counted(noise, 'line')} left out that only say that this machine has no GPU, which the CPU runtime does "
+            "not need (--all shows them)."
+        )
+    if follow:
+        for added in follow_log(log, position=position, pause=lambda: time.sleep(0.2)):
+            if text := shown(added):
+                print_data(text)
+
+
+def stop(
+    name: ServerArgument = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="Stop every server.")] = False,
+    drain: Annotated[
+        float,
+        typer.Option(
+            "--drain",
+            metavar="SECONDS",
+            min=0,
+            help="Refuse new requests, and wait this long for running ones to end.",
+        ),
+    ] = 0.0,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Stop a server and print its name once no process, port or shared memory of it is left.
+
+    Examples:
+        trtserve stop
+        trtserve stop demo --drain 30
+        trtserve stop --all
+    """
+    from trtserve.server.shutdown import stop_server
+    from trtserve.server.state import recorded_servers
+
+    if everything and name is not None:
+        raise UsageError(f"Both a name ({name}) and --all were given; give one.")
+    names: list[str | None] = [server.name for server in recorded_servers()] if everything else [name]
+    progress = TerminalProgress(quiet=quiet)
+    stopped = [stop_server(one, drain=drain, progress=progress).name for one in names]
+    if json:
+        print_json("stop", {"stopped": stopped})
+    elif stopped:
+        print_data("\n".join(stopped))
+    else:
+        progress.step("No server is running.")

@@ -1,13 +1,16 @@
-"""The address of a server, and how a client connects to it."""
+"""The address of a server, how a client connects to it, and the errors of calls that fail."""
 
 from __future__ import annotations
 
 import hmac
+import re
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.errors import UsageError
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.specs.server import GRPC_PORT, HTTP_PORT
 
 if TYPE_CHECKING:
@@ -88,3 +91,185 @@ class Endpoint:
     def in_process(self) -> SyncClient | None:
         """The client of an executor in this process, or None when there is a server."""
         return None
+
+
+Spoken = Literal["HTTP", "gRPC", "TLS"]
+
+_DETECTION_TIMEOUT = 2.0
+_PROBE = b"GET /v2/health/live HTTP/1.0\r\n\r\n"
+_HTTP = b"HTTP/1."
+# TLS records: an alert, or a handshake, of version 3.x.
+_TLS = (b"\x15\x03", b"\x16\x03")
+# HTTP/2 frame header: three bytes of length, then type, flags and stream number.
+_FRAME_HEADER = 9
+_SETTINGS = 4
+
+_CONNECTION_LOST = re.compile(
+    r"failed to connect|connection (refused|reset)|socket closed|http1|dns resolution|errors resolving|handshake",
+    re.IGNORECASE,
+)
+_REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
+# gRPC's words for a server that answers in another protocol.
+_OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
+_HANDSHAKE_FAILED = re.compile(r"ssl|handshake|certificate", re.IGNORECASE)
+_PORTS: dict[Spoken, str] = {"HTTP": "an HTTP port", "gRPC": "a gRPC port", "TLS": "an encrypted port (TLS)"}
+# Protocol of the port → what to do after calling it with another protocol.
+_INSTEAD: dict[Spoken, str] = {
+    "HTTP": f"Use --protocol http (query), or give the gRPC port, which is {GRPC_PORT} by default.",
+    "gRPC": f"Use --protocol grpc (query), or give the HTTP port, which is {HTTP_PORT} by default.",
+    "TLS": "Add --ssl (query), and --root-certificates for a certificate that is not publicly signed.",
+}
+_FETCHING = "Encountered an error when fetching new request: "
+# The core model's preamble to an error about inputs.
+_WRONG_INPUT = re.compile(
+    r"^An error occurred when processing the input values(?: for request id \S+)?, the error was '(.*)'$", re.DOTALL
+)
+# Part of the server's error → what to do.
+_HINTS = (
+    (
+        re.compile(r"Stub process '[^']*' is not healthy"),
+        "A process of the server has died. Find the server with `trtserve status`, stop it and start it again.",
+    ),
+    (
+        re.compile("executor has stopped working"),
+        "With --restart on-failure the server starts again by itself; otherwise start it again.",
+    ),
+    (
+        re.compile("exceeds maximum input length", re.IGNORECASE),
+        "Shorten the prompt, or build with a larger --max-input-len if the model allows it.",
+    ),
+    (
+        re.compile("larger than configured max beam width"),
+        "Use fewer beams, or build with a larger --max-beam-width.",
+    ),
+    (re.compile("built with gather_context_logits"), "Build it again with --gather-context-logits."),
+    (re.compile("built with gather_generation_logits"), "Build it again with --gather-generation-logits."),
+    (re.compile("mMaxLowRank"), "Build the engine again with a larger --max-lora-rank."),
+    (re.compile("LoRA task .* not found in cache"), "Send the weights again: --lora-path, or --lora NAME."),
+    (
+        re.compile("exceeds maximum draft tokens length"),
+        "Use fewer draft tokens, or build with a larger --max-draft-len.",
+    ),
+    (
+        re.compile("speculative decoding without draft model"),
+        "Make the repository with a draft model: trtserve repo … --draft-engine ENGINE.",
+    ),
+)
+
+
+class RequestCancelledError(RequestError):
+    """`Client.cancel` ended the request."""
+
+
+def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestError:
+    """Return the error for a model that the server does not have."""
+    return RequestError(
+        f"The server at {where} has no model {name!r}.", hint=f"Models there: {', '.join(sorted(available)) or 'none'}."
+    )
+
+
+def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableError:
+    """Return the error for an endpoint that does not answer; `hint` comes before the general one."""
+    from trtserve.host.proxies import is_here, proxied
+
+    host = where.rpartition(":")[0]
+    general = "`trtserve status` lists the running servers, `trtserve start` starts one."
+    if not is_here(host) and (variable := proxied(host)):
+        proxy = f"{variable} is set: gRPC goes through that proxy unless no_proxy has {host}, HTTP never does."
+        hint = f"{hint} {proxy}".strip()
+    return ServerUnreachableError(
+        f"No Triton server answers at {where}: {reason}.", hint=f"{hint} {general}" if hint else general
+    )
+
+
+def silent(where: str, seconds: float) -> ServerUnreachableError:
+    """Return the error for an endpoint whose first answer did not arrive within `seconds`."""
+    return unreachable(
+        where,
+        f"no answer within {seconds:g} s",
+        "Another program may listen there, or the server hangs. Give a slow server more time with --connect-timeout.",
+    )
+
+
+def other_protocol(where: str, wanted: Spoken) -> ServerUnreachableError | None:
+    """Return the error for a port that speaks another protocol than `wanted`, or None when that is unknown."""
+    spoken = spoken_at(where)
+    if spoken is None or spoken == wanted:
+        return None
+    return ServerUnreachableError(f"{where} is {_PORTS[spoken]}, but was called over {wanted}.", hint=_INSTEAD[spoken])
+
+
+def plain(message: str) -> str:
+    """Strip the request id, the models' preambles and the Python backend's stack from an error text."""
+    message = _WRONG_INPUT.sub(r"\1", _REQUEST_ID.sub("", message).removeprefix(_FETCHING))
+    if "Traceback (most recent call last)" in message:
+        return message.strip().splitlines()[-1].strip()
+    return message.split("\n\nAt:\n", maxsplit=1)[0].strip()
+
+
+def refused(message: str) -> RequestError:
+    """Return the error for a request that the server answered with an error text."""
+    hint = next((hint for pattern, hint in _HINTS if pattern.search(message)), None)
+    return RequestError(plain(message), hint=hint)
+
+
+def explain_rpc_error(
+    error: Any, where: str, *, tls: bool = False, first: float | None = None
+) -> RequestError | ServerUnreachableError:
+    """Return the error that the user sees for a failed gRPC call.
+
+    `tls`: the connection was encrypted. `first`: the seconds allowed, if this was the server's first answer.
+    """
+    import grpc
+
+    details = str(error.details() or "")
+    if error.code() is grpc.StatusCode.UNAVAILABLE and _CONNECTION_LOST.search(details):
+        other = other_protocol(where, "gRPC") if _OTHER_PROTOCOL.search(details) and not tls else None
+        return other or unreachable(where, *_lost_connection(details, tls=tls))
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return RequestCancelledError("The request was cancelled.")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and first is not None:
+        return silent(where, first)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestError(f"No answer from {where} within the time allowed.", hint="Raise it with --timeout.")
+    return refused(details or f"The call failed with {error.code().name}.")
+
+
+def _lost_connection(details: str, *, tls: bool) -> tuple[str, str]:
+    """Return why there is no connection, and what to do."""
+    reason = details.rsplit(": ", 1)[-1].rstrip("]")
+    if _HANDSHAKE_FAILED.search(details):
+        hint = "Name the roots that signed this server's certificate with --root-certificates."
+        return "its certificate is not trusted, or the port is not encrypted", hint
+    if not _OTHER_PROTOCOL.search(details):
+        return reason, ""
+    if tls:
+        return reason, "The server may require a client certificate: --private-key and --certificate-chain."
+    return (
+        reason,
+        "If that is the HTTP port, use --protocol http (query) or give the gRPC port; a TLS port needs --ssl.",
+    )
+
+
+def spoken_at(where: str) -> Spoken | None:
+    """Return the protocol of the port `host:port`, or None when it cannot be recognised within two seconds.
+
+    An HTTP/2 server starts with its settings whatever it receives (RFC 9113, section 3.4); a TLS server answers plain
+    bytes with an alert (RFC 8446, section 6).
+    """
+    host, _, port = where.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_DETECTION_TIMEOUT) as connection:
+            connection.sendall(_PROBE)
+            return _recognised_protocol(connection.recv(_FRAME_HEADER))
+    except (OSError, ValueError):
+        return None
+
+
+def _recognised_protocol(first: bytes) -> Spoken | None:
+    if first.startswith(_HTTP):
+        return "HTTP"
+    if first.startswith(_TLS):
+        return "TLS"
+    settings = len(first) == _FRAME_HEADER and first[3] == _SETTINGS and not any(first[5:])
+    return "gRPC" if settings else None

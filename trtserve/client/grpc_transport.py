@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trtserve.client.call_errors import explain_rpc_error, refused, unknown_model
-from trtserve.client.endpoint import Endpoint
+from trtserve.client.endpoint import Endpoint, explain_rpc_error, refused, unknown_model
 from trtserve.client.tensors import ModelDescription, Reply, Tensor, decoded
 from trtserve.client.transport import TransportClient
 from trtserve.errors import UsageError

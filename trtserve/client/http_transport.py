@@ -15,8 +15,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from trtserve.client.call_errors import other_protocol, refused, silent, unknown_model, unreachable
-from trtserve.client.endpoint import Endpoint, Tls
+from trtserve.client.endpoint import Endpoint, Tls, other_protocol, refused, silent, unknown_model, unreachable
 from trtserve.client.http_pool import ConnectionEndedError, HttpAnswer, HttpPool, NotHttpError, http_request
 from trtserve.client.tensors import ModelDescription, Reply, Tensor, decoded, generate_shape, text_array
 from trtserve.client.transport import TransportClient

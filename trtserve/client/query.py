@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trtserve.client.answer import Answer, Generation
-from trtserve.client.call_errors import RequestCancelledError
-from trtserve.client.endpoint import Endpoint
+from trtserve.client.endpoint import Endpoint, RequestCancelledError
 from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors

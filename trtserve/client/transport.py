@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from trtserve.client.call_errors import RequestCancelledError
+from trtserve.client.endpoint import RequestCancelledError
 from trtserve.client.tensors import ModelDescription, Reply, Tensor, stop_tensors
 
 STOP_TIMEOUT = 2.0

@@ -102,7 +102,7 @@ def read_engine_config(engine: Path) -> EngineConfig:
         ) from None
     if not is_embedded(config):
         raise ArtifactError(
-            f"{engine} is not an engine of the {' or '.join(MODELS)} runtime.",
+            f"{engine} is not an engine of the {', '.join(MODELS)} runtimes.",
             hint="Engines of TensorRT-LLM run in TensorRT-LLM; `trtserve build --runtime openvino` makes one for CPUs.",
         )
     return config

@@ -15,9 +15,8 @@ from trtserve.executor.torch import runtime as torch
 from trtserve.executor.vllm.installation import find_installation
 from trtserve.executor.vllm.runtime import VllmRuntime
 from trtserve.host.gpus import list_gpus
-from trtserve.nvidia.llmapi import LlmapiRuntime
 from trtserve.nvidia.releases.installed import has_engine_path, installed
-from trtserve.nvidia.tensorrt_llm import TensorrtLlmRuntime
+from trtserve.nvidia.tensorrt_llm import LlmapiRuntime, TensorrtLlmRuntime
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import RuntimeName
 from trtserve.specs.build import Device

@@ -28,7 +28,6 @@ from trtserve.gateway.asgi import (
     replayed,
     send_answer,
 )
-from trtserve.gateway.health import TritonHealth
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.errors import error_type
 from trtserve.gateway.openai.router import openai_router
@@ -36,7 +35,7 @@ from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.page import page_router
 from trtserve.gateway.relay import Relay
 from trtserve.gateway.settings import GatewaySettings
-from trtserve.gateway.triton import TritonHttp, TritonPath
+from trtserve.gateway.triton import TritonHealth, TritonHttp, TritonPath
 from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
 
 HANG_UP = "trtserve.hang_up"

@@ -15,10 +15,9 @@ from trtserve.client.http_transport import JSON_LENGTH
 from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
-from trtserve.gateway.health import TritonHealth
 from trtserve.gateway.openai.answering import Measures, Stopwatch
 from trtserve.gateway.settings import GatewaySettings
-from trtserve.gateway.triton import TritonHttp, TritonPath, find_target
+from trtserve.gateway.triton import TritonHealth, TritonHttp, TritonPath, find_target
 
 _LOG = logging.getLogger(__name__)
 # https://www.w3.org/TR/trace-context/#traceparent-header

@@ -18,7 +18,7 @@ from trtserve.client.request import request_tensors
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec
 from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import RequestError, UsageError
-from trtserve.library.importing import require_known
+from trtserve.library.serving import require_known
 from trtserve.server.discovery import endpoint_of, find_server
 from trtserve.server.state import Server
 from trtserve.specs.options import Option, options_of

@@ -364,3 +364,11 @@ def _require_whole(plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, log
             hint=error.hint or "Read the log; the usual cause is too little memory or disk.",
             log=log,
         ) from error
+
+
+class LlmapiRuntime(Runtime):
+    """TensorRT-LLM's LLM API, in a Triton model of its own."""
+
+    name = "llmapi"
+    requirements = frozenset({"gpu", "tensorrt_llm", "llm_api"})
+    folder_loader = "TensorRT-LLM's PyTorch backend"

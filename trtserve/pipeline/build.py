@@ -18,7 +18,7 @@ from trtserve.pipeline.gpu_fit import require_gpu_memory
 from trtserve.pipeline.memory import build_addresses
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress
-from trtserve.server.memory import serving_note
+from trtserve.server.engine_fit import serving_note
 from trtserve.specs import BuildSpec
 from trtserve.specs.command_line import PLACE, given_values
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8

@@ -26,7 +26,7 @@ from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addr
 from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
 from trtserve.progress import SILENT, Progress
-from trtserve.server.memory import fitting_tokens
+from trtserve.server.engine_fit import fitting_tokens
 from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec, RuntimeName
 from trtserve.store import Store
 from trtserve.store.rates import expected_seconds, read_rates

@@ -40,7 +40,7 @@ from trtserve.repository.publishing import RepositoryPlan, assemble_repository, 
 from trtserve.repository.settings import resolve_settings, settings_of, spelled_as
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files
 from trtserve.repository.vllm import plan_vllm_repository, require_vllm_serves
-from trtserve.server.memory import server_needs
+from trtserve.server.engine_fit import server_needs
 from trtserve.specs.runtime import Runtime
 from trtserve.store import Store, reusable
 

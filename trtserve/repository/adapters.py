@@ -21,8 +21,8 @@ from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE
 from trtserve.files import read_json_object
 from trtserve.programs.shared.arrays import read_array
 from trtserve.repository.engines import own_files
-from trtserve.repository.layout import VERSION, lora_table, model_names
 from trtserve.repository.profiles import CORE
+from trtserve.repository.programs import VERSION, lora_table, model_names
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy
 

@@ -25,7 +25,6 @@ from trtserve.repository.engines import (
     require_engine_files,
     write_hugging_face,
 )
-from trtserve.repository.layout import VERSION, model_names, placed, root_of, tree
 from trtserve.repository.options import resolve_options
 from trtserve.repository.profiles import (
     BLS,
@@ -37,7 +36,7 @@ from trtserve.repository.profiles import (
     classes_json,
     ignored_settings,
 )
-from trtserve.repository.programs import program_digest, write_model
+from trtserve.repository.programs import VERSION, model_names, placed, program_digest, root_of, tree, write_model
 from trtserve.repository.publishing import RepositoryPlan, assemble_repository, exists, require_addable_spec
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files, require_same_tokens
 from trtserve.specs import RepositorySpec

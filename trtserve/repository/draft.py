@@ -14,11 +14,10 @@ from trtserve.errors import RepositoryError, TrtserveError, UsageError
 from trtserve.executor.loaders import is_embedded
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions
-from trtserve.repository.embedded import require_startable
-from trtserve.repository.engines import limits_of, read_engine, require_engine_files
-from trtserve.repository.layout import VERSION
+from trtserve.repository.engines import limits_of, read_engine, require_engine_files, require_startable
 from trtserve.repository.options import core_instances, core_parameters, engine_types
 from trtserve.repository.profiles import BLS, CORE, DRAFT, Profile
+from trtserve.repository.programs import VERSION
 from trtserve.repository.settings import resolve_settings, settings_of
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store

@@ -18,10 +18,17 @@ from trtserve.nvidia.releases.options import backend_of, dropped_argument, unkno
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.config import ConfigOptions, config_text, llmapi_config_text
 from trtserve.repository.engines import own_files
-from trtserve.repository.layout import VERSION, model_names, root_of
 from trtserve.repository.options import require_one_gpu_each
 from trtserve.repository.profiles import BLS, CORE, llmapi_model, profile
-from trtserve.repository.programs import LLMAPI, LLMAPI_BLS, program_digest, write_program
+from trtserve.repository.programs import (
+    LLMAPI,
+    LLMAPI_BLS,
+    VERSION,
+    model_names,
+    program_digest,
+    root_of,
+    write_program,
+)
 from trtserve.repository.publishing import RepositoryPlan, exists
 from trtserve.repository.served import LLMAPI_FILE, device_groups
 from trtserve.repository.tokenizer import check_tokenizer, tokenizer_files

@@ -13,9 +13,7 @@ from trtserve.nvidia.releases import NEWEST, RELEASES, normalize_release, order
 from trtserve.nvidia.releases import release_of as release_of_version
 from trtserve.nvidia.releases.installed import require_engine_path
 from trtserve.repository.config import ConfigOptions
-from trtserve.repository.embedded import require_accepted, require_startable
-from trtserve.repository.engines import limits_of
-from trtserve.repository.layout import ENGINE, TOKENIZER
+from trtserve.repository.engines import limits_of, require_accepted, require_startable
 from trtserve.repository.profiles import (
     BLS,
     CORE,
@@ -27,6 +25,7 @@ from trtserve.repository.profiles import (
     find_parameter,
     profile,
 )
+from trtserve.repository.programs import ENGINE, TOKENIZER
 from trtserve.repository.served import Groups, device_groups
 from trtserve.repository.settings import Settings, resolve_settings, settings_of, spelled_as
 from trtserve.specs import RepositorySpec

@@ -1,10 +1,11 @@
-"""`start --detach`: the supervisor is the same command in a session of its own, which reports over a pipe."""
+"""Servers in the background: `start --detach`, whose supervisor reports over a pipe, and units of systemd."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from trtserve import errors
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import ServerStartError, TrtserveError
+from trtserve.errors import ServerStartError, TrtserveError, UsageError
 from trtserve.files import decode_as, parse_json
 from trtserve.process import Command, exit_code, how_it_ended, spawn, stop, wait_gone
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress, Task, Unit
+from trtserve.server.render import render
 from trtserve.server.shutdown import end_server
 from trtserve.server.state import Server, log_file, recorded_server, server_name
 from trtserve.server.triton import server_log
@@ -160,3 +162,41 @@ def start_arguments(repository: ModelRepository, spec: ServerSpec, *, report_to:
     words += ["--name", server_name(repository, spec)]
     words += [] if report_to is None else ["--report-to", str(report_to)]
     return [*words, "--", *spec.extra_arguments] if spec.extra_arguments else words
+
+
+_DRAIN = 30
+
+
+def plan_unit(repository: ModelRepository, spec: ServerSpec, *, out: Path | None, store: Store) -> tuple[Path, str]:
+    """Return the file of a server's unit and its text. Raises UsageError for what a unit cannot have."""
+    if spec.api_key is not None:
+        raise UsageError("A unit would show the API key to everyone.", hint="Give it in a file: --api-key-file FILE")
+    name = server_name(repository, spec)
+    path = (out or Path(f"trtserve-{name}.service")).absolute()
+    if path.suffix != ".service":
+        raise UsageError(f"--out {path} is not a unit file.", hint="Its name must end with .service.")
+    program = [sys.executable, "-m", "trtserve"]
+    return path, render(
+        "server.service.j2",
+        name=name,
+        start=[*program, *start_arguments(repository, spec)],
+        stop=[*program, "stop", name, "--drain", str(_DRAIN)],
+        home=f"TRTSERVE_HOME={store.root}",
+        start_seconds=int(spec.ready_timeout) + 60,
+        stop_seconds=_DRAIN + 60,
+    )
+
+
+def notify(message: str) -> None:
+    """Send systemd a message, such as READY=1; do nothing when it did not start this process (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
+        connection.setblocking(False)
+        try:
+            # A leading @ names an abstract socket.
+            connection.connect("\0" + address[1:] if address.startswith("@") else address)
+            connection.sendall(message.encode())
+        except OSError:  # systemd has gone, or its socket is full: the next message will do
+            return

@@ -20,18 +20,16 @@ import numpy.typing as npt
 
 from trtserve.artifacts import Engine, Manifest, ModelRepository, looks_like
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.client.call_errors import RequestCancelledError, unknown_model
-from trtserve.client.endpoint import Endpoint
+from trtserve.client.endpoint import Endpoint, RequestCancelledError, unknown_model
 from trtserve.client.tensors import ModelDescription, Reply, Tensor, numpy_type, text_array
 from trtserve.errors import ArtifactError, MissingDependencyError, RequestError
 from trtserve.executor.loaders import is_embedded, merges_ranks
 from trtserve.host.machine import install_command
 from trtserve.nvidia.releases.installed import PACKAGE
 from trtserve.process import Command
-from trtserve.programs.core.executor_module import load_executor_module
 from trtserve.programs.core.request import RequestFactory, vocabulary_to_wrap
 from trtserve.programs.core.response import Wanted, output_arrays
-from trtserve.programs.core.settings import executor_config
+from trtserve.programs.core.settings import executor_config, load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
 from trtserve.repository.engines import read_engine, require_engine_files
 from trtserve.repository.options import resolve_options

@@ -10,7 +10,7 @@ from trtserve.gateway.standstill import Halts, Standstill
 from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, tree, wait_gone
 from trtserve.progress import Progress
-from trtserve.repository.layout import PACKAGE
+from trtserve.repository.programs import PACKAGE
 from trtserve.server.front import gateway_ended, proxy_ended
 from trtserve.server.launch.modes import LlmApi, Single
 from trtserve.server.plan import InstancePlan, ServerPlan

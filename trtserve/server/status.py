@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.client import metrics
-from trtserve.client.call_errors import spoken_at
+from trtserve.client.endpoint import spoken_at
 from trtserve.client.metrics import (
     GENERAL,
     TOKENS,

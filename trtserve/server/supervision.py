@@ -15,14 +15,14 @@ from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
 from trtserve.process import ProcessId, exit_code, stop_all
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress
+from trtserve.server.detach import notify
+from trtserve.server.discovery import engine_paths
 from trtserve.server.plan import ServerPlan
-from trtserve.server.repositories import engine_paths
 from trtserve.server.shutdown import end_server
 from trtserve.server.standstill import Watchman
 from trtserve.server.start import start_once
 from trtserve.server.state import Server, change_state, failure_of, forget, is_stopping, last_record, recorded_server
 from trtserve.server.status import Ended, died_error, ended, unready_models
-from trtserve.server.systemd import notify
 from trtserve.server.triton.server_log import limit_size
 from trtserve.server.triton.tritonserver import protect_shared_memory
 from trtserve.specs import ServerSpec

@@ -15,8 +15,18 @@ from ..shared.inner_models import InnerModelError, call, stop_request
 from ..shared.lora_names import LoraNames
 from ..shared.parameters import ModelParameters, check_classes
 from ..shared.text_model import TextModel
-from .core_model import CoreModel, adapter_of
-from .inputs import BlsSettings, check, core_inputs, engine_length, is_set, largest, may_answer_repeatedly, prompts
+from .inputs import (
+    BlsSettings,
+    CoreModel,
+    adapter_of,
+    check,
+    core_inputs,
+    engine_length,
+    is_set,
+    largest,
+    may_answer_repeatedly,
+    prompts,
+)
 from .speculative import SpeculativeDecoding
 from .texts import FullTexts, Key, StopWords, StreamedTexts, encoded
 

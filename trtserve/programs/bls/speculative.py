@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from ..shared.arrays import Tensors
 from ..shared.inner_models import InnerModelError, call_streamed, only
-from .core_model import CoreModel
-from .inputs import BlsSettings, is_set, largest, prompts
+from .inputs import BlsSettings, CoreModel, is_set, largest, prompts
 from .texts import IncrementalText, StoppedText, StopWords, common_length
 
 _SUMMED = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "cum_log_probs")

@@ -29,12 +29,11 @@ from ..shared.senders import (
     repeat,
     wanted_answers,
 )
-from .executor_module import load_executor_module
 from .metrics import MetricsReporter
 from .pending import Pending, PendingTable, client_id, joined, joined_responses, response
 from .request import Inputs, RequestFactory, vocabulary_to_wrap
 from .response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
-from .settings import executor_config, guided_decoding_config, runs_on_gpu
+from .settings import executor_config, guided_decoding_config, load_executor_module, runs_on_gpu
 
 # The longest wait before the awaiting thread checks whether the model is being unloaded. Responses wake it at once, so
 # this is not a polling period.

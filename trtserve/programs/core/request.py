@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..shared.parameters import ModelParameters
-from .executor_module import ExecutorModule
+from .settings import ExecutorModule
 
 Inputs = dict[str, NDArray[Any]]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..shared.arrays import performance
-from .executor_module import ExecutorModule
+from .settings import ExecutorModule
 
 Outputs = dict[str, NDArray[Any]]
 

@@ -28,8 +28,8 @@ from trtserve.repository.check.rules import (
 )
 from trtserve.repository.draft import require_pair
 from trtserve.repository.engines import lacking_files, rank_sizes
-from trtserve.repository.layout import model_names
 from trtserve.repository.profiles import BLS, CORE
+from trtserve.repository.programs import model_names
 from trtserve.repository.served import LLMAPI_FILE
 
 _RANK = re.compile(r"rank(\d+)\.(engine|xml|bin)")

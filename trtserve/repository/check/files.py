@@ -20,9 +20,8 @@ from trtserve.progress import Progress
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, refusal, rule
 from trtserve.repository.config import unfilled_parameters, wrong_placeholders
-from trtserve.repository.layout import PACKAGE, model_names
 from trtserve.repository.profiles import CLASSES_FILE, CORE, DRAFT, ENSEMBLE, MODELS, POSTPROCESSING, classes_json
-from trtserve.repository.programs import SOURCES, imported_modules, require_program
+from trtserve.repository.programs import PACKAGE, SOURCES, imported_modules, model_names, require_program
 from trtserve.specs.command_line import import_command
 from trtserve.store import Store, remembered_checksums
 from trtserve.store.integrity import Checksums, damages

@@ -12,7 +12,7 @@ from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, every_model, model_rule, of_role, rule, with_engine
-from trtserve.repository.embedded import startup_refusal
+from trtserve.repository.engines import startup_refusal
 from trtserve.repository.profiles import (
     BLS,
     CORE,

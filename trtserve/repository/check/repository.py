@@ -16,7 +16,6 @@ from trtserve.nvidia.releases import NEWEST, RELEASES, order, release_of
 from trtserve.repository.check.rules import Finding
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.engines import Installation
-from trtserve.repository.layout import PACKAGE
 from trtserve.repository.profiles import (
     BLS,
     CORE,
@@ -29,6 +28,7 @@ from trtserve.repository.profiles import (
     llmapi_model,
     profile,
 )
+from trtserve.repository.programs import PACKAGE
 from trtserve.repository.served import LLMAPI_FILE, CoreModel, core_models
 
 LLMAPI = "llmapi"
