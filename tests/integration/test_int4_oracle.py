@@ -19,8 +19,8 @@ from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.quantized import group_size
-from trtserve.executor.openvino.graph_parts import quantize_in_groups
 from trtserve.executor.openvino.paged_model import PagedModel
+from trtserve.executor.openvino.weight_quantization import quantize_in_groups
 from trtserve.pipeline.build import build_engine
 from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec

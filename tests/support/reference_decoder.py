@@ -12,7 +12,7 @@ import numpy.typing as npt
 from trtserve.checkpoint.architectures.base import Decoder, Experts
 from trtserve.checkpoint.quantized import group_size
 from trtserve.executor.engine.shapes import Sizes
-from trtserve.executor.openvino.graph_parts import Packing, quantize_in_groups
+from trtserve.executor.openvino.weight_quantization import Packing, quantize_in_groups
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from trtserve.checkpoint.architectures.base import Decoder, Experts
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.executor.engine.shapes import Sizes
-from trtserve.executor.openvino.graph_parts import Packing
+from trtserve.executor.openvino.weight_quantization import Packing
 
 Array = npt.NDArray[Any]
 

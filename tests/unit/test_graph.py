@@ -14,7 +14,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import ArtifactError, UnsupportedModelError
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph import build_graph, save_graph
-from trtserve.executor.openvino.graph_parts import Packing
+from trtserve.executor.openvino.weight_quantization import Packing
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

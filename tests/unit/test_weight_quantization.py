@@ -16,8 +16,9 @@ from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS
 from trtserve.checkpoint.quantized import Int4Weight, group_size
 from trtserve.executor.openvino.graph import build_graph
-from trtserve.executor.openvino.graph_parts import int4_matrix, quantize_in_groups, quantize_per_channel
+from trtserve.executor.openvino.graph_parts import int4_matrix
 from trtserve.executor.openvino.paged_model import activation_group, openvino_core
+from trtserve.executor.openvino.weight_quantization import quantize_in_groups, quantize_per_channel
 from trtserve.executor.reference_model import ReferenceModel
 
 Floats = npt.NDArray[np.float32]

@@ -18,8 +18,8 @@ from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph import GraphWeights, build_graph
-from trtserve.executor.openvino.graph_parts import Packing
 from trtserve.executor.openvino.paged_model import openvino_core
+from trtserve.executor.openvino.weight_quantization import Packing
 
 Logits = npt.NDArray[np.float32]
 

@@ -21,7 +21,6 @@ from trtserve.errors import BuildError
 from trtserve.executor.engine.shapes import Sizes, require_paged_attention
 from trtserve.executor.openvino.graph_parts import (
     GraphRotation,
-    Packing,
     add,
     columns_of_experts,
     constant,
@@ -36,6 +35,7 @@ from trtserve.executor.openvino.graph_parts import (
     stacked_int4,
     token_weights,
 )
+from trtserve.executor.openvino.weight_quantization import Packing
 from trtserve.files import writing
 
 Array = npt.NDArray[Any]

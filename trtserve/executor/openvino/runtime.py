@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trtserve.executor.openvino.graph import GraphWeights
-    from trtserve.executor.openvino.graph_parts import Packing
+    from trtserve.executor.openvino.weight_quantization import Packing
 
 # On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
 _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
