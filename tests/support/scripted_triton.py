@@ -16,7 +16,7 @@ from trtserve.client.tokenizer import _RENDERER, TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.served import Backend, ServedModel
-from trtserve.programs.postprocessing.model import AnchoredDecoder
+from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 
 NAME = "scripted"
 

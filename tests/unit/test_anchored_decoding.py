@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.programs.postprocessing.model import AnchoredDecoder
+from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 
 VOCABULARY = ["<s>", "▁a", "▁What", "▁is", "ing", "</s>"]
 

@@ -62,7 +62,7 @@ def test_int4_error_falls_with_smaller_groups() -> None:
 def test_quantising_in_pieces_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = np.random.default_rng(1).standard_normal((37, 64)).astype(np.float32)
     whole, (values, scales) = quantize_in_groups(weight, 32), quantize_per_channel(weight)
-    monkeypatch.setattr("trtserve.executor.openvino.graph_parts._PIECE", 640)
+    monkeypatch.setattr("trtserve.executor.openvino.weight_quantization._PIECE", 640)
     pieces, (piece_values, piece_scales) = quantize_in_groups(weight, 32), quantize_per_channel(weight)
     np.testing.assert_array_equal(pieces.codes, whole.codes)
     np.testing.assert_array_equal(pieces.scales, whole.scales)

@@ -30,7 +30,7 @@ from trtserve.files import read_json_object
 from trtserve.gateway.openai.answers import Token
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
-from trtserve.programs.postprocessing.model import AnchoredDecoder
+from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 from trtserve.programs.shared.lora_names import LoraNames
 
 _DESCRIBED_WITHIN = 30.0

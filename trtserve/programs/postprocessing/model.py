@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from ..shared.parameters import ModelParameters
-from ..shared.tokenizer import decode, encode, load_tokenizer
+from ..shared.tokenizer import load_tokenizer
+from .anchored_decoding import AnchoredDecoder
 
 # Before release 0.14 the ensemble sent these through this model to the client.
 _PASSED_ON = ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS", "BATCH_INDEX")
@@ -63,41 +63,3 @@ def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:
     if flat.shape[0] != lengths.size:
         raise ValueError(f"SEQUENCE_LENGTH has {lengths.size} entries for {flat.shape[0]} rows.")
     return [row[:length].tolist() for row, length in zip(flat, lengths.reshape(-1), strict=True)]
-
-
-_REMEMBERED = 16384
-
-
-class AnchoredDecoder:
-    """Decodes rows of ids after an anchor letter, which is cut off again.
-
-    Many tokenizers drop the space before the first word. A row that begins with a special token (BOS) is the
-    beginning of a text and is decoded without an anchor; any other row may continue a text, so it keeps its space.
-    """
-
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._special_ids = frozenset(tokenizer.all_special_ids)
-        self._anchor = encode(tokenizer, "a", special=False)
-        self._anchor_text = self._decode(self._anchor)
-        self._token = lru_cache(maxsize=_REMEMBERED)(lambda token: self._row([token]))
-
-    def decode(self, rows: Sequence[list[int]]) -> list[str]:
-        """Return the text of each row. Texts of single tokens, which streams consist of, are remembered."""
-        return [self._token(ids[0]) if len(ids) == 1 else self._row(ids) for ids in rows]
-
-    def _row(self, ids: list[int]) -> str:
-        if self._is_beginning(ids):
-            return self._decode(ids)
-        text = self._decode(self._anchor + ids)
-        if text.startswith(self._anchor_text):
-            return text[len(self._anchor_text) :]
-        # The tokenizer joined the anchor with what follows, so it cannot be cut off: decode the row alone.
-        return self._decode(ids)
-
-    def _is_beginning(self, ids: list[int]) -> bool:
-        return bool(ids) and ids[0] in self._special_ids
-
-    def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids, skip_special_tokens=self._skip_special_tokens)
