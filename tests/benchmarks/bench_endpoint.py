@@ -28,7 +28,7 @@ from tests.support.servers import running_server
 from tests.support.waiting import wait_until
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.process import find_sbin_program
-from trtserve.server.discovery import find_repository
+from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
 from trtserve.store import Store
 

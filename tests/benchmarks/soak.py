@@ -32,7 +32,7 @@ from tests.support.servers import running_server
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client, infer_request, open_channel
 from trtserve.client.tensors import ModelDescription, stop_tensors
-from trtserve.server.discovery import find_repository
+from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server, log_file
 from trtserve.server.triton.tritonserver import kv_blocks
 from trtserve.store import Store

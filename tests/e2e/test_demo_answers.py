@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import generate
 from trtserve.client.spec import QuerySpec
-from trtserve.server.discovery import find_repository
+from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
 from trtserve.store import Store
 

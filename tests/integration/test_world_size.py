@@ -26,8 +26,8 @@ from trtserve.host.ports import free_ports
 from trtserve.pipeline.import_spec import recorded_spec
 from trtserve.pipeline.world_size import repository_for, with_world_size
 from trtserve.repository.served import inspect_repository
-from trtserve.server.discovery import find_repository
 from trtserve.server.engine_fit import wants_rebuild
+from trtserve.server.repositories import find_repository
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 

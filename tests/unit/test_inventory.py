@@ -17,7 +17,7 @@ from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
 from trtserve.pipeline.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
 from trtserve.pipeline.model import download_folder
-from trtserve.server import discovery
+from trtserve.server import repositories
 from trtserve.server.state import write_state
 from trtserve.store import NameRecord, Store, publish, withdraw
 from trtserve.store.hub import Revision
@@ -366,14 +366,14 @@ def test_start_says_what_was_removed_meanwhile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _imported("name", mark="a")
-    found = discovery.find_repository
+    found = repositories.find_repository
 
     def slow(*given: Any, **named: Any) -> ModelRepository:
         repository = found(*given, **named)
-        monkeypatch.setattr(discovery, "find_repository", found)
+        monkeypatch.setattr(repositories, "find_repository", found)
         remove(plan_removal(["name"]))
         return repository
 
-    monkeypatch.setattr(discovery, "find_repository", slow)
+    monkeypatch.setattr(repositories, "find_repository", slow)
     assert run(["start", "name", "--dry-run"]) == ModelNotFoundError.code
     assert "Unexpected" not in capsys.readouterr().err

@@ -85,9 +85,9 @@ def start(
         trtserve start llama-2-7b --slurm --nodes 2 --account research
     """
     from trtserve.pipeline.world_size import repository_for
-    from trtserve.server.discovery import find_repository
     from trtserve.server.launch.cluster import require_options
     from trtserve.server.plan import with_free_ports
+    from trtserve.server.repositories import find_repository
     from trtserve.store import Store
 
     call = ClusterCall(

@@ -18,8 +18,8 @@ from trtserve.pipeline.importing import import_to_repository
 from trtserve.pipeline.world_size import repository_for
 from trtserve.progress import SILENT, Progress
 from trtserve.server.detach import start_in_background
-from trtserve.server.discovery import find_repository
 from trtserve.server.plan import with_free_ports
+from trtserve.server.repositories import find_repository
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec

@@ -27,7 +27,6 @@ from trtserve.progress import Progress
 from trtserve.repository.check.files import require_intact
 from trtserve.repository.programs import warning_of_programs
 from trtserve.repository.served import CoreModel
-from trtserve.server.discovery import chosen_by, require_sound_files
 from trtserve.server.doctor import raise_failed
 from trtserve.server.doctor.examination import require_machine
 from trtserve.server.doctor.system import check_shared_memory
@@ -35,6 +34,7 @@ from trtserve.server.engine_fit import require_fitting_engine, require_servable
 from trtserve.server.front import ProxyPlan, is_loopback
 from trtserve.server.launch.devices import EngineNodes, claimed_gpus, fit_engines
 from trtserve.server.plan import ServerPlan
+from trtserve.server.repositories import chosen_by, require_sound_files
 from trtserve.server.shutdown import end_server
 from trtserve.server.state import list_servers, recorded_server, transaction_policy
 from trtserve.server.triton.installation import require_stub_path

@@ -28,7 +28,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.repository.engines import Installation, rebuild_command, remake_command, require_matching
 from trtserve.repository.profiles import BLS, DRAFT, POSTPROCESSING, PREPROCESSING
 from trtserve.repository.served import ServedRepository
-from trtserve.server.discovery import import_again
+from trtserve.server.repositories import import_again
 from trtserve.server.triton.installation import CONTAINER_TRITON, Triton, find_triton
 from trtserve.specs import ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.specs.command_line import given_values, option_words, spec_of

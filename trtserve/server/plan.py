@@ -16,12 +16,12 @@ from trtserve.host.ports import free_ports, ipv4_address, is_free, next_free
 from trtserve.nvidia.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository, inspect_repository
-from trtserve.server.discovery import engine_paths, hub_cache
 from trtserve.server.engine_fit import gpu_triton, require_world_size
 from trtserve.server.front import GatewayPlan, ProxyPlan, plan_gateway, plan_proxy, require_protected
 from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.rank_processes import mpirun_program, needs_oversubscription
+from trtserve.server.repositories import engine_paths, hub_cache
 from trtserve.server.state import log_file, server_name
 from trtserve.server.triton.installation import CONTAINER_TRITON, Triton, find_triton
 from trtserve.server.triton.tritonserver import LOOPBACK, Address, unique_prefix

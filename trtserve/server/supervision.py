@@ -16,8 +16,8 @@ from trtserve.process import ProcessId, exit_code, stop_all
 from trtserve.process.signals import stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.server.detach import notify
-from trtserve.server.discovery import engine_paths
 from trtserve.server.plan import ServerPlan
+from trtserve.server.repositories import engine_paths
 from trtserve.server.shutdown import end_server
 from trtserve.server.standstill import Watchman
 from trtserve.server.start import start_once

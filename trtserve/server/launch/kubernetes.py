@@ -16,12 +16,12 @@ from trtserve.errors import UsageError
 from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
-from trtserve.server.discovery import named_paths, require_sound_files
 from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines, ranks_per_node
 from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, server_setup
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import Orchestrator, launch_mode
 from trtserve.server.render import Verbatim, render
+from trtserve.server.repositories import named_paths, require_sound_files
 from trtserve.server.triton.installation import CONTAINER_TRITON
 from trtserve.server.triton.tritonserver import unique_prefix
 from trtserve.specs import ServerSpec

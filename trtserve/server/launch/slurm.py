@@ -16,12 +16,12 @@ from trtserve.nvidia.containers import SQUASHFS, image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
-from trtserve.server.discovery import engine_paths, require_sound_files
 from trtserve.server.engine_fit import gpu_triton
 from trtserve.server.launch.cluster import ClusterJob, Submitted, inspect_for_cluster, place_engines, ranks_per_node
 from trtserve.server.launch.commands import LaunchSetup, first_address, in_this_python, server_setup
 from trtserve.server.launch.modes import launch_mode, mpi_ranks, slurm_task
 from trtserve.server.render import Verbatim, render
+from trtserve.server.repositories import engine_paths, require_sound_files
 from trtserve.server.triton.installation import CONTAINER_TRITON, find_triton, prepare_backends
 from trtserve.server.triton.tritonserver import unique_prefix
 from trtserve.specs import ServerSpec
