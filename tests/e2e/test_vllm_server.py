@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.counting_vllm import counting_python
@@ -53,10 +54,21 @@ def server(repository: ModelRepository, tmp_path_factory: pytest.TempPathFactory
         yield running
 
 
+def ask(port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    """The status and the body of an answer; status 0 when nothing listens."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except OSError:
+        return 0, b""
+
+
 def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"http://127.0.0.1:{server.address.http_port}{path}", json=body, timeout=30)
-    found: dict[str, Any] = answer.json()
-    return found
+    return dict(json.loads(ask(server.address.http_port, path, body)[1]))
 
 
 def completion(server: Server, *prompt: int, **options: Any) -> dict[str, Any]:
@@ -115,11 +127,11 @@ def test_refusals_name_the_runtimes_that_can(server: Server) -> None:
 
 
 def test_metrics_and_a_dead_engine_that_is_not_ready(server: Server) -> None:
-    text = httpx.get(f"http://127.0.0.1:{server.address.metrics_port}/metrics").text
+    text = ask(server.address.metrics_port, "/metrics")[1].decode()
     assert 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 8' in text
     (side,) = [each for each in tree(server.instances[0].process) if b"engine_side" in cmdline(each.pid)]
     os.kill(side.pid, signal.SIGKILL)
-    wait_until(lambda: httpx.get(f"http://127.0.0.1:{server.address.http_port}/v2/health/ready").status_code == 503, 30)
+    wait_until(lambda: ask(server.address.http_port, "/v2/health/ready")[0] == 503, 30)
 
 
 def cmdline(pid: int) -> bytes:

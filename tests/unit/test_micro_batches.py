@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trtserve.executor.engine.model import StepInputs
-from trtserve.executor.torch.ranked_model import micro_batches
+from trtserve.executor.torch.micro_batches import micro_batches
 
 
 def step(new: list[int], past: list[int], page: int = 4) -> StepInputs:

@@ -1,4 +1,4 @@
-"""A model whose layers or heads are spread over ranks: rank 0 calls it, the others follow each call in parts."""
+"""A model whose layers or heads are spread over ranks: rank 0 calls it, the others follow each call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -24,6 +23,7 @@ from trtserve.executor.engine.model import Follower, ModelRunner, StepInputs
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch import model
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+from trtserve.executor.torch.micro_batches import micro_batches
 from trtserve.executor.torch.ranks import join
 
 if TYPE_CHECKING:
@@ -207,54 +207,3 @@ def load_model(engine: Path, options: EngineOptions) -> ModelRunner | Follower:
         return LeadingModel(part, ranks) if ranks.rank == 0 else FollowingModel(part, ranks)
     chooser = cast("ChoosingTorchModel", model.load_model(engine, windows, ranks, model_class=ChoosingTorchModel))
     return LeadingChooser(chooser, ranks) if ranks.rank == 0 else FollowingModel(chooser, ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Some sequences of a step."""
-
-    step: StepInputs
-    rows: npt.NDArray[np.intp]
-    """Where its logits belong among those of the whole step."""
-
-
-def micro_batches(step: StepInputs, count: int, *, least: int) -> list[MicroBatch]:
-    """Return `count` parts with about as many tokens each; fewer where they would have less than `least` tokens.
-
-    A sequence is not divided.
-    """
-    begins = step.subsequence_begins
-    tokens, sequences = int(begins[-1]), len(begins) - 1
-    count = min(count, sequences, max(1, tokens // least))
-    shares = tokens * np.arange(1, count) / count
-    nearest = np.abs(begins[:, None] - shares).argmin(0)
-    edges = np.unique([0, *nearest, sequences])
-    return [_part(step, int(first), int(end)) for first, end in pairwise(edges)]
-
-
-def _part(step: StepInputs, first: int, end: int) -> MicroBatch:
-    """Return the sequences first … end - 1 of the step."""
-    begins, blocks = step.subsequence_begins, step.block_indices_begins
-    token, last = int(begins[first]), int(begins[end])
-    block, last_block = int(blocks[first]), int(blocks[end])
-    past = step.past_lens[first:end]
-    lengths = past + np.diff(begins[first : end + 1])
-    wanted = step.rows
-    mine = np.flatnonzero((wanted >= token) & (wanted < last))
-    adapters, long = step.adapters, step.long_sequences
-    if adapters is not None:
-        adapters = replace(adapters, masks={name: mask[token:last] for name, mask in adapters.masks.items()})
-    part = StepInputs(
-        token_ids=step.token_ids[token:last],
-        positions=step.positions[token:last],
-        past_lens=past,
-        subsequence_begins=begins[first : end + 1] - begins[first],
-        block_indices=step.block_indices[block:last_block],
-        block_indices_begins=blocks[first : end + 1] - blocks[first],
-        max_context_len=int(lengths.max()),
-        rows=wanted[mine] - token,
-        prompt_table=step.prompt_table,
-        adapters=adapters,
-        long_sequences=None if long is None else long[first:end],
-    )
-    return MicroBatch(part, mine)
