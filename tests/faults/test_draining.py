@@ -23,15 +23,15 @@ from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton
 
-TOKENS = 1500
+TOKENS = 3000  # more than a heartbeat on a fast machine
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """The models of a tiny engine whose answers may be long."""
-    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=8192)
     checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=tmp_path / "checkpoint")
-    spec = BuildSpec(max_batch_size=8, max_seq_len=2048, runtime="openvino")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=8192, runtime="openvino")
     engine = build_engine(checkpoint, spec, out=tmp_path / "engine")
     plan = plan_repository(
         engine, model, RepositorySpec(name="tiny", ngram_max_draft_len=0), out=tmp_path / "repository"

@@ -24,15 +24,22 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def raise_interrupt(number: int, _frame: FrameType | None) -> None:
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
     """Handle SIGINT by a KeyboardInterrupt, after the import of NumPy if that is under way."""
-    if not _postponed(number):
+    if not _postponed(number, frame):
         raise KeyboardInterrupt
 
 
-def _postponed(number: int) -> bool:
-    """Send the signal again in a moment while NumPy is being imported: half imported, it prints a traceback."""
-    if not getattr(getattr(sys.modules.get("numpy"), "__spec__", None), "_initializing", False):
+def _postponed(number: int, frame: FrameType | None) -> bool:
+    """Send the signal again in a moment while NumPy or a part of it is being imported: half imported, it prints a
+    traceback. C code of other packages imports parts of it too.
+    """
+    under_way = getattr(getattr(sys.modules.get("numpy"), "__spec__", None), "_initializing", False)
+    while frame is not None and not under_way:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            under_way = str(frame.f_locals.get("name")).partition(".")[0] == "numpy"
+        frame = frame.f_back
+    if not under_way:
         return False
     timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
     timer.daemon = True
@@ -50,8 +57,8 @@ def one_interrupt(at_once: Callable[[], None] = lambda: None) -> Iterator[Callab
     """
     received: list[int] = []
 
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        if _postponed(number):
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if _postponed(number, frame):
             return
         received.append(number)
         # Python drops exceptions raised in a weak reference's callback, so raise it again.
