@@ -181,16 +181,24 @@ def chat(
         trtserve chat --system "Answer briefly." --temperature 0.7 --top-p 0.9
         trtserve chat --url gpu-box:8001
     """
+    name, server = _endpoint(model, connection)
+    converse(server, QuerySpec(model=name, options=request.given()), system=system, plain=plain)
+
+
+def converse(
+    server: Endpoint, spec: QuerySpec, *, system: str | None = None, plain: bool = False, question: str | None = None
+) -> None:
+    """Talk to a model until the user ends it; with a `question`, print its answer and return."""
     from trtserve.client.query import Conversation
 
-    name, server = _endpoint(model, connection)
-    conversation = Conversation(spec=QuerySpec(model=name, options=request.given()), server=server)
+    conversation = Conversation(spec=spec, server=server)
     if system is not None:
         conversation.set_system(system)
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    interactive = question is None and sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
-        say(f"{server.model or name or server.grpc}: /help lists the commands, Ctrl-D ends.")
-    for line in _typed() if interactive else map(str.rstrip, sys.stdin):
+        say(f"{server.model or spec.model or server.grpc}: /help lists the commands, Ctrl-D ends.")
+    lines = _typed() if interactive else map(str.rstrip, sys.stdin) if question is None else [question]
+    for line in lines:
         if line.startswith("/"):
             if not _obey(conversation, line):
                 return
