@@ -51,9 +51,8 @@ def _draft_model(target: Path, folder: Path) -> Path:
 @contextmanager
 def server(work: Path) -> Iterator[ModelServer]:
     """Target and draft behind Triton."""
+    from tests.support.stages import build_engine, convert_model
     from trtserve.artifacts import Model
-    from trtserve.pipeline.build import build_engine
-    from trtserve.pipeline.convert import convert_model
     from trtserve.specs import BuildSpec, ConvertSpec
 
     target = make_engine(work, MODEL, name="engine-int8-drafts", quantize="int8", max_draft_len=DRAFT)

@@ -32,10 +32,9 @@ TARGETS_MS = {
 @contextmanager
 def server(work: Path) -> Iterator[ModelServer]:
     """The tiny model behind Triton."""
+    from tests.support.stages import build_engine, convert_model
     from tests.support.tiny_models import write_tiny_model
     from trtserve.artifacts import Model
-    from trtserve.pipeline.build import build_engine
-    from trtserve.pipeline.convert import convert_model
     from trtserve.specs import BuildSpec, ConvertSpec
 
     root = work / "text"

@@ -43,10 +43,9 @@ def make_engine(
     **features: Any,
 ) -> Path:
     """The folder of the engine `name` of a random float16 `model`; `features` are fields of BuildSpec."""
+    from tests.support.stages import build_engine, convert_model
     from tests.support.tiny_models import write_tiny_model
     from trtserve.artifacts import Model
-    from trtserve.pipeline.build import build_engine
-    from trtserve.pipeline.convert import convert_model
     from trtserve.specs import BuildSpec, ConvertSpec
 
     folder = work / model

@@ -15,13 +15,11 @@ from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, restart_broken, serving
 from tests.support.openai_endpoint import openai_endpoint
 from tests.support.peft_adapters import write_adapter
+from tests.support.stages import build_engine, convert_adapter, convert_model
 from tests.support.text_requests import MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, Model
 from trtserve.client.endpoint import Endpoint
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
-from trtserve.pipeline.lora import convert_adapter
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

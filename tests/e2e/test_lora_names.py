@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
 from tests.support.peft_adapters import write_adapter
+from tests.support.stages import convert_adapter
 from tests.support.text_requests import answers, ask, is_idle, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.pipeline.lora import convert_adapter
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
 

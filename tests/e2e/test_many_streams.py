@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.support.model_server import ModelServer, serving
+from tests.support.stages import build_engine
 from trtserve.artifacts import Checkpoint
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client, infer_request
 from trtserve.client.tensors import ModelDescription
-from trtserve.pipeline.build import build_engine
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 

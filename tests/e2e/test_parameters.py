@@ -15,11 +15,11 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, flags, integers, serving
 from tests.support.release_client import NEWEST, long_integers
+from tests.support.stages import build_engine
 from tests.support.text_requests import answers, ask, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Engine
 from trtserve.executor import api
-from trtserve.pipeline.build import build_engine
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 

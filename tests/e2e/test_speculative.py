@@ -17,13 +17,12 @@ import pytest
 
 from tests.e2e.conftest import RUNTIME
 from tests.support.model_server import ModelServer, Tensors, flags, integers, serving, texts
+from tests.support.stages import build_engine, convert_model
 from tests.support.text_requests import ask, is_idle, request, text_of, word_in
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
 from trtserve.cli import run
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

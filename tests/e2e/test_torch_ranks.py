@@ -22,12 +22,11 @@ from tests.support.in_process import END_ID, InProcess
 from tests.support.launches import assert_gone, running_rank
 from tests.support.model_server import ModelServer, Tensors, integers
 from tests.support.servers import free_spec
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Model, ModelRepository
 from trtserve.errors import ServerDiedError, ServerStartError
 from trtserve.host.gpus import count_gpus
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.repository.profiles import CORE
 from trtserve.server.plan import ServerPlan, plan_server

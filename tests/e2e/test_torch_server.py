@@ -13,8 +13,8 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, serving
 from tests.support.release_client import NEWEST
+from tests.support.stages import build_engine
 from trtserve.artifacts import Checkpoint, Engine
-from trtserve.pipeline.build import build_engine
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 from trtserve.specs.command_line import spec_of

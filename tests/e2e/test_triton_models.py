@@ -16,13 +16,12 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, flags, inputs_of, integers, serving
 from tests.support.release_client import NEWEST
+from tests.support.stages import build_engine, convert_model
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
 from trtserve.executor import api
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stages import build_engine, convert_model
 from tests.support.supervised import ALL, measured
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository, load_artifact
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.progress import SILENT
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.repository.check import check_repository

@@ -8,13 +8,12 @@ import pytest
 
 from tests.support.model_server import ModelServer, integers
 from tests.support.release_client import NEWEST, long_integers
+from tests.support.stages import build_engine, convert_model
 from tests.support.supervised import supervised
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
 from trtserve.client.metrics import read_heartbeats
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.programs.shared.run_folder import DRAINING
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.server.shutdown import stop_server

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.servers import HOST
+from tests.support.stages import build_engine, convert_model
 from tests.support.supervised import ALL, Supervised, measured, seconds_until, supervised
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stages import build_engine, convert_model
 from tests.support.supervised import measured, seconds_until, supervised
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.repository.assembling import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

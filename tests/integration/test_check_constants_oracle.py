@@ -15,13 +15,13 @@ import pytest
 
 from tests.support.conversion_faults import config_faults, faults_of
 from tests.support.families import FAMILIES
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import constants, original
 from trtserve.pipeline.parity.comparison import Judgement
 from trtserve.specs import ConvertSpec

@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.conversion_faults import config_faults, copied, faults_of, faulty_copies
 from tests.support.families import FAMILIES
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -27,7 +28,6 @@ from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import CheckError, CorruptFileError
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import CheckPlan, check_checkpoint, compare_checkpoint, plan_check, require_passed
 from trtserve.pipeline.parity.original import Original, run_original
 from trtserve.specs import CheckSpec, ConvertSpec

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.quantised_models import EXPERT_SIZES, write_quantised_model
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import check_checkpoint
 from trtserve.specs import CheckSpec, ConvertSpec
 

@@ -15,13 +15,12 @@ import pytest
 from tests.support.double_engines import write_checkpoint, write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
 from tests.support.servers import free_spec
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Model, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import MachineError, RepositoryError, ServerDiedError, ServerStartError
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.server.plan import plan_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.start import start_server

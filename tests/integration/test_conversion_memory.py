@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.errors import MemoryLimitError
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 # What a conversion says that it needs, in four processes.

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES
 from trtserve.artifacts import Model
 from trtserve.executor import api
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 Floats = npt.NDArray[np.float64]

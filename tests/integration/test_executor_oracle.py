@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES
 from trtserve.artifacts import Model
 from trtserve.executor import api
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 FAMILIES = ("llama", "llama3", "mistral", "gpt2")

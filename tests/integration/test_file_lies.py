@@ -17,12 +17,12 @@ import pytest
 from tests.support.bench_records import answered, report_of
 from tests.support.peft_adapters import write_adapter
 from tests.support.repositories_to_check import RepositoryFactory, bases
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.__main__ import prepare_streams
 from trtserve.artifacts import Model
 from trtserve.bench.exports import write_result
 from trtserve.cli import run
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 # `make fuzz` asks for more.

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.support.paged_steps import PagedSteps
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from tests.support.tiny_vision import Spelling, write_tiny_vision_model
 from tests.support.transformers_oracle import Oracle, engine_of, greedy_tokens
 from trtserve.artifacts import Model
 from trtserve.errors import CheckError
 from trtserve.executor.openvino.paged_model import PagedModel
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import check_checkpoint, require_passed
 from trtserve.specs import BuildSpec, ConvertSpec
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from tests.support.goldens import Golden, GoldenCase, golden_names, load_golden
+from tests.support.stages import build_engine, convert_model
 from trtserve.artifacts import Engine, Model
 from trtserve.executor import api
 from trtserve.executor.engine.model import single_sequence
 from trtserve.executor.openvino.paged_model import PagedModel
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 

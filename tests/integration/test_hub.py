@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hub import Hub, running_hub
+from tests.support.stages import pull_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, load_artifact
 from trtserve.checkpoint import tensor_files
@@ -32,7 +33,7 @@ from trtserve.errors import (
     TrtserveError,
     UnsupportedModelError,
 )
-from trtserve.pipeline.model import import_model, plan_model
+from trtserve.pipeline.model import plan_model
 from trtserve.progress import Task, Unit
 from trtserve.store import Store
 from trtserve.store.hub import RemoteFile
@@ -90,7 +91,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_pulls_only_needed_files_of_a_pinned_commit(hub: Hub, tiny: Path) -> None:
     served = hub.add(ID, tiny)
     progress = _Recorder()
-    model = import_model(ID, progress=progress)
+    model = pull_model(ID, progress=progress)
     names = {path.name for path in model.path.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "manifest.json"} <= names
     assert not names & {"pytorch_model.bin", "consolidated.safetensors", "README.md"}
@@ -104,24 +105,24 @@ def test_pulls_only_needed_files_of_a_pinned_commit(hub: Hub, tiny: Path) -> Non
 
 def test_alias_names_the_model(hub: Hub, tiny: Path) -> None:
     hub.add("meta-llama/Llama-2-7b-hf", tiny)
-    assert import_model("llama-2-7b").name == "llama-2-7b"
+    assert pull_model("llama-2-7b").name == "llama-2-7b"
 
 
 def test_second_import_asks_for_no_weights(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny)
-    first = import_model(ID)
+    first = pull_model(ID)
     hub.requests.clear()
     progress = _Recorder()
-    assert import_model(ID, progress=progress) == first
+    assert pull_model(ID, progress=progress) == first
     assert not hub.asked_for("model.safetensors")
     assert any("reused" in step for step in progress.steps)
 
 
 def test_a_downloaded_commit_needs_no_network(hub: Hub, tiny: Path) -> None:
     served = hub.add(ID, tiny)
-    first = import_model(ID)
+    first = pull_model(ID)
     hub.requests.clear()
-    again = import_model(f"{ID}@{served.commit}", name="pinned")
+    again = pull_model(f"{ID}@{served.commit}", name="pinned")
     assert again.fingerprint == first.fingerprint
     assert again.name == "pinned"
     assert not hub.requests
@@ -131,7 +132,7 @@ def test_cut_connection_is_resumed_within_one_call(hub: Hub, tiny: Path, monkeyp
     hub.add(ID, tiny, cut={"model.safetensors": 40_960})
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
     progress = _Recorder()
-    model = import_model(ID, progress=progress)
+    model = pull_model(ID, progress=progress)
     first, second = hub.asked_for("model.safetensors")
     assert first.byte_range is None
     assert second.byte_range == "bytes=40960-"
@@ -142,14 +143,14 @@ def test_cut_connection_is_resumed_within_one_call(hub: Hub, tiny: Path, monkeyp
 def test_a_server_without_ranges_sends_the_whole_file_again(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, cut={"model.safetensors": 40_000}, ranges=False)
     progress = _Recorder()
-    model = import_model(ID, progress=progress)
+    model = pull_model(ID, progress=progress)
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     assert progress.done == progress.total
 
 
 def test_mirror_that_lists_names_only(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, lists_sizes=False)
-    model = import_model(ID)
+    model = pull_model(ID)
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     assert hub.asked_for("model.safetensors", "HEAD")
 
@@ -157,19 +158,19 @@ def test_mirror_that_lists_names_only(hub: Hub, tiny: Path) -> None:
 def test_gated_model_needs_its_token(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny, gated=True, token="hf_good")
     with pytest.raises(AccessDeniedError, match="401") as caught:
-        import_model(ID)
+        pull_model(ID)
     assert "HF_TOKEN" in str(caught.value.hint)
     with pytest.raises(AccessDeniedError, match="403"):
-        import_model(ID, token="hf_other")
+        pull_model(ID, token="hf_other")
     assert not hub.asked_for("model.safetensors")
     monkeypatch.setenv("HF_TOKEN", "hf_good")
-    assert import_model(ID).name == "tiny"
+    assert pull_model(ID).name == "tiny"
     assert hub.asked_for("model.safetensors")[0].token == "hf_good"
 
 
 def test_token_stays_with_the_hub(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, redirects=True, cut={"model.safetensors": 1000})
-    model = import_model(ID, token="hf_secret")
+    model = pull_model(ID, token="hf_secret")
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     tokens = {request.path.split("/")[1]: request.token for request in hub.asked_for("model.safetensors")}
     assert tokens == {"acme": "hf_secret", "cdn": None}
@@ -182,7 +183,7 @@ def test_token_stays_with_the_hub(hub: Hub, tiny: Path) -> None:
 def test_two_at_once_pull_once(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, bytes_per_second=400_000)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: import_model(ID), range(2))
+        first, second = pool.map(lambda _: pull_model(ID), range(2))
     assert first == second
     assert len(hub.asked_for("model.safetensors")) == 1
 
@@ -213,7 +214,7 @@ def test_refusals(
 ) -> None:
     hub.add(ID, tiny, **faults)
     with pytest.raises(expected, match=words) as caught:
-        import_model(source, token=token)
+        pull_model(source, token=token)
     assert token is None or token not in caught.value.message
     assert not list(Store().folder(Model).glob("*"))
 
@@ -221,9 +222,9 @@ def test_refusals(
 def test_wrong_file_is_removed_and_pulled_again(hub: Hub, tiny: Path) -> None:
     served = hub.add(ID, tiny, wrong_hash={"model.safetensors"})
     with pytest.raises(CorruptFileError):
-        import_model(ID)
+        pull_model(ID)
     served.wrong_hash.clear()
-    assert import_model(ID).path.is_dir()
+    assert pull_model(ID).path.is_dir()
     assert [request.byte_range for request in hub.asked_for("model.safetensors")] == [None, None]
 
 
@@ -231,7 +232,7 @@ def test_wrong_file_is_removed_and_pulled_again(hub: Hub, tiny: Path) -> None:
 def test_a_busy_hub_is_asked_again(hub: Hub, tiny: Path, statuses: list[int]) -> None:
     busy = {"": [*statuses], "config.json": [*statuses], "model.safetensors": [*statuses]}
     served = hub.add(ID, tiny, busy=busy, retry_after="0")
-    model = import_model(ID)
+    model = pull_model(ID)
     assert not any(served.busy.values())
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
 
@@ -240,7 +241,7 @@ def test_a_busy_hub_is_asked_again(hub: Hub, tiny: Path, statuses: list[int]) ->
 def test_a_hub_that_stays_busy_is_given_up(hub: Hub, tiny: Path, name: str) -> None:
     served = hub.add(ID, tiny, busy={name: [503] * 50})
     with pytest.raises(NetworkError, match="503"):
-        import_model(ID)
+        pull_model(ID)
     assert len(served.busy[name]) == 45  # five attempts
     assert not list(Store().folder(Model).glob("*"))
 
@@ -248,7 +249,7 @@ def test_a_hub_that_stays_busy_is_given_up(hub: Hub, tiny: Path, name: str) -> N
 def test_a_hub_that_asks_for_an_hour_is_not_waited_for(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, busy={"": [503]}, retry_after="3600")
     with pytest.raises(NetworkError, match="503") as caught:
-        import_model(ID)
+        pull_model(ID)
     assert "3600" in str(caught.value.hint)
 
 
@@ -257,11 +258,11 @@ def test_a_redirect_to_another_host_carries_no_token(hub: Hub, tiny: Path, lists
     other = hub.endpoint.replace("127.0.0.1", "localhost")
     hub.add(ID, tiny, elsewhere=other, lists_sizes=lists_sizes, cut={"model.safetensors": 1000})
     if lists_sizes:
-        model = import_model(ID, token="hf_secret")
+        model = pull_model(ID, token="hf_secret")
         assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     else:  # the client believes only the hub itself what a file's hash is
         with pytest.raises(NetworkError, match="neither size nor hash"):
-            import_model(ID, token="hf_secret")
+            pull_model(ID, token="hf_secret")
     tokens = {(request.host.partition(":")[0], request.token) for request in hub.requests}
     assert tokens == {("127.0.0.1", "hf_secret"), ("localhost", None)}
 
@@ -269,7 +270,7 @@ def test_a_redirect_to_another_host_carries_no_token(hub: Hub, tiny: Path, lists
 def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(NetworkError, match="cannot be reached") as caught:
-        import_model(ID)
+        pull_model(ID)
     assert caught.value.code == 12
 
 
@@ -277,14 +278,14 @@ def test_a_full_disk_is_reported_before_the_download(hub: Hub, tiny: Path, monke
     hub.add(ID, tiny)
     monkeypatch.setattr("trtserve.host.machine.free_disk", lambda path: 1000)
     with pytest.raises(DiskSpaceError, match="MiB"):
-        import_model(ID)
+        pull_model(ID)
     assert not hub.asked_for("model.safetensors")
 
 
 def test_file_above_the_limit_of_the_hub_is_refused_first(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, wrong_size={"model.safetensors": 60_000_000_000})
     with pytest.raises(UnsupportedModelError, match="50 GB"):
-        import_model(ID)
+        pull_model(ID)
     assert not hub.asked_for("model.safetensors")
 
 
@@ -297,7 +298,7 @@ def test_an_unsupported_architecture_is_reported_before_the_weights(hub: Hub, ti
     (other / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
     hub.add("acme/mamba", other)
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
-        import_model("acme/mamba")
+        pull_model("acme/mamba")
     assert not hub.asked_for("model.safetensors")
 
 
@@ -311,7 +312,7 @@ def test_only_pickled_weights_are_refused_without_pytorch(
         (pickled / name).write_bytes((tiny / name).read_bytes())
     hub.add("acme/pickled", pickled)
     with pytest.raises(MissingDependencyError, match="only PyTorch can read"):
-        import_model("acme/pickled")
+        pull_model("acme/pickled")
     assert not hub.asked_for("pytorch_model.bin")
 
 
@@ -325,7 +326,7 @@ def test_sharded_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     hub.add("acme/sharded", sharded)
-    assert {path.name for path in import_model("acme/sharded").path.glob("*.safetensors")} == set(weight_map.values())
+    assert {path.name for path in pull_model("acme/sharded").path.glob("*.safetensors")} == set(weight_map.values())
     (sharded / "model-00002-of-00002.safetensors").unlink()
     hub.add("acme/incomplete", sharded)
     with pytest.raises(CorruptFileError, match="00002-of-00002"):
@@ -334,12 +335,12 @@ def test_sharded_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
 
 def test_offline_uses_downloaded_files(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny)
-    first = import_model(ID)
+    first = pull_model(ID)
     hub.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert import_model(ID) == first
+    assert pull_model(ID) == first
     with pytest.raises(NetworkError, match="HF_HUB_OFFLINE"):
-        import_model("acme/absent")
+        pull_model("acme/absent")
     assert not hub.requests
 
 
@@ -351,11 +352,11 @@ def test_cache_of_the_client_is_used(hub: Hub, tiny: Path, tmp_path: Path, monke
     for path in tiny.iterdir():
         hf_hub_download(ID, path.name, endpoint=hub.endpoint)
     hub.requests.clear()
-    model = import_model(ID)
+    model = pull_model(ID)
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     assert not hub.asked_for("model.safetensors")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert import_model(ID, store=Store(tmp_path / "other")).fingerprint == model.fingerprint
+    assert pull_model(ID, store=Store(tmp_path / "other")).fingerprint == model.fingerprint
 
 
 def test_a_half_written_cache_is_not_trusted(
@@ -378,9 +379,9 @@ def test_a_half_written_cache_is_not_trusted(
     with monkeypatch.context() as patched:
         patched.setattr("trtserve.store.hub.verify", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            import_model(ID)
+            pull_model(ID)
     progress = _Recorder()
-    model = import_model(ID, progress=progress)
+    model = pull_model(ID, progress=progress)
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     assert any("damaged" in warning for warning in progress.warnings)
     assert blob.read_bytes() == damaged
@@ -394,7 +395,7 @@ def test_an_empty_file_is_pulled(hub: Hub, tiny: Path, tmp_path: Path, lists_siz
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OurOwnForCausalLM"]}))
     (folder / "__init__.py").touch()
     hub.add(ID, folder, lists_sizes=lists_sizes)
-    model = import_model(ID, any_architecture=True)
+    model = pull_model(ID, any_architecture=True)
     assert (model.path / "__init__.py").read_bytes() == b""
 
 
@@ -408,7 +409,7 @@ def test_a_file_size_limit_is_not_reported_as_a_network_error(
 
     monkeypatch.setattr("trtserve.store.hub.verify", limited)
     with pytest.raises(DiskSpaceError, match="ulimit -f"):
-        import_model(ID)
+        pull_model(ID)
 
 
 def test_killed_pull_is_resumed(hub: Hub, tmp_path: Path) -> None:
@@ -417,7 +418,7 @@ def test_killed_pull_is_resumed(hub: Hub, tmp_path: Path) -> None:
     part = _start_and_kill("acme/wide", at_bytes=200_000)
     kept = part.stat().st_size
     served.bytes_per_second = None
-    model = import_model("acme/wide")
+    model = pull_model("acme/wide")
     assert (model.path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert hub.asked_for("model.safetensors")[-1].byte_range == f"bytes={kept}-"
     assert not part.parent.exists()
@@ -427,7 +428,7 @@ def _start_and_kill(source: str, *, at_bytes: int) -> Path:
     """Kill a process that imports when `at_bytes` of the weights are on disk; returns the part that it left."""
     # Small blocks, so that a part is on disk long before the end.
     small_blocks = "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 4096"
-    code = f"{small_blocks}; from trtserve.pipeline.model import import_model; import_model({source!r})"
+    code = f"{small_blocks}; from trtserve.pipeline.model import pull_model; pull_model({source!r})"
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) as process:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:

@@ -12,11 +12,12 @@ import pytest
 
 from tests.support.hub import Hub, running_hub
 from tests.support.peft_adapters import write_adapter
+from tests.support.stages import pull_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import MANIFEST, Model
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, NetworkError
-from trtserve.pipeline.model import download_folder, import_model
+from trtserve.pipeline.model import download_folder
 from trtserve.store import Store
 from trtserve.store.hub import RemoteFile, Revision, calls
 
@@ -187,9 +188,9 @@ def test_an_adapter_from_a_lying_hub(hub: Hub, home: Path, tmp_path: Path, capsy
 def test_a_commit_of_sha256_is_one(hub: Hub, tiny: Path) -> None:
     served = hub.add(ID, tiny)
     served.commit = "b" * 64
-    assert import_model(ID).manifest.spec["commit"] == "b" * 64  # type: ignore[union-attr]
+    assert pull_model(ID).manifest.spec["commit"] == "b" * 64  # type: ignore[union-attr]
     hub.requests.clear()
-    assert import_model(f"{ID}@{'b' * 64}").name == "tiny"
+    assert pull_model(f"{ID}@{'b' * 64}").name == "tiny"
     assert not hub.requests
 
 
@@ -207,7 +208,7 @@ def test_headers_that_lie(hub: Hub, tiny: Path, home: Path, headers: dict[str, s
     before = _outside(home)
     hub.add(ID, tiny, lists_sizes=False, lying_headers=headers)
     with pytest.raises(NetworkError) as caught:
-        import_model(ID)
+        pull_model(ID)
     assert "HF_ENDPOINT" in str(caught.value.hint)
     assert _outside(home) == before
 
@@ -215,7 +216,7 @@ def test_headers_that_lie(hub: Hub, tiny: Path, home: Path, headers: dict[str, s
 def test_a_content_range_that_is_no_number(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, lying_headers={"Content-Range": "bytes 0-1/many"})
     with pytest.raises(NetworkError, match="cannot read"):
-        import_model(ID)
+        pull_model(ID)
 
 
 @pytest.mark.parametrize("shard", ["../../../evil.safetensors", "/tmp/evil.safetensors", "a/./b.safetensors", "", 3])
@@ -226,14 +227,14 @@ def test_shards_that_lie_elsewhere(hub: Hub, tiny: Path, home: Path, tmp_path: P
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
     hub.add(ID, folder)
     with pytest.raises(CorruptFileError, match="not a valid weight index"):
-        import_model(ID)
+        pull_model(ID)
     assert _outside(home) == before
 
 
 def test_a_body_without_end_is_left_at_the_announced_size(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, endless={"model.safetensors"})
     with pytest.raises(CorruptFileError, match="longer than the") as caught:
-        import_model(ID)
+        pull_model(ID)
     assert "HF_ENDPOINT" in str(caught.value.hint)
     assert hub.sent_bytes < 64 << 20
     assert not list(Store().downloads.rglob("model.safetensors*"))
@@ -247,7 +248,7 @@ def test_a_file_called_as_our_manifest_is_not_taken(hub: Hub, tiny: Path, tmp_pa
     )
     (folder / MANIFEST).write_text('{"kind": "theirs"}')
     hub.add(ID, folder)
-    model = import_model(ID, any_architecture=True)
+    model = pull_model(ID, any_architecture=True)
     assert MANIFEST not in {file["name"] for file in model.manifest.facts["files"]}  # type: ignore[union-attr]
 
 
@@ -276,7 +277,7 @@ def test_a_download_folder_that_is_a_link_is_not_followed(hub: Hub, tiny: Path, 
     folder.parent.mkdir(parents=True)
     folder.symlink_to(home / "other")
     with pytest.raises(ArtifactError, match="hidden or a link"):
-        import_model(ID)
+        pull_model(ID)
     with pytest.raises(ArtifactError, match="hidden or a link"):
         Store().download(".hidden/x", served.commit)
     assert _outside(home) == before
@@ -290,13 +291,13 @@ def test_a_file_of_a_model_is_below_its_folder(name: Any) -> None:
 
 def test_a_stored_manifest_that_leads_elsewhere(hub: Hub, tiny: Path, home: Path) -> None:
     served = hub.add(ID, tiny)
-    model, before = import_model(ID), _outside(home)
+    model, before = pull_model(ID), _outside(home)
     for files in ([{"name": "../../../other/precious", "size": 4, "digest": ""}], [{"size": 1}], None):
         text = json.loads((model.path / MANIFEST).read_text())
         text["facts"]["files"] = files
         (model.path / MANIFEST).write_text(json.dumps(text))
         with pytest.raises(ArtifactError, match=r"files? of a model"):
-            import_model(f"{ID}@{served.commit}", name="again")
+            pull_model(f"{ID}@{served.commit}", name="again")
     assert _outside(home) == before
     assert [path.name for path in Store().folder(Model).glob("[!.]*")] == [model.path.name]
 

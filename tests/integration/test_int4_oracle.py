@@ -16,13 +16,12 @@ import pytest
 
 from tests.support.families import FAMILIES
 from tests.support.paged_steps import PagedSteps
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.quantized import group_size
 from trtserve.executor.openvino.paged_model import PagedModel
 from trtserve.executor.openvino.weight_quantization import quantize_in_groups
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")

@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.hub import Hub, running_hub
 from tests.support.peft_adapters import write_adapter
+from tests.support.stages import convert_adapter
 from trtserve.artifacts import Manifest
 from trtserve.errors import ModelNotFoundError, UnsupportedModelError
-from trtserve.pipeline.lora import WEIGHTS, convert_adapter, plan_adapter
+from trtserve.pipeline.lora import WEIGHTS, plan_adapter
 from trtserve.pipeline.model import download_folder
 from trtserve.store import Store
 from trtserve.store.hub import resolve

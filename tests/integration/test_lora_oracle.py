@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.stages import convert_adapter
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, engine_of
 from trtserve.executor import api
-from trtserve.pipeline.lora import CONFIG, WEIGHTS, convert_adapter
+from trtserve.pipeline.lora import CONFIG, WEIGHTS
 from trtserve.specs import BuildSpec, ConvertSpec
 
 # PEFT asks transformers for a name that this has renamed.

@@ -15,11 +15,10 @@ import pytest
 
 from tests.support.paged_steps import PagedSteps
 from tests.support.quantised_models import EXPERT_SIZES, ROUTERS, QuantisedModel, write_quantised_model
+from tests.support.stages import build_engine, convert_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of
 from trtserve.artifacts import Model
 from trtserve.executor import api
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.needs("torch")

@@ -29,14 +29,13 @@ from tests.support.request_mix import (
     recipes,
     request_of,
 )
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.executor import api
 from trtserve.executor.engine.shapes import LoraShape
 from trtserve.executor.openvino import paged_model
 from trtserve.executor.openvino.paged_model import SIZES
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 SOON = 60.0

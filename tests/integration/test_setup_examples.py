@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.hub import Hub, running_hub
 from tests.support.peft_adapters import write_adapter
+from tests.support.stages import convert_adapter
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
 from trtserve.executor.torch import runtime as torch
-from trtserve.pipeline.lora import convert_adapter
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "setups"
 WITH_TORCH = "two-gpus"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint import streaming
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import ConversionError
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.doubles import Doubles
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.cli.app import run
@@ -28,7 +29,7 @@ from trtserve.errors import (
 )
 from trtserve.nvidia.converters import Toolkit, tool_command
 from trtserve.nvidia.releases.containers import latest_container
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import ConvertSpec
 
 VERSIONS = {"0.12": "0.12.0", "0.16": "0.16.0", "0.18": "0.18.2", "0.20": "0.20.0", "1.0": "1.0.0", "1.2": "1.2.1"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.stages import convert_model
 from trtserve.artifacts import MANIFEST, Model
 from trtserve.checkpoint import streaming
-from trtserve.pipeline.convert import convert_model
 from trtserve.progress import SilentProgress, Task
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store

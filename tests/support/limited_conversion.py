@@ -16,8 +16,8 @@ import ml_dtypes  # noqa: F401 - part of what is there before the conversion
 import numpy as np
 import psutil
 
+from tests.support.stages import convert_model
 from trtserve.artifacts import Model
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec, DType
 from trtserve.store import Store

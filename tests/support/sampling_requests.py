@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.executor import api
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 VOCAB = 320

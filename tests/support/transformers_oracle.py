@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.stages import build_engine, convert_model
 from trtserve.artifacts import Engine, Model
 from trtserve.executor import api
-from trtserve.pipeline.build import build_engine
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 ENGINES: dict[str, dict[str, Any]] = {

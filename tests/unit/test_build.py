@@ -13,13 +13,14 @@ import pytest
 from tests.support.checkpoints import convert_tiny
 from tests.support.paged_steps import PagedSteps
 from tests.support.recorded_progress import Lines
+from tests.support.stages import build_engine
 from trtserve.artifacts import Checkpoint, Engine, Manifest, load_artifact
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor.openvino import runtime as openvino
 from trtserve.executor.openvino.memory import weight_bytes
 from trtserve.executor.openvino.paged_model import PagedModel
-from trtserve.pipeline.build import build_engine, plan_build
+from trtserve.pipeline.build import plan_build
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import longest_sequence
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.checkpoints import convert_tiny
 from tests.support.recorded_progress import Lines
+from tests.support.stages import build_engine
 from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Checkpoint, Engine, Manifest
@@ -33,7 +34,7 @@ from trtserve.executor.torch import runtime as torch
 from trtserve.host.machine import install_command
 from trtserve.nvidia.releases.containers import latest_container
 from trtserve.nvidia.releases.installed import installed
-from trtserve.pipeline.build import build_engine, find_checkpoint, plan_build
+from trtserve.pipeline.build import find_checkpoint, plan_build
 from trtserve.specs import BUILDER_FIELDS, BuildSpec
 from trtserve.store import NameRecord, Store
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.families import FAMILIES
 from tests.support.quantised_models import write_quantised_model
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.unified import read_config
@@ -19,7 +20,6 @@ from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases import RELEASES, order
 from trtserve.nvidia.releases.converters import converters
 from trtserve.nvidia.releases.loaders import evidence, family_architectures, loading_releases
-from trtserve.pipeline.convert import convert_model
 from trtserve.repository.check.checkpoints import LoadReport, check_loading
 from trtserve.specs import ConvertSpec
 

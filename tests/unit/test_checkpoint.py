@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import ArtifactError, CorruptFileError, UnsupportedModelError
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 Array = npt.NDArray[Any]

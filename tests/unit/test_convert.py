@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.families.shards import Tensors
 from tests.support.recorded_progress import Lines
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import MANIFEST, Checkpoint, Model
 from trtserve.errors import (
@@ -24,7 +25,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.pipeline.convert import convert_model, find_model, plan_conversion
+from trtserve.pipeline.convert import find_model, plan_conversion
 from trtserve.progress import SilentProgress, Task
 from trtserve.specs import ConvertSpec, Quantization
 from trtserve.store import NameRecord, Store

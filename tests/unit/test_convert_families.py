@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.families import FAMILIES, cases
 from tests.support.families.shards import Tensors
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint.source import read_hf_config
 from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 

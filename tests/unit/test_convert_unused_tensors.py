@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from tests.support.recorded_progress import Lines
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import MANIFEST, Checkpoint, Model
 from trtserve.cli import run
 from trtserve.errors import ConversionError, UsageError
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import ConvertSpec
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.families import FAMILIES
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -22,7 +23,7 @@ from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.pipeline.build import plan_build
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import BuildSpec, ConvertSpec
 
 WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.experts]

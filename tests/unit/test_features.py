@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -16,8 +17,7 @@ from trtserve.errors import UsageError
 from trtserve.executor.embedded import Features
 from trtserve.executor.engine.shapes import lora_modules
 from trtserve.executor.openvino.runtime import OpenvinoPlan
-from trtserve.pipeline.build import build_engine, plan_build
-from trtserve.pipeline.convert import convert_model
+from trtserve.pipeline.build import plan_build
 from trtserve.specs import BuildSpec, ConvertSpec
 
 ALL = BuildSpec(

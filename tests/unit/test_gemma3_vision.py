@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.recorded_progress import Lines
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from tests.support.tiny_vision import Spelling, write_tiny_vision_model
 from trtserve.artifacts import Checkpoint, Model
@@ -16,7 +17,6 @@ from trtserve.checkpoint import architectures
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import ConversionError, UnsupportedModelError
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.memory import check_memory
 from trtserve.pipeline.parity.converted import numbers_beside
 from trtserve.specs import ConvertSpec

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stages import pull_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
 from trtserve.errors import (
@@ -20,7 +21,7 @@ from trtserve.errors import (
     UsageError,
 )
 from trtserve.host.machine import free_disk, require_disk
-from trtserve.pipeline.model import import_model, plan_model
+from trtserve.pipeline.model import plan_model
 from trtserve.store import Store
 
 
@@ -40,7 +41,7 @@ def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_a_folder_is_linked_and_not_changed(folder: Path) -> None:
     before = _content(folder)
-    model = import_model(str(folder))
+    model = pull_model(str(folder))
     assert _content(folder) == before
     assert model.name == "mine"
     assert (model.path / "model.safetensors").readlink() == folder / "model.safetensors"
@@ -48,13 +49,13 @@ def test_a_folder_is_linked_and_not_changed(folder: Path) -> None:
 
 
 def test_only_an_unchanged_folder_is_reused(folder: Path) -> None:
-    first = import_model(str(folder))
-    assert import_model(str(folder)) == first
+    first = pull_model(str(folder))
+    assert pull_model(str(folder)) == first
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
-    second = import_model(str(folder))
+    second = pull_model(str(folder))
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    third = import_model(str(folder))
+    third = pull_model(str(folder))
     assert len({first.fingerprint, second.fingerprint, third.fingerprint}) == 3
 
 
@@ -69,7 +70,7 @@ def test_the_spelling_of_a_path_does_not_matter(folder: Path, tmp_path: Path, mo
 
 
 def test_out_and_name(folder: Path, tmp_path: Path) -> None:
-    model = import_model(str(folder), name="other", out=tmp_path / "there")
+    model = pull_model(str(folder), name="other", out=tmp_path / "there")
     assert (model.path, model.name) == (tmp_path / "there", "other")
     assert not Store().root.joinpath("models").exists()
 
@@ -78,14 +79,14 @@ def test_out_does_not_replace_other_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("mine")
     with pytest.raises(ArtifactError, match="precious"):
-        import_model(str(folder), out=tmp_path / "precious")
+        pull_model(str(folder), out=tmp_path / "precious")
 
 
 def test_the_demo_has_one_fingerprint_everywhere() -> None:
     plan = plan_model("demo")
     assert plan.architecture == "LlamaForCausalLM"
     assert all(file.digest.startswith("sha256:") for file in plan.files)
-    model = import_model("demo")
+    model = pull_model("demo")
     assert not any(path.is_symlink() for path in model.path.iterdir())
 
 
@@ -96,35 +97,35 @@ def test_weights_that_are_cut_off_are_refused(folder: Path, keep: int, words: st
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
     with pytest.raises(CorruptFileError, match=words):
-        import_model(str(folder))
+        pull_model(str(folder))
 
 
 def test_missing_files_are_named(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "kept.json")
     with pytest.raises(UnsupportedModelError, match="no tokenizer"):
-        import_model(str(folder))
+        pull_model(str(folder))
     (folder / "config.json").unlink()
     with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
-        import_model(str(folder))
+        pull_model(str(folder))
 
 
 def test_a_broken_config_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(CorruptFileError, match=r"config\.json"):
-        import_model(str(folder))
+        pull_model(str(folder))
 
 
 def test_other_weight_formats_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model.gguf")
     with pytest.raises(UnsupportedModelError, match=r"model\.gguf"):
-        import_model(str(folder))
+        pull_model(str(folder))
 
 
 def test_quantised_weights_are_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "quanto"}}))
     with pytest.raises(UnsupportedModelError, match="quanto"):
-        import_model(str(folder))
+        pull_model(str(folder))
 
 
 def test_a_full_disk_is_reported_with_numbers(tmp_path: Path) -> None:
@@ -137,19 +138,19 @@ def test_a_full_disk_is_reported_with_numbers(tmp_path: Path) -> None:
 def test_artefacts_of_other_kinds_are_refused(folder: Path) -> None:
     Manifest(kind="checkpoint", name="x", fingerprint="0" * 64).write(folder)
     with pytest.raises(ArtifactError, match="is of kind checkpoint; expected model") as caught:
-        import_model(str(folder))
+        pull_model(str(folder))
     assert "trtserve build" in str(caught.value.hint)
 
 
 def test_a_manifest_of_another_tool_is_ignored(folder: Path) -> None:
     (folder / "manifest.json").write_text('{"files": 3}')
-    assert import_model(str(folder)).path.is_dir()
+    assert pull_model(str(folder)).path.is_dir()
 
 
 def test_a_file_is_neither_a_model_nor_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     with pytest.raises(ModelNotFoundError, match="is a file; a model is a folder"):
-        import_model(f"{folder.name}/config.json")
+        pull_model(f"{folder.name}/config.json")
 
 
 def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> No
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     (folder / "special_tokens_map.json").symlink_to(secret)
     with pytest.raises(UsageError, match="which is outside of"):
-        import_model(str(folder), store=Store(tmp_path / "home"))
+        pull_model(str(folder), store=Store(tmp_path / "home"))
 
 
 def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(folder: Path, tmp_path: Path) -> None:
@@ -168,14 +169,14 @@ def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(folder: Path, tmp_pa
     shutil.copytree(folder, snapshot)
     (snapshot / "config.json").rename(cache / "blobs" / "c")
     (snapshot / "config.json").symlink_to(cache / "blobs" / "c")
-    assert import_model(str(snapshot), store=Store(tmp_path / "home")).path.is_dir()
+    assert pull_model(str(snapshot), store=Store(tmp_path / "home")).path.is_dir()
 
 
 def test_an_absurd_number_of_layers_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
     with pytest.raises(UnsupportedModelError, match="no model is that large"):
-        import_model(str(folder), store=Store(tmp_path / "home"))
+        pull_model(str(folder), store=Store(tmp_path / "home"))
 
 
 def test_a_folder_of_the_hubs_cache_means_its_snapshot(original: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.families import FAMILIES
 from tests.support.recorded_progress import Lines
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -20,7 +21,6 @@ from trtserve.nvidia.releases import RELEASES, load_table, order
 from trtserve.nvidia.releases.loaders import loading_releases
 from trtserve.pipeline.build import plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import BuildSpec, ConvertSpec
 
 LLAMA3 = {

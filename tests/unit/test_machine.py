@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.errors import MemoryLimitError
 from trtserve.host import machine
 from trtserve.host.machine import available_memory, install_command, require_memory, to_be_mapped
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 GIB = 2**30

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tests.support.families import FAMILIES
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.architectures.parts.positions import alibi_slopes
 from trtserve.checkpoint.supported import supported_family
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import ConversionError, UnsupportedModelError
-from trtserve.pipeline.convert import convert_model
 from trtserve.specs import ConvertSpec
 
 PROJECTED: dict[str, Any] = {"word_embed_proj_dim": 32, "do_layer_norm_before": False}

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_byte_tokenizer, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.cli import run
@@ -28,7 +29,6 @@ from trtserve.errors import (
 from trtserve.host.machine import install_command
 from trtserve.pipeline import parity
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity import CheckReport, Stage, converted, original
 from trtserve.pipeline.parity.comparison import (
     BOUNDS,

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.stages import convert_model, pull_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.tensor_files import PickledFile
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert_own import plan_own_conversion
-from trtserve.pipeline.model import import_model
 from trtserve.specs import ConvertSpec
 
 
@@ -52,7 +51,7 @@ def test_bin_files_give_the_same_checkpoint_as_safetensors(tmp_path: Path, shard
 @pytest.mark.needs("torch")
 def test_import_refers_to_the_files(tmp_path: Path) -> None:
     _, copy = pickled(tmp_path, shards=2)
-    model = import_model(str(copy), out=tmp_path / "model")
+    model = pull_model(str(copy), out=tmp_path / "model")
     assert (model.path / "pytorch_model-1.bin").resolve() == (copy / "pytorch_model-1.bin").resolve()
     assert plan_own_conversion(model, ConvertSpec()).moves
 
@@ -152,7 +151,7 @@ def test_missing_torch_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return None if name == "torch" else find_spec(name)
 
     monkeypatch.setattr("trtserve.checkpoint.tensor_files.find_spec", without)
-    for use in (lambda: plan_own_conversion(Model(path=folder), ConvertSpec()), lambda: import_model(str(folder))):
+    for use in (lambda: plan_own_conversion(Model(path=folder), ConvertSpec()), lambda: pull_model(str(folder))):
         with pytest.raises(MissingDependencyError, match="only PyTorch can read") as caught:
             use()
         assert "[oracle]" in str(caught.value.hint)

@@ -12,6 +12,7 @@ import pytest
 from tests.support.families import FAMILIES
 from tests.support.large_models import LLAMA_2_7B, llama_2_7b
 from tests.support.recorded_progress import Lines
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.engine_config import EngineConfig
@@ -19,9 +20,8 @@ from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.executor.openvino.memory import engine_needs, weight_bytes
 from trtserve.executor.runtimes import draft_memory, engine_needs_of
 from trtserve.host.machine import AddressSpace
-from trtserve.pipeline.build import build_engine, plan_build
+from trtserve.pipeline.build import plan_build
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert_own import convert_memory, plan_own_conversion
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
 from trtserve.repository.served import ServedRepository

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.families import FAMILIES
 from tests.support.published_models import PUBLISHED, Published
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -23,7 +24,6 @@ from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_source
 from trtserve.checkpoint.supported import SourceQuantization, supported_family
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.parity.converted import changes_of
 from trtserve.specs import ConvertSpec
 

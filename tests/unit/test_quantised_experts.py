@@ -17,12 +17,12 @@ from tests.support.quantised_models import (
     read_any_safetensors,
     write_quantised_model,
 )
+from tests.support.stages import convert_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.quantized import unpack_int4
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec
 

@@ -25,6 +25,7 @@ from tests.support.quantised_models import (
     write_quantised_model,
 )
 from tests.support.recorded_progress import Lines
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -33,7 +34,7 @@ from trtserve.checkpoint.quantized import from_kernel, to_kernel, unpack_int4
 from trtserve.checkpoint.quantized_tensors import require_divisible
 from trtserve.checkpoint.unified import CheckpointReader, read_config
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec
 

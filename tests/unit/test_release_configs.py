@@ -12,6 +12,7 @@ import pytest
 from tests.doubles.checkpoint import LoaderError, read_config, read_mapping
 from tests.support.families import FAMILIES
 from tests.support.release_changes import NEWEST, before, expected_config
+from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Model
@@ -22,7 +23,7 @@ from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import RELEASES, order
 from trtserve.nvidia.releases.loaders import foreign_keys
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.convert import convert_model, plan_conversion
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import ConvertSpec
 
 

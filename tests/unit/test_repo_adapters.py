@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.support.peft_adapters import write_adapter as write_peft
+from tests.support.stages import convert_adapter
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
-from trtserve.pipeline.lora import convert_adapter
 from trtserve.programs.shared.lora_names import LoraNames
 from trtserve.repository.adapters import find_adapters
 from trtserve.repository.assembling import assemble_repository, plan_repository

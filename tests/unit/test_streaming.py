@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.stages import convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.checkpoint import streaming
-from trtserve.pipeline.convert import convert_model
 from trtserve.pipeline.convert_own import plan_own_conversion
 from trtserve.specs import ConvertSpec
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import convert_tiny
+from tests.support.stages import build_engine
 from trtserve.artifacts import Checkpoint, Engine
 from trtserve.checkpoint.unified import read_config
 from trtserve.errors import (
@@ -28,7 +29,7 @@ from trtserve.errors import (
 )
 from trtserve.executor.loaders import device_of, engine_files, read_engine_config
 from trtserve.executor.torch import runtime as torch
-from trtserve.pipeline.build import build_engine, plan_build
+from trtserve.pipeline.build import plan_build
 from trtserve.pipeline.inspect import describe
 from trtserve.specs import BuildSpec
 

@@ -170,19 +170,6 @@ def plan_build(
     )
 
 
-def build_engine(
-    checkpoint: Checkpoint,
-    spec: BuildSpec,
-    *,
-    name: str | None = None,
-    out: Path | None = None,
-    store: Store | None = None,
-    progress: Progress = SILENT,
-) -> Engine:
-    """Plan a build and run it."""
-    return plan_build(checkpoint, spec, name=name, out=out, store=store, progress=progress).run(progress)
-
-
 def require_complete(checkpoint: Checkpoint) -> None:
     """Raise ArtifactError or CorruptFileError when a rank's file is missing or cut off; weights are not read."""
     require_files(checkpoint.path, read_config(checkpoint.path))

@@ -149,20 +149,6 @@ def find_model(name_or_folder: str, store: Store | None = None, *, progress: Pro
     return (store or Store()).find(Model, name_or_folder, progress=progress)
 
 
-def convert_model(
-    model: Model,
-    spec: ConvertSpec,
-    *,
-    name: str | None = None,
-    out: Path | None = None,
-    store: Store | None = None,
-    verify: CheckSpec | None = None,
-    progress: Progress = SILENT,
-) -> Checkpoint:
-    """Plan a conversion and run it."""
-    return plan_conversion(model, spec, name=name, out=out, store=store, verify=verify).run(progress)
-
-
 def plan_conversion(
     model: Model,
     spec: ConvertSpec,

@@ -57,21 +57,6 @@ class AdapterPlan:
         return list(dict.fromkeys(pair.target for pair in self.pairs))
 
 
-def convert_adapter(
-    adapter: str | Path,
-    *,
-    name: str | None = None,
-    out: Path | None = None,
-    storage_type: str = "float16",
-    store: Store | None = None,
-    token: str | None = None,
-    progress: Progress = SILENT,
-) -> Adapter:
-    """Plan the conversion of a PEFT adapter (see `plan_adapter`) and run it."""
-    plan = plan_adapter(adapter, name=name, out=out, storage_type=storage_type, store=store, token=token)
-    return run_adapter_conversion(plan, token=token, progress=progress)
-
-
 def plan_adapter(
     adapter: str | Path,
     *,

@@ -69,31 +69,6 @@ class ModelPlan(ModelFiles):
         return model
 
 
-def import_model(
-    source: str,
-    *,
-    name: str | None = None,
-    out: Path | None = None,
-    store: Store | None = None,
-    token: str | None = None,
-    own_tokenizer: bool = True,
-    any_architecture: bool = False,
-    progress: Progress = SILENT,
-) -> Model:
-    """Plan a model (see `plan_model`) and pull it into the store."""
-    plan = plan_model(
-        source,
-        name=name,
-        out=out,
-        store=store,
-        token=token,
-        own_tokenizer=own_tokenizer,
-        any_architecture=any_architecture,
-        progress=progress,
-    )
-    return plan.run(progress)
-
-
 def plan_model(
     source: str,
     *,
