@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib import metadata
 
 import pytest
@@ -16,24 +15,17 @@ from trtserve.host.gpus import Driver, find_gpus
 from trtserve.server.doctor import examination, nvidia
 
 
-@pytest.fixture
-def without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-
-
-@pytest.mark.usefixtures("without_nvml")
-def test_nvidia_smi_reports_the_same_gpus_as_nvml(doubles: Doubles) -> None:
+def test_nvidia_smi_reports_gpus(doubles: Doubles) -> None:
     doubles.configure(gpus=2, container="25.12", driver="580.95.05", gpu_name="NVIDIA H200", gpu_memory_mib=143771)
     found = find_gpus()
     assert found.driver == Driver(version="580.95.05", cuda=(13, 0))
-    assert (found.source, found.apart) == ("nvidia-smi", ())
+    assert found.apart == ()
     assert [device.index for device in found.devices] == [0, 1]
     second = nvidia.check_device(found.devices[1])
     assert second.evidence.startswith("NVIDIA H200, compute capability 9.0, 140.4 GiB free of 140.4 GiB, MIG off")
-    assert "nvidia-ml-py is not installed" in nvidia.check_driver(found).evidence
+    assert nvidia.check_driver(found).evidence == "580.95.05, supports CUDA 13.0"
 
 
-@pytest.mark.usefixtures("without_nvml")
 @pytest.mark.parametrize(("apart", "pairs"), [("0-2,1-3", ((0, 2), (1, 3))), ("", ())])
 def test_nvidia_smi_reports_links_between_gpus(
     apart: str, pairs: tuple[tuple[int, int], ...], doubles: Doubles
@@ -42,7 +34,6 @@ def test_nvidia_smi_reports_links_between_gpus(
     assert find_gpus().apart == pairs
 
 
-@pytest.mark.usefixtures("without_nvml")
 def test_nvidia_smi_without_a_driver(doubles: Doubles) -> None:
     doubles.configure(gpus=0)
     with pytest.raises(MachineError, match="couldn't communicate with the NVIDIA driver"):
@@ -55,7 +46,6 @@ def gpu_machine(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
     doubles.configure(container="25.12", gpus=2, driver="580.95.05")
     packages = doubles.packages("1.1.0")
     monkeypatch.syspath_prepend(str(packages))
-    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(runtimes, "has_nvidia_gpu", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for part in ("_python", "_triton", "_tools"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.doubles import Doubles
-from tests.support.nvml import GIB, FakeGpu, FakeNvml
 from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import gpus as host_gpus
-from trtserve.host.gpus import Driver, Gpus, find_gpus
+from trtserve.host.gpus import Device, Driver, Gpus, find_gpus
 from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.containers import (
     all_containers,
@@ -36,32 +35,51 @@ from trtserve.nvidia.releases.installed import Installed, installed
 from trtserve.server.doctor import GPU, nvidia
 from trtserve.server.doctor.programs import TwoRanks
 
-Described = Callable[..., Gpus]
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeGpu:
+    """One GPU; None means that the driver does not report it."""
+
+    name: str = "NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    used: int = GIB // 2
+    mig: bool | None = False
+    persistence: bool | None = True
+    errors: int | None = 0
+
+
+def described(
+    *,
+    gpus: Sequence[FakeGpu] = (FakeGpu(),),
+    driver: str = "580.159.04",
+    cuda: tuple[int, int] | None = (13, 0),
+    apart: tuple[tuple[int, int], ...] | None = (),
+) -> Gpus:
+    devices = [
+        Device(
+            index=index,
+            name=gpu.name,
+            capability=f"{gpu.capability[0]}.{gpu.capability[1]}",
+            memory=140 * GIB,
+            used=gpu.used,
+            free=140 * GIB - gpu.used - GIB // 2,  # the driver keeps a part for itself
+            driver=driver,
+            uuid=f"GPU-00000000-0000-0000-0000-{index:012d}",
+            mig=gpu.mig,
+            persistence=gpu.persistence,
+            errors=gpu.errors,
+        )
+        for index, gpu in enumerate(gpus)
+    ]
+    return Gpus(driver=Driver(version=driver, cuda=cuda), devices=tuple(devices), apart=apart)
 
 
 def version(text: str) -> Installed:
     found = installed(text)
     assert found is not None
     return found
-
-
-@pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch) -> Described:
-    """What NVML says of a described machine, as the product reads it."""
-
-    def describe(**fields: object) -> Gpus:
-        fake = FakeNvml(**fields)  # type: ignore[arg-type]
-        monkeypatch.setitem(sys.modules, "pynvml", fake)
-        found = find_gpus()
-        assert fake.open == 0
-        return found
-
-    return describe
-
-
-@pytest.fixture
-def without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
 def test_every_container_has_a_driver() -> None:
@@ -129,10 +147,10 @@ def test_kernel_rows_name_releases() -> None:
         assert row.until in (None, *RELEASES)
 
 
-def test_nvml_describes_an_h200(described: Described) -> None:
+def test_an_h200() -> None:
     found = described()
     assert found.driver == Driver(version="580.159.04", cuda=(13, 0))
-    assert nvidia.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (NVML)"
+    assert nvidia.check_driver(found).evidence == "580.159.04, supports CUDA 13.0"
     device = nvidia.check_device(found.devices[0])
     assert (device.state, device.needed_by) == ("ok", GPU)
     assert device.evidence == (
@@ -141,43 +159,36 @@ def test_nvml_describes_an_h200(described: Described) -> None:
     )
 
 
-def test_old_nvml_answers_with_bytes(described: Described) -> None:
-    found = described(driver=b"535.54.03", cuda=12020, memory_v2=False)
-    assert found.devices[0].used == GIB  # what the driver keeps for itself is counted in
-    assert found.driver == Driver(version="535.54.03", cuda=(12, 2))
-    assert found.devices[0].name == "NVIDIA H200"
-
-
-def test_unreported_facts_of_a_gpu_are_left_out(described: Described) -> None:
+def test_unreported_facts_of_a_gpu_are_left_out() -> None:
     found = described(gpus=[FakeGpu(name="GeForce", mig=None, persistence=None, errors=None)], cuda=None)
     evidence = nvidia.check_device(found.devices[0]).evidence
     assert evidence == "GeForce, compute capability 9.0, 139.0 GiB free of 140.0 GiB"
     # The driver's own version says what CUDA it speaks.
-    assert nvidia.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (derived from its version) (NVML)"
+    assert nvidia.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (derived from its version)"
 
 
 @pytest.mark.parametrize(
     ("gpu", "fix"),
     [
         (FakeGpu(used=60 * GIB), "Other programs hold 60.0 GiB"),
-        (FakeGpu(mig=1), "MIG splits it"),
+        (FakeGpu(mig=True), "MIG splits it"),
         (FakeGpu(errors=3), "memory has errors"),
     ],
 )
-def test_problems_of_a_gpu(gpu: FakeGpu, fix: str, described: Described) -> None:
+def test_problems_of_a_gpu(gpu: FakeGpu, fix: str) -> None:
     finding = nvidia.check_device(described(gpus=[gpu]).devices[0])
     assert finding.state == "warning"
     assert fix in finding.fix
 
 
-def test_peer_access(described: Described) -> None:
+def test_peer_access() -> None:
     assert list(nvidia.check_peers(described())) == []
     (both,) = nvidia.check_peers(described(gpus=[FakeGpu()] * 2))
     assert (both.state, both.evidence) == ("ok", "between both GPUs")
     four = [FakeGpu()] * 4
     (fine,) = nvidia.check_peers(described(gpus=four))
     assert (fine.state, fine.evidence) == ("ok", "between all 4 GPUs")
-    (apart,) = nvidia.check_peers(described(gpus=four, apart=frozenset({(0, 2), (1, 3)})))
+    (apart,) = nvidia.check_peers(described(gpus=four, apart=((0, 2), (1, 3))))
     assert (apart.state, apart.evidence) == ("warning", "none between GPUs 0–2, 1–3")
     assert list(nvidia.check_peers(described(gpus=four, apart=None))) == []
 
@@ -187,16 +198,16 @@ def test_peer_access(described: Described) -> None:
     [
         ("Driver/library version mismatch", 1, "reboot"),
         ("Driver Not Loaded", 2, "Install NVIDIA's driver"),
-        ("NVML Shared Library Not Found", 0, "--runtime openvino"),
+        ("not installed", 0, "--runtime openvino"),
     ],
 )
-def test_why_there_is_no_driver(
-    fault: str, bus: int, hint: str, described: Described, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_there_is_no_driver(fault: str, bus: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_gpus, nvidia):
         monkeypatch.setattr(module, "on_the_bus", lambda: bus)
+    ended = SimpleNamespace(code=9, stdout=f"Failed to initialize NVML: {fault}\n", stderr="")
+    monkeypatch.setattr(host_gpus, "run", lambda *_arguments, **_options: ended)
     with pytest.raises(MachineError, match=fault) as caught:
-        described(fault=fault)
+        find_gpus()
     finding = nvidia.check_no_driver(caught.value)
     assert finding.state == "failed"
     assert hint in finding.fix
@@ -219,12 +230,11 @@ def test_gpus_on_the_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert host_gpus.on_the_bus() == 0
 
 
-def test_a_driver_without_gpus(described: Described) -> None:
+def test_a_driver_without_gpus() -> None:
     finding = nvidia.check_driver(described(gpus=[]))
     assert (finding.state, finding.evidence) == ("failed", "580.159.04 shows no GPU")
 
 
-@pytest.mark.usefixtures("without_nvml")
 def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="nvidia-smi: not installed"):
@@ -244,9 +254,7 @@ def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("MIG-1234", "ok", "MIG-1234: partitions, not checked"),
     ],
 )
-def test_visible_devices(
-    text: str | None, state: str | None, evidence: str, described: Described, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visible_devices(text: str | None, state: str | None, evidence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if text is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
@@ -254,7 +262,7 @@ def test_visible_devices(
     assert found == ([] if state is None else [(state, evidence)])
 
 
-def test_driver_against_the_cuda_of_tensorrt_llm(described: Described) -> None:
+def test_driver_against_the_cuda_of_tensorrt_llm() -> None:
     found = described()
     fine = nvidia.check_cuda(found, version("1.1.0"))
     assert (fine.state, fine.evidence) == (
@@ -262,7 +270,7 @@ def test_driver_against_the_cuda_of_tensorrt_llm(described: Described) -> None:
         "driver 580.159.04 supports CUDA 13.0; TensorRT-LLM 1.1.0 is built with CUDA 13.0",
     )
     assert nvidia.check_cuda(found, version("1.2.1")).evidence.endswith("runs thanks to minor version compatibility")
-    old = described(driver="550.54.15", cuda=12040)
+    old = described(driver="550.54.15", cuda=(12, 4))
     refused = nvidia.check_cuda(old, version("1.2.1"))
     assert refused.state == "failed"
     assert refused.fix == (
@@ -272,14 +280,14 @@ def test_driver_against_the_cuda_of_tensorrt_llm(described: Described) -> None:
     assert nvidia.check_cuda(found, version("1.9.0")).state == "warning"
 
 
-def test_without_tensorrt_llm_the_containers_of_a_driver_are_named(described: Described) -> None:
+def test_without_tensorrt_llm_the_containers_of_a_driver_are_named() -> None:
     assert nvidia.check_cuda(described(), None).evidence == (
         "this driver runs container 26.02 (TensorRT-LLM 1.1.0), 26.07 (1.2.1) by minor version compatibility"
     )
     # A V100 has a new driver, but no new release has its kernels.
     old = [FakeGpu(name="Tesla V100-SXM2-16GB", capability=(7, 0))]
     assert "container 24.10 (TensorRT-LLM 0.14.0)" in nvidia.check_cuda(described(gpus=old), None).evidence
-    none = described(driver="390.1", cuda=9010)
+    none = described(driver="390.1", cuda=(9, 1))
     assert nvidia.check_cuda(none, None).evidence == "this driver runs none of the containers 24.08 … 26.07"
 
 
@@ -299,14 +307,12 @@ def test_without_tensorrt_llm_the_containers_of_a_driver_are_named(described: De
         ((13, 0), "1.2.1", "warning", "See its release notes."),
     ],
 )
-def test_kernels_for_the_gpu(
-    capability: tuple[int, int], trtllm: str, state: str, fix: str, described: Described
-) -> None:
+def test_kernels_for_the_gpu(capability: tuple[int, int], trtllm: str, state: str, fix: str) -> None:
     finding = nvidia.check_kernels(described(gpus=[FakeGpu(capability=capability)]), version(trtllm))
     assert (finding.state, finding.fix) == (state, fix)
 
 
-def test_gpus_of_different_kinds(described: Described) -> None:
+def test_gpus_of_different_kinds() -> None:
     mixed = [FakeGpu(), FakeGpu(name="NVIDIA L40S", capability=(8, 9))]
     finding = nvidia.check_kernels(described(gpus=mixed), None)
     assert (finding.state, finding.evidence) == (
@@ -358,10 +364,10 @@ def test_launcher_of_the_llm_api(doubles: Doubles, monkeypatch: pytest.MonkeyPat
     assert doubles.calls() == []
 
 
-def test_the_container_that_suits_a_driver(described: Described) -> None:
+def test_the_container_that_suits_a_driver() -> None:
     assert nvidia.suited_container(described()) == "26.02"
-    assert nvidia.suited_container(described(driver="550.54.15", cuda=12040)) == "25.10"
-    assert nvidia.suited_container(described(driver="390.1", cuda=9010)) == ""
+    assert nvidia.suited_container(described(driver="550.54.15", cuda=(12, 4))) == "25.10"
+    assert nvidia.suited_container(described(driver="390.1", cuda=(9, 1))) == ""
 
 
 def test_no_version_of_tensorrt_llm() -> None:

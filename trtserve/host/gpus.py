@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
 from trtserve.host.machine import read_system_file
@@ -26,10 +24,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NUMBER = re.compile(r"[+-]?\d+")
 _UUID = "gpu-"
 _PARTITION = "mig-"
-NVML = "NVML"
 NVIDIA_SMI = "nvidia-smi"
-# NVML_P2P_CAPS_INDEX_READ of nvml.h. In nvidia-ml-py 13 the constant is a tuple, which its own call does not take.
-_READ = 0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TIMEOUT = 60.0  # without persistence mode the driver is loaded first
 _PCI = Path("/sys/bus/pci/devices")
@@ -226,106 +221,21 @@ class Device:
 class Gpus:
     driver: Driver
     devices: tuple[Device, ...]
-    source: str
-    """NVML or nvidia-smi."""
     apart: tuple[tuple[int, int], ...] | None = None
     """Pairs of GPUs that cannot read each other's memory; None: not reported."""
 
 
 def find_gpus() -> Gpus:
     """Return the driver and its GPUs. Raises MachineError with the reason when there is no driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return _from_nvidia_smi()
-    with _open(pynvml) as opened:
-        return _from_nvml(opened)
-
-
-@contextmanager
-def _open(nvml: Any) -> Iterator[Any]:
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        raise _no_driver(str(error), NVML) from error
-    try:
-        yield nvml
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _from_nvml(nvml: Any) -> Gpus:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    cuda = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
-    version = _text(nvml.nvmlSystemGetDriverVersion())
-    return Gpus(
-        driver=Driver(version=version, cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10)),
-        devices=tuple(_nvml_device(nvml, index, handle, version) for index, handle in enumerate(handles)),
-        source=NVML,
-        apart=_apart(nvml, handles),
-    )
-
-
-def _nvml_device(nvml: Any, index: int, handle: Any, driver: str) -> Device:
-    # Version 2 separates what the driver keeps for itself from what programs use, as nvidia-smi does.
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2) or _ask(
-        nvml, nvml.nvmlDeviceGetMemoryInfo, handle
-    )
-    mig = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)
-    persistence = _ask(nvml, nvml.nvmlDeviceGetPersistenceMode, handle)
-    kind = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    errors = _ask(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kind)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Device(
-        index=index,
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        capability=f"{major}.{minor}",
-        memory=0 if memory is None else int(memory.total),
-        used=0 if memory is None else int(memory.used),
-        free=0 if memory is None else int(memory.free),
-        driver=driver,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        mig=None if mig is None else bool(mig[0]),  # the second one holds after a restart
-        persistence=None if persistence is None else bool(persistence),
-        errors=errors,
-    )
-
-
-def _apart(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...] | None:
-    """Return pairs of GPUs that cannot read each other's memory, or None when the driver does not report it."""
-    states = {
-        (one, other): _ask(nvml, nvml.nvmlDeviceGetP2PStatus, handles[one], handles[other], _READ)
-        for one, other in combinations(range(len(handles)), 2)
-    }
-    if None in states.values():
-        return None
-    return tuple(pair for pair, state in states.items() if state != nvml.NVML_P2P_STATUS_OK)
-
-
-def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of an NVML call, or None when this driver or GPU does not support it."""
-    try:
-        return question(*arguments)
-    except nvml.NVMLError:
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    """Decode the bytes that older versions of nvidia-ml-py return."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _from_nvidia_smi() -> Gpus:
     devices = query_nvidia_smi()
     return Gpus(
         driver=Driver(version=devices[0].driver if devices else "", cuda=_cuda_of_header()),
         devices=devices,
-        source=NVIDIA_SMI,
-        apart=_apart_by_smi(len(devices)) if len(devices) > 1 else (),
+        apart=_apart(len(devices)) if len(devices) > 1 else (),
     )
 
 
-def _apart_by_smi(count: int) -> tuple[tuple[int, int], ...] | None:
+def _apart(count: int) -> tuple[tuple[int, int], ...] | None:
     """Return the pairs that are not "OK" in nvidia-smi's table of peer access, or None if the table does not say."""
     try:
         ended = run(Command(argv=(NVIDIA_SMI, "topo", "-p2p", "r")), timeout=_TIMEOUT)
@@ -363,9 +273,9 @@ def query_nvidia_smi() -> tuple[Device, ...]:
         ended = run(command, timeout=_TIMEOUT)
     except (MissingDependencyError, TimeoutError) as error:
         reason = "not installed" if isinstance(error, MissingDependencyError) else str(error)
-        raise _no_driver(reason, NVIDIA_SMI) from error
+        raise _no_driver(reason) from error
     if ended.code != 0:
-        raise _no_driver(" ".join((ended.stdout + ended.stderr).split()), NVIDIA_SMI)
+        raise _no_driver(" ".join((ended.stdout + ended.stderr).split()))
     rows = (line.split(", ", len(_FIELDS) - 1) for line in ended.stdout.splitlines() if line.strip())
     return tuple(_smi_device(dict(zip(_FIELDS, row, strict=True))) for row in rows)
 
@@ -402,7 +312,7 @@ def _bytes(mebibytes: str) -> int:
     return int(mebibytes) * 2**20 if mebibytes.isdigit() else 0
 
 
-def _no_driver(message: str, source: str) -> MachineError:
+def _no_driver(message: str) -> MachineError:
     """Return the error for a machine without a driver; the advice depends on the message and the PCI bus."""
     if "mismatch" in message.lower():
         hint = "The driver was updated while its kernel module was loaded: reboot, or reload the module."
@@ -410,7 +320,7 @@ def _no_driver(message: str, source: str) -> MachineError:
         hint = "Install NVIDIA's driver; in a container, start it with --gpus all (NVIDIA Container Toolkit)."
     else:
         hint = "Use a machine with an NVIDIA GPU, or --runtime openvino."
-    return MachineError(f"{source}: {message.rstrip('.') or 'no answer'}", hint=hint)
+    return MachineError(f"{NVIDIA_SMI}: {message.rstrip('.') or 'no answer'}", hint=hint)
 
 
 def on_the_bus() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from trtserve import process
 from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
 from trtserve.executor.vllm.installation import require_installation
-from trtserve.host.gpus import NVML, VISIBLE_DEVICES, Device, Gpus, on_the_bus, shown_devices
+from trtserve.host.gpus import NVIDIA_SMI, VISIBLE_DEVICES, Device, Gpus, on_the_bus, shown_devices
 from trtserve.host.machine import format_bytes, install_command
 from trtserve.nvidia.gpu_findings import architecture_words, kernels_fix
 from trtserve.nvidia.releases import NEWEST, RELEASES
@@ -87,14 +87,11 @@ def check_driver(gpus: Gpus) -> CheckResult:
         return _GPU(
             "driver",
             "failed",
-            f"{gpus.driver.version or gpus.source} shows no GPU",
+            f"{gpus.driver.version or NVIDIA_SMI} shows no GPU",
             "In a container, start it with --gpus all; otherwise see what `nvidia-smi` reports.",
         )
     derived = "" if gpus.driver.cuda else " (derived from its version)"
-    how = gpus.source if gpus.source == NVML else f"{gpus.source}; nvidia-ml-py is not installed"
-    return _GPU(
-        "driver", "ok", f"{gpus.driver.version}, supports CUDA {_dotted(newest_cuda(gpus.driver))}{derived} ({how})"
-    )
+    return _GPU("driver", "ok", f"{gpus.driver.version}, supports CUDA {_dotted(newest_cuda(gpus.driver))}{derived}")
 
 
 def check_visible(gpus: Gpus) -> Iterator[CheckResult]:
