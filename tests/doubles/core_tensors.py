@@ -139,22 +139,6 @@ def _known(release: Release) -> dict[tuple[str, str], tuple[str, str, str]]:
     return known
 
 
-def template_tensors(release: Release) -> list[tuple[str, str, str, str, str]]:
-    """in/out, name, type, dims, flags of every tensor in NVIDIA's config.pbtxt of a release's tag.
-
-    Types are as the file has them: LOGITS, FEATURES and TABLE where a value is put in when it is filled.
-    """
-    absent = {"no_repeat_ngram_size"}  # read by the backend, but in no template
-    absent |= {"min_tokens", "seed"} if release < (0, 20) else set()
-    rows = []
-    for (direction, name), (kind, dims, flags) in _known(release).items():
-        fixed = kind in _TYPES and len(_types(kind, release)) == 1
-        shown = next(iter(_types(kind, release))).removeprefix("TYPE_") if fixed else kind
-        if name not in absent and (name not in {"min_length", "random_seed"} or release < (0, 20)):
-            rows.append((direction, name, shown, dims, flags))
-    return rows
-
-
 def _last(name: str) -> Release:
     """A repository for 0.19 may still have the names that 0.20 replaced, since its container has the new ones."""
     return (0, 20) if name in {"min_length", "random_seed"} else (0, 0)

@@ -10,7 +10,6 @@ Release = tuple[int, int]
 FIRST: Release = (0, 12)
 END: Release = (1, 3)
 
-DTYPES = ("auto", "float16", "float32", "bfloat16", "int32", "disable")
 SWITCHES = ("enable", "disable")
 _TYPES: dict[str, Callable[[str], object]] = {"int": int, "float": float, "text": str, "texts": str, "choice": str}
 

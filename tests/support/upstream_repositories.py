@@ -1,7 +1,7 @@
-"""Repositories in the shape of NVIDIA's templates after they were filled, from the fact tables of tests/doubles.
+"""Repositories in the shape of NVIDIA's templates after they were filled.
 
-Nothing of the product is here, so what its tables have wrong is an alarm on a good repository. No text of NVIDIA's is
-here either: names, types and dims are facts, and programs are one line that imports what theirs import.
+Their tensors and parameters are those of the product's tables, which tests/golden/release_facts.py guards. No text of
+NVIDIA's is here: names, types and dims are facts, and programs are one line that imports what theirs import.
 """
 
 from __future__ import annotations
@@ -9,12 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 from string import Template
 
-from tests.doubles.flags import Release
-from tests.doubles.model_tables import MODELS, TensorRow, parameters, parse_release, steps, tensors
+from trtserve.nvidia.releases import order
+from trtserve.repository.profiles import (
+    BLS,
+    CORE,
+    ENSEMBLE,
+    MODELS,
+    EnsembleStep,
+    ModelProfile,
+    TensorSpec,
+    llmapi_model,
+    profile,
+)
 
-CORE, ENSEMBLE, BLS = "tensorrt_llm", "ensemble", "tensorrt_llm_bls"
 _PROGRAMS = {BLS: "from lib.decode import Decoder\n", CORE: "import tensorrt_llm.bindings.executor\n"}
-_TYPES = {"LOGITS": "TYPE_FP32", "FEATURES": "TYPE_FP16", "TABLE": "TYPE_FP16"}
+_TYPES = {"$logits": "FP32", "$encoder": "FP16", "$prompt": "FP16", "$lora": "FP16"}
+# Parameters whose placeholder has another name.
+_FILLED_FROM = {
+    "gpt_model_type": "batching_strategy",
+    "gpt_model_path": "engine_dir",
+    "encoder_model_path": "encoder_engine_dir",
+}
 # Keys that must be present although they have no value.
 _KEYS = {"multimodal_model_path", "guided_decoding_backend", "xgrammar_tokenizer_info_path"}
 _COUNTS = {"preprocessing": 2, CORE: 1, "postprocessing": 2, BLS: 8}
@@ -22,8 +37,6 @@ _BATCHING = (
     "dynamic_batching {\n    preferred_batch_size: [ 8 ]\n    max_queue_delay_microseconds: 0\n"
     "    default_queue_policy: { max_queue_size: 0 }\n}\n"
 )
-_QUEUES_IN_PREPROCESSING: Release = (0, 19)
-_BATCHES_IN_POSTPROCESSING: Release = (0, 13)
 
 
 def write_upstream(
@@ -51,9 +64,7 @@ def write_upstream(
     for model in MODELS:
         version = folder / model / "1"
         version.mkdir(parents=True)
-        text = _config(
-            model, parse_release(release), values, streaming=streaming, backend=backend, placeholders=placeholders
-        )
+        text = _config(model, release, values, streaming=streaming, backend=backend, placeholders=placeholders)
         (folder / model / "config.pbtxt").write_text(text)
         if model == ENSEMBLE:
             (version / ".tmp").touch()
@@ -68,7 +79,7 @@ def write_upstream_llmapi(folder: Path, release: str, model: str) -> Path:
     """Write the model of the LLM API; only its model.yaml has transaction policy and batch size."""
     (folder / CORE / "1").mkdir(parents=True)
     head = f'name: "{CORE}"\nbackend: "python"\ninstance_group [\n  {{\n    count: 1\n    kind : KIND_CPU\n  }}\n]\n'
-    rows = "".join(_tensor(row) for row in tensors("llmapi", parse_release(release)))
+    rows = _tensors(llmapi_model(release, own=False))
     (folder / CORE / "config.pbtxt").write_text(head + rows)
     (folder / CORE / "1" / "model.py").write_text("from helpers import get_input\n")
     (folder / CORE / "1" / "helpers.py").write_text("def get_input(): ...\n")
@@ -80,46 +91,52 @@ def write_upstream_llmapi(folder: Path, release: str, model: str) -> Path:
 
 
 def _config(
-    model: str, release: Release, values: dict[str, str], *, streaming: bool, backend: str, placeholders: bool
+    model: str, release: str, values: dict[str, str], *, streaming: bool, backend: str, placeholders: bool
 ) -> str:
     """config.pbtxt in the order of the template's fields; the comment has a placeholder, as some of NVIDIA's have."""
     kind = 'platform: "ensemble"' if model == ENSEMBLE else f'backend: "{backend if model == CORE else "python"}"'
     parts = [f'# A ${{comment}}\nname: "{model}"\n{kind}\nmax_batch_size: 8\n']
     if model in (CORE, BLS):
         parts.append(f"model_transaction_policy {{\n  decoupled: {streaming}\n}}\n")
-    if model == CORE or (model == "preprocessing" and release >= _QUEUES_IN_PREPROCESSING):
+    if model == CORE or (model == "preprocessing" and order(release) >= (0, 19)):
         parts.append(_BATCHING)
-    if model == "postprocessing" and release >= _BATCHES_IN_POSTPROCESSING:
+    if model == "postprocessing" and order(release) >= (0, 13):
         parts.append("dynamic_batching {}\n")
-    parts += [_tensor(row) for row in tensors(model, release)]
+    known = profile(release).models[model]
+    parts.append(_tensors(known))
     if model == ENSEMBLE:
-        return "".join([*parts, _steps(release)])
-    for key, text in parameters(model, release).items():
+        return "".join([*parts, _steps(known.steps)])
+    for row in known.parameters:
+        text = row.unset or f"${{{_FILLED_FROM.get(row.name, row.name)}}}"
         filled = Template(text).safe_substitute(values)
-        if placeholders or "${" not in filled or key in _KEYS:
+        if placeholders or "${" not in filled or row.name in _KEYS:
             value = "" if "${" in filled and not placeholders else filled
-            parts.append(f'parameters: {{\n  key: "{key}"\n  value: {{\n    string_value: "{value}"\n  }}\n}}\n')
+            parts.append(f'parameters: {{\n  key: "{row.name}"\n  value: {{\n    string_value: "{value}"\n  }}\n}}\n')
     parts.append(f"instance_group [\n  {{\n    count: {_COUNTS[model]}\n    kind : KIND_CPU\n  }}\n]\n")
     return "".join(parts)
 
 
-def _tensor(row: TensorRow) -> str:
-    kind = _TYPES.get(row.kind, f"TYPE_{row.kind}")
-    lines = [f'name: "{row.name}"', f"data_type: {kind}", f"dims: [ {row.dims.replace('x', ', ')} ]"]
-    lines += ["reshape: { shape: [ ] }"] if "s" in row.flags else []
-    lines += ["optional: true"] if "o" in row.flags else []
-    lines += ["allow_ragged_batch: true"] if "r" in row.flags else []
-    return f"{row.direction}put [\n  {{\n    " + "\n    ".join(lines) + "\n  }\n]\n"
+def _tensors(model: ModelProfile) -> str:
+    rows = [("in", row) for row in model.inputs] + [("out", row) for row in model.outputs]
+    return "".join(_tensor(side, row) for side, row in rows)
 
 
-def _steps(release: Release) -> str:
-    rows, texts = steps(release), []
-    for model in dict.fromkeys(row.model for row in rows):
+def _tensor(side: str, row: TensorSpec) -> str:
+    kind = _TYPES.get(row.type, row.type)
+    lines = [f'name: "{row.name}"', f"data_type: TYPE_{kind}", f"dims: [ {', '.join(map(str, row.dims))} ]"]
+    lines += ["reshape: { shape: [ ] }"] if row.scalar else []
+    lines += ["optional: true"] if row.optional else []
+    lines += ["allow_ragged_batch: true"] if row.ragged else []
+    return f"{side}put [\n  {{\n    " + "\n    ".join(lines) + "\n  }\n]\n"
+
+
+def _steps(steps: tuple[EnsembleStep, ...]) -> str:
+    texts = []
+    for step in steps:
+        links = [("in", link) for link in step.inputs] + [("out", link) for link in step.outputs]
         maps = [
-            f'      {row.direction}put_map {{\n        key: "{row.tensor}"\n        value: "{row.ensemble_tensor}"\n'
-            "      }\n"
-            for row in rows
-            if row.model == model
+            f'      {side}put_map {{\n        key: "{link.name}"\n        value: "{link.ensemble_tensor}"\n      }}\n'
+            for side, link in links
         ]
-        texts.append(f'    {{\n      model_name: "{model}"\n      model_version: -1\n{"".join(maps)}    }}')
+        texts.append(f'    {{\n      model_name: "{step.model}"\n      model_version: -1\n{"".join(maps)}    }}')
     return "ensemble_scheduling {\n  step [\n" + ",\n".join(texts) + "\n  ]\n}\n"

@@ -1,13 +1,10 @@
-"""Flags of trtllm-build per release: spot checks from sources and release notes, and the strict double's own table."""
+"""Flags of trtllm-build per release: spot checks from sources and release notes."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.doubles.build_options import flags
-from tests.doubles.flags import Flag
 from trtserve.errors import UsageError
-from trtserve.nvidia.releases import RELEASES, order
 from trtserve.nvidia.releases.options import (
     SPECULATIVE_MODES,
     build_flags,
@@ -130,45 +127,6 @@ def test_deprecated_flags_pass_with_a_note() -> None:
 def test_unsupported_releases_are_refused() -> None:
     with pytest.raises(UsageError, match=r"0\.12 … 1\.2"):
         check_build_arguments("0.11", [])
-
-
-def _same_form(double: Flag, kind: str) -> bool:
-    return double.kind == {"enable": "choice", "list": "texts"}.get(kind, kind)
-
-
-# What the product's table has and the double's lacks, with the releases in which it does: the double dates from 1.0
-# what no source of the reference dates, the product what logs and release notes tell.
-_LACKING = {
-    "--visualize_network": ("0.17", "0.18", "0.19", "0.20", "0.21"),
-    "--dora_plugin": ("0.19", "0.20", "0.21"),
-    "--fuse_fp4_quant": ("0.20", "0.21"),
-}
-_LACKING_CHOICES = {("--lora_target_modules", "mlp_gate_up"): ("0.20", "0.21", "1.0", "1.1", "1.2")}
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_strict_double_lacks_no_other_flag(release: str) -> None:
-    doubles = {double.names[0]: double for double in flags(order(release))}
-    own = build_flags(release)
-    assert set(own) - set(doubles) == {name for name, releases in _LACKING.items() if release in releases}
-    lacking = {(name, choice) for name in doubles for choice in set(own[name].choices) - set(doubles[name].choices)}
-    assert lacking == {pair for pair, releases in _LACKING_CHOICES.items() if release in releases}
-    for name, double in doubles.items():
-        if own[name].kind != "switch" and double.default is None:
-            assert own[name].default is None, name
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_strict_double_knows_no_other_flag(release: str) -> None:
-    """Two tables by two authors: what the double lacks is listed above, and nothing else may differ."""
-    own = build_flags(release)
-    for double in flags(order(release)):
-        flag = own[double.names[0]]
-        assert set(double.names[1:]) == set(flag.also), double.names
-        assert double.names[0] == "--kv_cache_type" or _same_form(double, flag.kind), double.names
-        assert set(double.choices) <= set(flag.choices), double.names
-        if double.kind != "switch" and double.default is not None:
-            assert str(double.default) == flag.default, double.names
 
 
 def test_speculative_decoding_modes_are_bits() -> None:
