@@ -20,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-openai soak-all fuzz doubling kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
+.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-openai soak-all fuzz doubling kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -126,6 +126,15 @@ sbom: $(READY) $(VENV)/.supply ## a list of what is installed here, in .sbom.jso
 audit: $(VENV)/.supply ## known vulnerabilities of the locked packages; needs the network, and fails without an answer
 	$(SUPPLY)/pip-audit --strict --require-hashes --disable-pip -r .ci/lock.txt $(ARGS)
 
+dist: $(VENV)/.supply ## the wheel and the source distribution, in dist; the same bytes for the same commit
+	rm -rf dist build
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(SUPPLY)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist
+	rm -f dist/.gitignore
+	$(SUPPLY)/twine check --strict dist/*.whl dist/*.tar.gz
+
+release: $(READY) ## check, build the wheel, sdist, SBOM and documentation into dist, and tag; publishes nothing
+	bash .ci/release
+
 recording: $(READY) ## the picture in the README, from a real run of the demo
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/record_demo.py docs/assets/demo.svg
 
@@ -181,4 +190,4 @@ $(VENV)/.supply: $(READY)
 	touch $@
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) .newest .demo .site .sbom.json $(BENCH_WORK)
+	rm -rf $(VENV) .newest .demo .site .sbom.json dist build $(BENCH_WORK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.locked_packages import LOCK, ORACLE, locked_packages
+from trtserve._version import __version__
 
 # pytest brings tomli where Python has no reader.
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -27,6 +30,41 @@ def test_every_file_of_the_package_is_in_the_wheel() -> None:
     modules = {path for path in PACKAGE.rglob("*.py") if _is_package(path.parent)}
     files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert sorted(str(path.relative_to(ROOT)) for path in files - data - modules) == []
+
+
+def test_no_other_file_has_an_address_of_the_project() -> None:
+    """The addresses are placeholders: who gives the project a home changes pyproject.toml and nothing else."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    hosts = {url.split("/")[2] for url in project["urls"].values()}
+    folders = ("trtserve", "docs", "examples", ".github", ".ci")
+    files = [ROOT / "README.md", *(path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())]
+    texts = {path: path.read_bytes() for path in files if "__pycache__" not in path.parts}
+    assert [path for path, text in texts.items() if any(host.encode() in text for host in hosts)] == []
+
+
+def test_the_readme_of_a_package_index_has_no_relative_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: dict[str, str] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **options: described.update(options))
+    runpy.run_path(str(ROOT / "setup.py"))
+    links = re.findall(r"\]\(([^)]+)\)", described["long_description"])
+    assert any(link.endswith(f"/raw/v{__version__}/docs/assets/demo.svg") for link in links)
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_the_notice_names_every_package_and_its_licence() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for_people = [name for name in extras if name not in ("oracle", "bench", "llama-cpp", "docs", "dev", "all")]
+    texts = [*project["dependencies"], *(text for name in for_people for text in extras[name])]
+    noted = dict(re.findall(r"^  ([\w-]+) +(\S.+)$", (ROOT / "NOTICE").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {Requirement(text).name for text in texts} - noted.keys() == set()
+
+
+def test_the_changelog_has_a_heading_for_this_version() -> None:
+    changelog = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ \((\d{4}-\d\d-\d\d|unreleased)\)", heading) for heading in headings)
+    assert headings[0].partition(" ")[0] == __version__
 
 
 def test_every_pattern_of_package_data_finds_something() -> None:

@@ -158,11 +158,11 @@ def check_proxy() -> CheckResult:
 
 
 def check_python_version() -> CheckResult:
-    """Check the Python version: trtserve, Triton's stub and TensorRT-LLM exist for these."""
+    """Check the Python version: Triton's stub and TensorRT-LLM exist for these."""
     fits = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
     names = " – ".join(".".join(map(str, each)) for each in PYTHONS)
     evidence = f"{platform.python_version()} at {sys.executable}"
-    return report_for("python", EVERY)("Python", "ok" if fits else "failed", evidence, f"Use Python {names}.")
+    return report_for("python", EVERY)("Python", "ok" if fits else "failed", evidence, f"Servers need Python {names}.")
 
 
 def check_packages(extra: str = "") -> CheckResult:
