@@ -36,6 +36,7 @@ CARRIED: dict[str, tuple[Any, Callable[[Any], Any], Any]] = {
     "runtime_top_p": (0.5, lambda request: request.sampling_config.top_p, 0.5),
     "runtime_top_p_min": (0.5, lambda request: request.sampling_config.top_p_min, 0.5),
     "runtime_top_p_decay": (0.5, lambda request: request.sampling_config.top_p_decay, 0.5),
+    "min_p": (0.25, lambda request: request.sampling_config.min_p, 0.25),
     "runtime_top_p_reset_ids": (7, lambda request: request.sampling_config.top_p_reset_ids, 7),
     "temperature": (0.5, lambda request: request.sampling_config.temperature, 0.5),
     "repetition_penalty": (1.5, lambda request: request.sampling_config.repetition_penalty, 1.5),

@@ -274,8 +274,92 @@ def test_tools_are_in_the_prompt_and_their_calls_in_the_answer(client: TestClien
     streamed = [ChatCompletionChunk.model_validate(each) for each in events(chat(client, tools=[WEATHER], stream=True))]
     deltas = [each.choices[0].delta for each in streamed]
     assert "".join(delta.content or "" for delta in deltas) == "Well. "
-    assert [delta.tool_calls[0].index for delta in deltas if delta.tool_calls] == [0]
+    first, *rest = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert (first.index, first.id is not None, first.function and first.function.name) == (0, True, "weather")
+    assert len(rest) > 1
+    assert json.loads("".join((each.function and each.function.arguments) or "" for each in rest)) == {"city": "Ulm"}
     assert streamed[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_thoughts_are_no_text(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    thinking = "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": config["chat_template"] + thinking})
+    )
+    triton = ScriptedTriton(folder)
+    triton.script = ("Let me see.</think>\n\nFive.",)
+    with endpoint_of(triton) as client:
+        answer = chat(client).json()
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["reasoning"], message["content"]) == (
+            *["Let me see."] * 2,
+            "Five.",
+        )
+        assert (
+            0 < answer["usage"]["completion_tokens_details"]["reasoning_tokens"] < answer["usage"]["completion_tokens"]
+        )
+        deltas = [each["choices"][0]["delta"] for each in events(chat(client, stream=True))]
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Let me see."
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Five."
+        hidden = chat(client, include_reasoning=False).json()["choices"][0]["message"]
+        assert "reasoning_content" not in hidden
+        whole = chat(client, separate_reasoning=False).json()["choices"][0]["message"]["content"]
+        assert whole == "Let me see.</think>\n\nFive."
+        triton.script = ("Five.",)
+        for off in ({"enable_thinking": False}, {"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}):
+            assert chat(client, **off).json()["choices"][0]["message"]["content"] == "Five."
+        triton.script = ('{"a": 1}',)
+        for guided in ({"enable_thinking": True}, {}):
+            answer = chat(client, response_format={"type": "json_object"}, **guided).json()
+            assert answer["choices"][0]["message"]["content"] == '{"a": 1}'
+        prompts = [triton.files.decode(sent["input_ids"])[-20:] for sent in triton.requests[-2:]]
+        assert prompts[0].endswith("<think>\n</think>\n\n")
+        assert prompts[1].endswith(">")
+        assert "think" not in prompts[1]
+
+
+def test_the_last_message_is_continued(client: TestClient, triton: ScriptedTriton) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]
+    assert chat(client, messages=messages, continue_final_message=True).status_code == 200
+    chat(client, messages=messages, add_generation_prompt=False)
+    prompts = [triton.files.decode(sent["input_ids"]) for sent in triton.requests]
+    assert prompts == ["[user]Hi[assistant]Well,", "[user]Hi[assistant]Well, "]
+    both = error(chat(client, messages=messages, continue_final_message=True, add_generation_prompt=True))
+    assert "leave add_generation_prompt out" in both[1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_ids_of_prompt_and_answer(
+    client: TestClient, triton: ScriptedTriton, ask: Callable[..., Any], stream: bool
+) -> None:
+    response = ask(client, return_token_ids=True, stream=stream, min_p=0.25)
+    chunks = events(response) if stream else [response.json()]
+    ids = [number for each in chunks for number in each["choices"][0].get("token_ids", [])]
+    assert ids == triton.files.encode("Hello", special=False)
+    assert [each["prompt_token_ids"] for each in chunks if "prompt_token_ids" in each] == [
+        triton.requests[0]["input_ids"]
+    ]
+    assert triton.requests[0]["min_p"] == [0.25]
+
+
+def test_some_of_the_tools_are_allowed(client: TestClient, triton: ScriptedTriton) -> None:
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    triton.script = ('<tool_call>{"name": "other", "arguments": {}}</tool_call>',)
+    message = chat(client, tools=[WEATHER, other], tool_choice=allowed).json()["choices"][0]["message"]
+    assert (message.get("tool_calls"), message["content"]) == (None, triton.script[0])
+    assert '"name": "other"' in triton.files.decode(triton.requests[0]["input_ids"])
+    triton.script = ('{"name": "weather", "arguments": {}}' * 2,)
+    allowed["allowed_tools"]["mode"] = "required"  # type: ignore[index]
+    asked = {"tools": [WEATHER, other], "tool_choice": allowed}
+    assert len(chat(client, **asked).json()["choices"][0]["message"]["tool_calls"]) == 2
+    assert len(chat(client, **asked, parallel_tool_calls=False).json()["choices"][0]["message"]["tool_calls"]) == 1
+    guide = json.loads(triton.requests[-1]["guided_decoding_guide"][0])
+    assert [each["properties"]["name"]["const"] for each in guide["anyOf"]] == ["weather"]
 
 
 def test_text_that_only_looks_like_a_call_stays_text(client: TestClient, triton: ScriptedTriton) -> None:

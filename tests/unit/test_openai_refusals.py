@@ -42,7 +42,7 @@ def client(triton: ScriptedTriton) -> Iterator[TestClient]:
         ({"temperature": "hot"}, 400, "number", "temperature"),
         ({"n": 0}, 400, "greater than or equal to 1", "n"),
         ({"suffix": "x"}, 400, "does not fill gaps", "suffix"),
-        ({"min_p": 0.1}, 400, "no such input", "min_p"),
+        ({"min_p": 1.1}, 400, "less than or equal to 1", "min_p"),
         ({"prompt": ""}, 400, "must not be empty", None),
         ({"prompt": []}, 400, "must not be empty", None),
         ({"prompt": [1, "a"]}, 400, "", "prompt"),
@@ -57,7 +57,6 @@ def client(triton: ScriptedTriton) -> Iterator[TestClient]:
         ({"max_tokens": 0}, 400, "max_tokens is 0, which needs echo", None),
         ({"prompt": [5] * 3000}, 400, "3000 tokens, which exceeds the maximum input length", None),
         ({"prompt": "a" * 1_000_000}, 400, "1000000 characters, which exceeds the maximum input length", None),
-        ({"return_token_ids": True}, 400, "over Triton's protocol", "return_token_ids"),
         ({"guided_json": "[", "guided_whitespace_pattern": " "}, 400, "the schema is not JSON", None),
         ({"best_of": 2, "stream": True}, 400, "best_of must equal n", None),
         ({"stop": ""}, 400, "must not be empty", "stop"),
@@ -139,6 +138,12 @@ def test_keys_that_ask_for_what_happens_anyway_are_taken(client: TestClient) -> 
     assert complete(client, logprobs=False).json()["choices"][0]["logprobs"] is None
     assert chat(client, top_logprobs=0, logprobs=False).status_code == 200
     assert complete(client, stream=True, stream_options={"continuous_usage_stats": True}).status_code == 200
+
+
+def test_ids_and_min_p_need_a_model_that_has_them(folder: Path) -> None:
+    with endpoint_of(ScriptedTriton(folder, text=True)) as client:
+        assert "takes token ids" in error(complete(client, return_token_ids=True))[1]
+        assert "no such input" in error(chat(client, min_p=0.1))[1]
 
 
 def test_keys_with_other_names_are_honoured(client: TestClient, triton: ScriptedTriton) -> None:

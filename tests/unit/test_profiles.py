@@ -40,11 +40,11 @@ def test_names_are_unique(release: str | None) -> None:
             assert len(listed) == len(set(listed))
 
 
-# What no release has: the finish reason, adapters by name, and the most likely tokens without logits.
+# What no release has: the finish reason, adapters by name, the most likely tokens without logits, and min_p.
 ADAPTER = {"LORA_NAME", "LORA_TASK_ID", "LORA_WEIGHTS", "LORA_CONFIG"}
 OWN_INPUTS = {
     PREPROCESSING: ADAPTER,
-    CORE: {"return_finish_reason", "num_top_log_probs"},
+    CORE: {"return_finish_reason", "num_top_log_probs", "min_p"},
     ENSEMBLE: {"return_finish_reason", "lora_name"},
     BLS: {"return_finish_reason", "lora_name", "draft_acceptance_threshold"},
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -21,31 +22,136 @@ from trtserve.gateway.openai.answers import (
     Completion,
     Envelope,
     Json,
+    Message,
     TextPiece,
     TokenUsage,
     event,
     usage_json,
 )
-from trtserve.gateway.openai.bodies import Sampling, StreamOptions
+from trtserve.gateway.openai.bodies import StreamOptions
 from trtserve.gateway.openai.errors import ApiError, api_error
 from trtserve.gateway.openai.generation import generate
 from trtserve.gateway.openai.request import EngineRequest
 from trtserve.gateway.openai.served import Backend, ServedModel
 
-Choice = Completion | ChatAnswer
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 T = TypeVar("T")
+A = TypeVar("A", bound=Completion | Message)
 _FIRST = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 30, 60)
 _GAPS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 
 
 @dataclass(kw_only=True)
-class Sequenced:
-    """One sequence of an answer: its request, its choice, and its tokens."""
+class Sequenced(Generic[A]):
+    """One sequence of an answer: its request, what it has become so far, and its tokens."""
 
     request: EngineRequest
-    choice: Choice
+    answer: A
     usage: TokenUsage = field(default_factory=TokenUsage)
+
+
+class Form(ABC, Generic[A]):
+    """One API's form of an answer: a JSON document, or events of a stream."""
+
+    id: str
+    """Name of the request, for the header `x-request-id`."""
+
+    def __init__(self, sequences: Sequence[Sequenced[A]]) -> None:
+        self.sequences = sequences
+
+    @abstractmethod
+    def whole(self) -> Json:
+        """Return the document, once every sequence is complete."""
+
+    @abstractmethod
+    def collect(self, sequence: Sequenced[A], piece: TextPiece) -> None:
+        """Add a piece to the document."""
+
+    @abstractmethod
+    def events(self, sequence: Sequenced[A], piece: TextPiece) -> bytes:
+        """Return the events that a piece makes, those that begin the stream before the first ones."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return the events that end a complete stream."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """Return the events that end a stream with an error."""
+
+
+class ChoicesForm(Form[Any]):
+    """OpenAI's completions and chats: choices in chunks."""
+
+    def __init__(
+        self,
+        sequences: Sequence[Sequenced[Completion] | Sequenced[ChatAnswer]],
+        envelope: Envelope,
+        options: StreamOptions,
+        *,
+        prompts: int = 1,
+        kept: int | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> None:
+        """`sequences`: those of the first prompt, then those of the next one. `kept`: choices of each prompt.
+
+        `prompt_ids` are told if the client wants them.
+        """
+        super().__init__(sequences)
+        self.id = envelope.id
+        self._envelope, self._options, self._prompts = envelope, options, prompts
+        self._kept = kept or len(sequences) // prompts
+        self._head: Json = {} if prompt_ids is None else {"prompt_token_ids": list(prompt_ids)}
+        self._more: Json = {"usage": None} if options.include_usage else {}
+
+    def whole(self) -> Json:
+        """Return the document."""
+        return self._envelope.whole([choice.whole() for choice in self._best()], self._usage()) | self._head
+
+    def collect(self, sequence: Sequenced[Any], piece: TextPiece) -> None:
+        """Add a piece."""
+        sequence.answer.chunks(piece)
+
+    def events(self, sequence: Sequenced[Any], piece: TextPiece) -> bytes:
+        """Return a chunk for each choice."""
+        choices = sequence.answer.chunks(piece)
+        if choices and self._options.continuous_usage_stats:
+            self._more = {"usage": self._usage()}
+        if choices and self._head:  # told once
+            first, self._head = self._envelope.chunk(choices[:1], **self._more, **self._head), {}
+            return first + b"".join(self._envelope.chunk([choice], **self._more) for choice in choices[1:])
+        return b"".join(self._envelope.chunk([choice], **self._more) for choice in choices)
+
+    def end(self) -> bytes:
+        """Return the usage if it is wanted, and the last event."""
+        return (self._envelope.chunk([], usage=self._usage()) if self._options.include_usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error, and the last event."""
+        return event(error.body) + DONE
+
+    def _usage(self) -> Json | None:
+        usages = [each.usage for each in self.sequences]
+        usage = usage_json(usages, usages[:: len(usages) // self._prompts])
+        if usage is not None and any(
+            isinstance(each.answer, Message) and each.answer.reasoning for each in self.sequences
+        ):
+            tokens = sum(each.answer.reasoning_tokens for each in self.sequences)
+            usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
+        return usage
+
+    def _best(self) -> list[Any]:
+        """Return the kept choices of each prompt, the likeliest first if there are more, numbered anew."""
+        choices = [each.answer for each in self.sequences]
+        size = len(choices) // self._prompts
+        if size == self._kept:
+            return choices
+        best: list[Any] = []
+        for start in range(0, len(choices), size):
+            best += sorted(choices[start : start + size], key=lambda choice: -choice.mean_log_prob)[: self._kept]
+        for index, choice in enumerate(best):
+            choice.index = index
+        return best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,84 +161,60 @@ class Answering:
     backend: Backend
     served: ServedModel
     measures: Measures
-    envelope: Envelope
-    sequences: Sequence[Sequenced]
-    """Those of the first prompt, then those of the next one."""
-    prompts: int = 1
-    kept: int
-    """Choices of each prompt that are returned."""
+    form: Form[Any]
 
-    async def respond(self, request: Request, body: Sampling) -> Response:
+    @property
+    def sequences(self) -> Sequence[Sequenced[Any]]:
+        """What is generated."""
+        return self.form.sequences
+
+    async def respond(self, request: Request, *, stream: bool) -> Response:
         """Return the response. A client that goes away ends the sequences in the engine.
 
         Raises ApiError or TrtserveError for an error before the first token.
         """
-        headers = {"x-request-id": self.envelope.id}
+        headers = {"x-request-id": self.form.id}
         try:
-            if body.stream:
-                events = self._events(body.stream_options or StreamOptions())
+            if stream:
+                events = self._events()
                 first = await while_connected(request.receive, _next(events))
                 return EventStream(_from(first, events), headers)
             await while_connected(request.receive, self._collect())
         except ClientGoneError as error:
             return error.response
-        choices = [choice.whole() for choice in self._best()]
-        return JSONResponse(self.envelope.whole(choices, self._usage()), headers=headers)
-
-    def _usage(self) -> Json | None:
-        usages = [each.usage for each in self.sequences]
-        return usage_json(usages, usages[:: len(usages) // self.prompts])
-
-    def _best(self) -> list[Choice]:
-        """Return the kept choices of each prompt, the likeliest first if there are more, numbered anew."""
-        choices = [each.choice for each in self.sequences]
-        size = len(choices) // self.prompts
-        if size == self.kept:
-            return choices
-        best: list[Choice] = []
-        for start in range(0, len(choices), size):
-            group = [choice for choice in choices[start : start + size] if isinstance(choice, Completion)]
-            best += sorted(group, key=lambda choice: -choice.mean_log_prob)[: self.kept]
-        for index, choice in enumerate(best):
-            choice.index = index
-        return best
+        return JSONResponse(self.form.whole(), headers=headers)
 
     async def _collect(self) -> None:
         async with aclosing(self._pieces()) as pieces:
             async for sequence, piece in pieces:
-                sequence.choice.add(piece)
+                self.form.collect(sequence, piece)
 
-    async def _events(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error is raised before the first event, and is an event after it."""
-        more: Json = {"usage": None} if options.include_usage else {}
-        watches = {each.choice.index: self.measures.stopwatch() for each in self.sequences}
+        watches = {id(each): self.measures.stopwatch() for each in self.sequences}
         begun = False
         try:
             async with aclosing(self._pieces()) as pieces:
                 async for sequence, piece in pieces:
-                    watches[sequence.choice.index].piece()
-                    if choices := sequence.choice.add(piece):
+                    watches[id(sequence)].piece()
+                    if events := self.form.events(sequence, piece):
                         begun = True
-                        if options.continuous_usage_stats:
-                            more = {"usage": self._usage()}
-                        yield b"".join(self.envelope.chunk([choice], **more) for choice in choices)
+                        yield events
         except (ApiError, TrtserveError) as error:
             if not begun:
                 raise
-            yield event((api_error(error) if isinstance(error, TrtserveError) else error).body)
+            yield self.form.failed(api_error(error) if isinstance(error, TrtserveError) else error)
         else:
-            if options.include_usage:
-                yield self.envelope.chunk([], usage=self._usage())
-        yield DONE
+            yield self.form.end()
 
-    async def _pieces(self) -> AsyncGenerator[tuple[Sequenced, TextPiece], None]:
+    async def _pieces(self) -> AsyncGenerator[tuple[Sequenced[Any], TextPiece], None]:
         """Yield the pieces of all sequences as they come."""
         if len(self.sequences) == 1:
             async with aclosing(self._pieces_of(self.sequences[0])) as pieces:
                 async for each in pieces:
                     yield each
             return
-        arrived: asyncio.Queue[tuple[Sequenced, TextPiece] | Exception | None] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[Sequenced[Any], TextPiece] | Exception | None] = asyncio.Queue()
         readers = [asyncio.create_task(_read(self._pieces_of(sequence), arrived)) for sequence in self.sequences]
         try:
             for _ in readers:  # each ends with None or with an error
@@ -145,15 +227,15 @@ class Answering:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _pieces_of(self, sequence: Sequenced) -> AsyncGenerator[tuple[Sequenced, TextPiece], None]:
+    async def _pieces_of(self, sequence: Sequenced[Any]) -> AsyncGenerator[tuple[Sequenced[Any], TextPiece], None]:
         async with aclosing(generate(self.backend, self.served, sequence.request, sequence.usage)) as pieces:
             async for piece in pieces:
                 yield sequence, piece
 
 
 async def _read(
-    pieces: AsyncGenerator[tuple[Sequenced, TextPiece], None],
-    arrived: asyncio.Queue[tuple[Sequenced, TextPiece] | Exception | None],
+    pieces: AsyncGenerator[tuple[Sequenced[Any], TextPiece], None],
+    arrived: asyncio.Queue[tuple[Sequenced[Any], TextPiece] | Exception | None],
 ) -> None:
     """Put all pieces into the queue, then None, or the error that ended them."""
     try:

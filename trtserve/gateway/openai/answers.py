@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
 import uuid
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,15 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import to_json
 
-from trtserve.files import parse_json
+from trtserve.gateway.openai.reading import Call, Part, Reader
 
 DONE = b"data: [DONE]\n\n"
 Json = dict[str, Any]
 _LOWEST = -9999.0
 """What OpenAI writes for a token that cannot come: JSON has no infinity."""
-_OPENING = "<tool_call>"
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-Call = dict[str, Any]
 
 
 def event(content: Mapping[str, Any]) -> bytes:
@@ -62,6 +57,8 @@ class TextPiece:
     """The new tokens, if log-probabilities were requested."""
     prompt: list[TokenLogProb] = field(default_factory=list)
     """The tokens of the prompt, if theirs were requested."""
+    ids: list[int] = field(default_factory=list)
+    """The ids of the new tokens, where the engine names them."""
     finish_reason: str | None = None
     """`stop` or `length` with the last piece."""
 
@@ -80,6 +77,8 @@ class Completion:
     prompt: list[TokenLogProb] = field(default_factory=list)
     """The tokens of the prompt, if the answer has their log-probabilities."""
     tokens: list[TokenLogProb] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    shows_ids: bool = False
     finish_reason: str | None = None
 
     @property
@@ -87,21 +86,25 @@ class Completion:
         """Mean log-probability of its tokens, by which the best of several answers is chosen."""
         return sum(token.log_prob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
-    def add(self, piece: TextPiece) -> list[Json]:
+    def chunks(self, piece: TextPiece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
         if self.only_echoed:
-            piece = replace(piece, text="", tokens=[], finish_reason=piece.finish_reason and "length")
+            piece = replace(piece, text="", tokens=[], ids=[], finish_reason=piece.finish_reason and "length")
         text = piece.text if self.text else self.echoed + piece.text
         choice = self._choice(text, piece.tokens, start=len(self.text), finish_reason=piece.finish_reason)
         self.text += text
         self.prompt += piece.prompt
         self.tokens += piece.tokens
+        self.ids += piece.ids
         self.finish_reason = piece.finish_reason
+        if self.shows_ids:
+            choice["token_ids"] = piece.ids
         return [choice]
 
     def whole(self) -> Json:
         """Return the choice of the whole answer."""
-        return self._choice(self.text, [*self.prompt, *self.tokens], start=0, finish_reason=self.finish_reason)
+        choice = self._choice(self.text, [*self.prompt, *self.tokens], start=0, finish_reason=self.finish_reason)
+        return {**choice, "token_ids": self.ids} if self.shows_ids else choice
 
     def _choice(self, text: str, tokens: Sequence[TokenLogProb], *, start: int, finish_reason: str | None) -> Json:
         log_probs = completion_log_probs(tokens, start) if tokens and self.shows_log_probs else None
@@ -109,54 +112,116 @@ class Completion:
 
 
 @dataclass(kw_only=True)
-class ChatAnswer:
-    """One choice of a chat while it grows."""
+class Message:
+    """One answer of a conversation while it grows, whatever the API."""
 
     index: int
-    calls: CallReader
+    reader: Reader
     named: bool = False
     """Whether the client prescribed the tool, so that its call does not count as the reason to end."""
+    parallel: bool = True
+    """Whether there may be more than one call."""
+    shows_reasoning: bool = True
     text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
     tokens: list[TokenLogProb] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    """Tokens of the pieces with thoughts; of a piece with other text too the share of its characters."""
     finish_reason: str | None = None
-    made: list[Call] = field(default_factory=list)
+    """OpenAI's: `stop`, `length` or `tool_calls`."""
+
+    def add(self, piece: TextPiece) -> list[Part]:
+        """Add a piece and return the parts that it completes."""
+        parts = list(self.reader.add(piece.text)) if piece.text else []
+        if piece.finish_reason is not None:
+            parts += self.reader.finish()
+        if thought := sum(len(part.text) for part in parts if part.kind == "reasoning"):
+            self.reasoning_tokens += round(len(piece.ids) * thought / sum(len(part.text) for part in parts))
+        parts = [part for part in parts if self._kept(part)]
+        for part in parts:
+            if part.kind == "text":
+                self.text += part.text
+            elif part.kind == "reasoning":
+                self.reasoning += part.text
+            elif part.kind == "call" and part.call is not None:
+                self.calls.append(part.call)
+        self.tokens += piece.tokens
+        self.ids += piece.ids
+        if piece.finish_reason is not None:
+            calls = piece.finish_reason == "stop" and self.calls and not self.named
+            self.finish_reason = "tool_calls" if calls else piece.finish_reason
+        return parts
+
+    def _kept(self, part: Part) -> bool:
+        if part.call is not None:
+            return self.parallel or part.call.index == 0
+        return part.kind != "reasoning" or self.shows_reasoning
+
+
+@dataclass(kw_only=True)
+class ChatAnswer(Message):
+    """One choice of a chat while it grows."""
+
     begun: bool = False
     """Whether a chunk with the role was sent."""
+    shows_ids: bool = False
 
-    def add(self, piece: TextPiece) -> list[Json]:
+    def chunks(self, piece: TextPiece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
-        text = self.calls.add(piece.text)
-        if piece.finish_reason is not None:
-            rest, self.made = self.calls.finish()
-            text += rest
-            self.finish_reason = "tool_calls" if self.made and not self.named else piece.finish_reason
-        self.text += text
-        self.tokens += piece.tokens
         choices = [] if self.begun else [self._chunk({"role": "assistant", "content": ""})]
         self.begun = True
-        if text or piece.tokens:
-            choices.append(self._chunk({"content": text}, piece.tokens))
-        if self.made:
-            choices.append(self._chunk({"tool_calls": [{"index": i, **call} for i, call in enumerate(self.made)]}))
+        tokens: Sequence[TokenLogProb] = piece.tokens
+        for part in self.add(piece):
+            choices.append(self._chunk(_delta(part), tokens))
+            tokens = ()
+        if tokens:
+            choices.append(self._chunk({"content": ""}, tokens))
         if self.finish_reason is not None:
             choices.append(self._chunk({}, finish_reason=self.finish_reason))
+        if self.shows_ids and piece.ids:
+            choices[-1]["token_ids"] = piece.ids
         return choices
 
     def whole(self) -> Json:
         """Return the choice of the whole answer."""
-        message: Json = {"role": "assistant", "content": self.text or None if self.made else self.text, "refusal": None}
-        if self.made:
-            message["tool_calls"] = self.made
+        message: Json = {
+            "role": "assistant",
+            "content": self.text or None if self.calls else self.text,
+            "refusal": None,
+        }
+        if self.reasoning:
+            message |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        if self.calls:
+            message["tool_calls"] = [call_json(call, call.arguments or "{}") for call in self.calls]
         return {
             "index": self.index,
             "message": message,
             "logprobs": _chat_log_probs(self.tokens),
             "finish_reason": self.finish_reason,
+            **({"token_ids": self.ids} if self.shows_ids else {}),
         }
 
     def _chunk(self, delta: Json, tokens: Sequence[TokenLogProb] = (), finish_reason: str | None = None) -> Json:
         log_probs = _chat_log_probs(tokens)
         return {"index": self.index, "delta": delta, "logprobs": log_probs, "finish_reason": finish_reason}
+
+
+def call_json(call: Call, arguments: str) -> Json:
+    """Return a call of a tool in OpenAI's JSON."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _delta(part: Part) -> Json:
+    if part.kind == "text":
+        return {"content": part.text}
+    if part.kind == "reasoning":
+        return {"reasoning_content": part.text, "reasoning": part.text}
+    assert part.call is not None
+    if part.kind == "call":
+        return {"tool_calls": [{"index": part.call.index, **call_json(part.call, "")}]}
+    return {"tool_calls": [{"index": part.call.index, "function": {"arguments": part.text}}]}
 
 
 def _chat_log_probs(tokens: Sequence[TokenLogProb]) -> Json | None:
@@ -287,62 +352,3 @@ def _with_tops(logits: NDArray[np.float64], chosen: int, tops: int, token: Calla
         log_prob=float(log_probs[chosen]),
         tops=tuple((token(int(each)), float(log_probs[each])) for each in best),
     )
-
-
-class CallReader:
-    """Separates the text of an answer from its calls.
-
-    Text is released as it comes until a call may begin; the rest waits for the end.
-    """
-
-    def __init__(self, names: Collection[str], *, required: bool = False) -> None:
-        """`names` are the tools; without any, all is text. With `required` nothing is: a call that was cut is none."""
-        self._names = names
-        self._required = required
-        self._text = ""
-        self._released = 0
-
-    def add(self, piece: str) -> str:
-        """Return the text that is certain not to belong to a call."""
-        if not self._names:
-            return piece
-        self._text += piece
-        return self._release(len(self._text) if (at := self._start()) is None else at)
-
-    def finish(self) -> tuple[str, list[Call]]:
-        """Return the rest of the text, and the calls."""
-        at = self._start()
-        calls = [] if at is None else self._calls(self._text[at:])
-        rest = at is not None and not calls and not self._required
-        return (self._release(len(self._text)) if rest else ""), calls
-
-    def _release(self, end: int) -> str:
-        start, self._released = self._released, max(self._released, end)
-        return self._text[start:end]
-
-    def _start(self) -> int | None:
-        """Return where a call begins or may begin."""
-        stripped = self._text.lstrip()
-        if stripped.startswith(("{", "[")):
-            return 0
-        at = self._text.find(_OPENING)
-        if at >= 0:
-            return at
-        sizes = range(min(len(self._text), len(_OPENING) - 1), 0, -1)
-        return next((len(self._text) - size for size in sizes if self._text.endswith(_OPENING[:size])), None)
-
-    def _calls(self, text: str) -> list[Call]:
-        found = _CALL.findall(text) or [text]
-        calls: list[Call] = []
-        for each in found:
-            try:
-                content = parse_json(each)
-            except ValueError:
-                return []
-            for call in content if isinstance(content, list) else [content]:
-                arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
-                if arguments is None or call.get("name") not in self._names:
-                    return []
-                function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
-                calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        return calls

@@ -99,10 +99,12 @@ class Sampling(_Body):
 
     # Extensions with the names that vLLM gave them.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     repetition_penalty: float | None = Field(None, gt=0)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_IDS)
     ignore_eos: bool = False
+    return_token_ids: bool = False
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1)
@@ -268,10 +270,26 @@ class NamedTool(_Body):
     function: NamedFunction
 
 
-class Thinking(_Body):
-    """Whether the model thinks first, as GLM's and DeepSeek's APIs ask."""
+class AllowedSet(_Body):
+    """Some of the tools, and whether one of them must be called."""
 
-    type: Literal["enabled", "disabled", "auto"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(_Body):
+    """The tools that the model may call in this answer; the prompt has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
+class Thinking(_Body):
+    """Whether the model thinks first, as GLM's, DeepSeek's and Anthropic's APIs ask."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+    budget_tokens: int | None = None  # no effect: the model cannot be told how long to think
+    display: str = ""  # no effect
 
 
 class ChatBody(Sampling):
@@ -282,14 +300,19 @@ class ChatBody(Sampling):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # vLLM's name
     enable_thinking: bool | None = None  # the variable that templates of thinking models read
     thinking: Thinking | None = None
+    reasoning_effort: str = ""
+    include_reasoning: bool = True  # vLLM's: whether thoughts are part of the answer
+    separate_reasoning: bool = True  # SGLang's: whether they are told from the text
+    reasoning_format: Literal["auto", "deepseek", "deepseek-legacy", "none"] = "auto"  # llama.cpp's
 
     # No effect.
-    parallel_tool_calls: bool = True
-    reasoning_effort: str = ""
     verbosity: str = ""
     modalities: list[Literal["text"]] = Field(default_factory=list)
 
@@ -309,8 +332,12 @@ class ChatBody(Sampling):
             raise ValueError("max_tokens is 0; expected 1 or more")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.tool_names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if unknown := sorted(self._chosen.difference(self.tool_names)):
+            raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message continues the last message; leave add_generation_prompt out")
+        if self.continue_final_message and not self.messages[-1]["content"].strip():
+            raise ValueError("continue_final_message needs a text in the last message")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice is 'required', but there are no tools")
         if self.must_call and self._guides():
@@ -321,9 +348,20 @@ class ChatBody(Sampling):
     def template_variables(self) -> dict[str, Any]:
         """What the chat template gets besides messages and tools."""
         thinks = self.enable_thinking
-        if self.thinking is not None and self.thinking.type != "auto":
+        if thinks is None and (self.reasoning_effort == "none" or self.guide is not None):
+            thinks = False  # a guide begins with the first token
+        if self.thinking is not None and self.thinking.type not in ("auto", "adaptive"):
             thinks = self.thinking.type == "enabled"
-        return ({} if thinks is None else {"enable_thinking": thinks}) | self.chat_template_kwargs
+        named: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+        if self.reasoning_effort not in ("", "none"):
+            named["reasoning_effort"] = self.reasoning_effort
+        opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return {**named, **self.chat_template_kwargs, **({} if opens else {"add_generation_prompt": False})}
+
+    @property
+    def separates_thoughts(self) -> bool:
+        """Whether thoughts are told from the text."""
+        return self.separate_reasoning and self.reasoning_format != "none"
 
     @property
     def tool_names(self) -> list[str]:
@@ -331,16 +369,28 @@ class ChatBody(Sampling):
         return [tool.function.name for tool in self.tools]
 
     @property
+    def _chosen(self) -> set[str]:
+        """The tools that `tool_choice` names."""
+        if isinstance(self.tool_choice, NamedTool):
+            return {self.tool_choice.function.name}
+        if isinstance(self.tool_choice, AllowedTools):
+            return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return set()
+
+    @property
     def usable_tools(self) -> list[Tool]:
         """The tools that the model may call in this answer."""
-        if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        if chosen := self._chosen:
+            return [tool for tool in self.tools if tool.function.name in chosen]
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def must_call(self) -> bool:
         """Whether the answer must be a call."""
-        return isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return isinstance(choice, NamedTool) or choice == "required"
 
     @property
     def guide(self) -> Guide | None:

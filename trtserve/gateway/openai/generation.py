@@ -14,6 +14,7 @@ from trtserve.client.transport import STOP_TIMEOUT
 from trtserve.errors import RequestError, TrtserveError
 from trtserve.gateway.admission import stop_until_ended
 from trtserve.gateway.openai.answers import TextPiece, TokenLogProb, TokenUsage, prompt_log_probs, token_log_probs
+from trtserve.gateway.openai.reading import overlap
 from trtserve.gateway.openai.request import EngineRequest, with_adapter_weights
 from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.programs.bls.texts import IncrementalText
@@ -35,7 +36,7 @@ async def generate(
     call = EngineCall(backend, served, request)
     reader = _IdsReader(served, request, usage) if served.takes_ids else _TextReader(served, request, usage)
     stopped, begun, ended, echoed = TextBeforeStop(request.stops), False, False, False
-    waiting: list[TokenLogProb] = []
+    waiting, ids = list[TokenLogProb](), list[int]()
     try:
         async for replies in call.replies():
             piece = reader.read(replies)
@@ -47,19 +48,23 @@ async def generate(
             if request.prompt.chat and not begun:  # templates end before the space that begins the answer
                 piece.text = piece.text.lstrip(" ")
             begun = begun or bool(piece.text)
-            piece.tokens = waiting = [*waiting, *piece.tokens]
+            if waiting or ids:
+                piece.tokens, piece.ids = [*waiting, *piece.tokens], [*ids, *piece.ids]
             if stopped.stopped:
                 piece.finish_reason = "stop"
             if piece.text or piece.finish_reason is not None:
                 yield piece
-                waiting = []
+                waiting, ids = [], []
+            else:
+                waiting, ids = piece.tokens, piece.ids
             if piece.finish_reason is not None:
                 return
         ended = True
         # Releases before 1.2 do not say why an answer ended.
         full = (usage.completion_tokens or 0) >= request.max_tokens
         rest = stopped.add(reader.rest(), last=True)
-        yield TextPiece(text=rest, tokens=waiting, finish_reason="length" if full and not stopped.stopped else "stop")
+        reason = "length" if full and not stopped.stopped else "stop"
+        yield TextPiece(text=rest, tokens=waiting, ids=ids, finish_reason=reason)
     finally:
         if not ended:
             call.abandon()
@@ -94,7 +99,8 @@ class _IdsReader:
             ids += new
             piece.finish_reason = _finish_reason(reply) or piece.finish_reason
         self._usage.add_output(len(ids))
-        piece.text = self._text.add(ids)
+        piece.ids = ids
+        piece.text = self._text_of(ids)
         if piece.finish_reason is not None:
             piece.text += self._text.finish()
         return piece
@@ -102,6 +108,20 @@ class _IdsReader:
     def rest(self) -> str:
         """Return what was held back until the end."""
         return self._text.finish()
+
+    def _text_of(self, ids: list[int]) -> str:
+        """Return the text of new tokens, in which the marks of the model's dialect stay although they are special."""
+        marks = self._request.prompt.marks
+        if marks.keys().isdisjoint(ids):
+            return self._text.add(ids)
+        text, run = "", list[int]()
+        for each in ids:
+            if each in marks:
+                text += self._text.add(run) + self._text.finish() + marks[each]
+                run = []
+            else:
+                run.append(each)
+        return text + self._text.add(run)
 
 
 class _TextReader:
@@ -262,12 +282,6 @@ class TextBeforeStop:
         if starts:
             self.stopped = True
             return text[: min(starts)]
-        keep = 0 if last else max(_overlap(text, stop) for stop in self._stops)
+        keep = 0 if last else max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are also the beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

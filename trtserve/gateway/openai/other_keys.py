@@ -33,7 +33,6 @@ NOT_SET: dict[str, tuple[Any, ...]] = {
 }
 """Keys that have a meaning → the values that count as null in other servers."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "audio": ({},),
@@ -60,7 +59,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora": ([],),
-    "min_p": (0,),
     "mirostat": (0,),
     "mm_processor_kwargs": ({},),
     "models": ([],),
@@ -81,7 +79,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_full_text": (False,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
-    "return_token_ids": (False,),
     "return_tokens": (False,),
     "return_tokens_as_token_ids": (False,),
     "route": ("fallback", ""),
@@ -117,7 +114,7 @@ WITHOUT_EFFECT = frozenset(
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "min_keep", "n_keep"),
         # How another server caches, names or reports a request, and how much it thinks.
         *("cache_control", "cache_prompt", "id_slot", "request_id", "rid", "return_progress", "usage"),
-        *("separate_reasoning", "stream_reasoning", "reasoning", "verbosity", "keep_alive"),
+        *("stream_reasoning", "reasoning", "verbosity", "keep_alive"),
     }
 )
 """Keys that say nothing about the answer of this server, whatever their value."""
@@ -128,9 +125,7 @@ REFUSED = {
     "audio": "the model generates text only",
     "prediction": "predicted outputs are not available",
     "web_search_options": "the server does not search the web",
-    "min_p": "TensorRT-LLM's Triton models have no such input",
     "skip_special_tokens": "special tokens are never part of the text",
-    "return_token_ids": "ask the model `tensorrt_llm` over Triton's protocol for token ids",
     "use_beam_search": "ask with temperature 0, or use `trtserve query --beam-width`",
     "cache_salt": "prompts share one cache",
     "custom_logit_processor": "clients cannot bring programs",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors
@@ -16,7 +17,7 @@ from trtserve.client.spec import QuerySpec, tensors_of
 from trtserve.client.tensors import Tensor
 from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, text_to_send
 from trtserve.errors import UsageError
-from trtserve.gateway.openai.bodies import ChatBody, NamedTool, Sampling
+from trtserve.gateway.openai.bodies import AllowedTools, ChatBody, Sampling
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.schemas import bounded
@@ -100,6 +101,10 @@ async def engine_requests(
     tensors = {tensor.name: tensor for tensor in request_tensors(context)}
     stops = await _stop_tensors(served, context, body)
     tensors |= {**stops, **_bias(served, context, body), **_guide(context, body, untrained=prompt.untrained)}
+    if body.min_p:
+        if not served.model.has("min_p"):
+            raise ApiError("min_p is not supported: the model's repository has no such input.", param="min_p")
+        tensors |= context.scalar(body.min_p, "min_p")
     if tops and served.names_tops:
         tensors |= context.scalar(tops, "num_top_log_probs")
     if adapter is not None and served.adapters is not None:
@@ -255,6 +260,10 @@ class Prompt:
     """Its token ids, or empty where the server encodes the text."""
     chat: bool = False
     """Whether it is a conversation, whose answer begins without a space."""
+    marks: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that stay in the text of the answer."""
+    thinks: bool = False
+    """Whether the answer begins inside a thought."""
     untrained: bool = False
     """Whether it is the last message of a conversation with a model that has no chat template."""
     tokens: int | None = None
@@ -280,7 +289,8 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     """
     files = served.require_tokenizer("A conversation")
     assert served.encoder is not None
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
+    shown = body.tools if isinstance(body.tool_choice, AllowedTools) else body.usable_tools
+    tools = [tool.model_dump(exclude_unset=True) for tool in shown]
     try:
         template = find_chat_template(files, tools=bool(tools))
     except UsageError as error:
@@ -288,7 +298,7 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     if template is None:
         return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True, untrained=True)
     tokens = files.special_tokens()
-    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice
     variables = {**body.template_variables, **({"tools": tools, "tool_choice": choice} if tools else {})}
     try:
         text = await served.encoder.render(template, body.messages, tokens, variables)
@@ -296,11 +306,31 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
         raise ApiError(error.message, param="messages") from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ApiError(f"The model's chat template cannot render these messages: {error}", param="messages") from None
+    if body.continue_final_message:
+        text = _up_to_the_end_of(body.messages[-1]["content"], text)
+    if body.guide is not None:
+        text = served.dialect.without_thoughts(text)
     served.require_room(text)
     added = served.adds_special and not served.takes_ids
-    if added:
-        text = await _text_for_server(served.encoder, text, tokens.get("bos_token"))
-    return replace(await _text_prompt(served, text, special=added), chat=True)
+    sent = await _text_for_server(served.encoder, text, tokens.get("bos_token")) if added else text
+    return replace(
+        await _text_prompt(served, sent, special=added),
+        chat=True,
+        thinks=body.separates_thoughts and served.dialect.thinks(text),
+        marks=served.mark_ids(served.dialect.marks(tools=bool(tools), thoughts=body.separates_thoughts)),
+    )
+
+
+def _up_to_the_end_of(content: str, text: str) -> str:
+    """Return a rendered conversation without what follows its last message. Raises ApiError if it is not there."""
+    content = content.strip()
+    at = text.rfind(content)
+    if at < 0:
+        raise ApiError(
+            "continue_final_message: the chat template does not show the last message as it is.",
+            param="continue_final_message",
+        )
+    return text[: at + len(content)]
 
 
 async def _text_for_server(encoder: Encoder, text: str, bos: str | None) -> str:

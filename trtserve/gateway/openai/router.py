@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from trtserve.gateway.openai.answering import Answering, Measures, Sequenced
-from trtserve.gateway.openai.answers import CallReader, ChatAnswer, Completion, Envelope, Json
-from trtserve.gateway.openai.bodies import ChatBody, CompletionBody, NamedTool, Sampling
+from trtserve.gateway.openai.answering import Answering, ChoicesForm, Form, Measures, Sequenced
+from trtserve.gateway.openai.answers import ChatAnswer, Completion, Envelope, Json
+from trtserve.gateway.openai.bodies import ChatBody, CompletionBody, NamedTool, Sampling, StreamOptions
 from trtserve.gateway.openai.errors import ApiError, OpenAIRoute
+from trtserve.gateway.openai.reading import reader_of
 from trtserve.gateway.openai.request import EngineRequest, Prompt, chat_prompt, completion_prompt, engine_requests
 from trtserve.gateway.openai.served import Backend, ServedModel
 
@@ -79,43 +81,56 @@ class Paths:
         count = body.best_of or body.n
         tops = 0 if body.logprobs is None and count > body.n else body.logprobs
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        sequences: list[Sequenced] = []
+        sequences: list[Sequenced[Completion]] = []
         for prompt in prompts:
             echoed = _echoed(served, prompt) if body.echo else ""
             requests = await self._requests(
                 served, body, prompt, count, max(1, max_tokens), adapter, tops, echoes_log_probs=body.echoes_log_probs
             )
             for each in requests:
-                choice = Completion(
+                answer = Completion(
                     index=len(sequences),
                     echoed=echoed,
                     shows_log_probs=body.logprobs is not None,
                     only_echoed=max_tokens == 0,
+                    shows_ids=body.return_token_ids,
                 )
-                sequences.append(Sequenced(request=each, choice=choice))
+                sequences.append(Sequenced(request=each, answer=answer))
         kind = "text_completion"
         envelope = Envelope(prefix="cmpl", kind=kind, chunk_kind=kind, model=body.model)
-        return await self._respond(request, body, served, sequences, envelope, prompts=len(prompts))
+        form = ChoicesForm(
+            sequences,
+            envelope,
+            body.stream_options or StreamOptions(),
+            prompts=len(prompts),
+            kept=body.n,
+            prompt_ids=_shown_ids(served, body, prompts),
+        )
+        return await self._respond(request, served, form, stream=body.stream)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
+        kind = "chat.completion"
+        envelope = Envelope(prefix="chatcmpl", kind=kind, chunk_kind=f"{kind}.chunk", model=body.model)
+        conversation = await self.conversation(request, body)
+        sequences = [
+            Sequenced(request=each, answer=ChatAnswer(**conversation.message(index), shows_ids=body.return_token_ids))
+            for index, each in enumerate(conversation.requests)
+        ]
+        ids = _shown_ids(conversation.served, body, [conversation.prompt])
+        form = ChoicesForm(sequences, envelope, body.stream_options or StreamOptions(), prompt_ids=ids)
+        return await self._respond(request, conversation.served, form, stream=body.stream)
+
+    async def conversation(self, request: Request, body: ChatBody) -> Conversation:
+        """Return what any API needs to answer a conversation."""
         served, adapter = await self._find(request, body.model)
         prompt = await chat_prompt(served, body)
         length = len(prompt.ids)
         room = CHAT_TOKENS if served.max_seq_len is None else max(1, served.max_seq_len - length)
         max_tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, room)
         tops = (body.top_logprobs or 0) if body.logprobs else None
-        names, named = [tool.function.name for tool in body.usable_tools], isinstance(body.tool_choice, NamedTool)
-        sequences = [
-            Sequenced(
-                request=each,
-                choice=ChatAnswer(index=index, calls=CallReader(names, required=body.must_call), named=named),
-            )
-            for index, each in enumerate(await self._requests(served, body, prompt, body.n, max_tokens, adapter, tops))
-        ]
-        kind = "chat.completion"
-        envelope = Envelope(prefix="chatcmpl", kind=kind, chunk_kind=f"{kind}.chunk", model=body.model)
-        return await self._respond(request, body, served, sequences, envelope)
+        requests = await self._requests(served, body, prompt, body.n, max_tokens, adapter, tops)
+        return Conversation(served=served, body=body, prompt=prompt, requests=requests)
 
     async def embeddings(self) -> Response:
         """Refuse embeddings."""
@@ -155,26 +170,37 @@ class Paths:
             repository=self._backend.repository,
         )
 
-    async def _respond(
-        self,
-        request: Request,
-        body: Sampling,
-        served: ServedModel,
-        sequences: list[Sequenced],
-        envelope: Envelope,
-        *,
-        prompts: int = 1,
-    ) -> Response:
-        answering = Answering(
-            backend=self._backend,
-            served=served,
-            measures=self._measures,
-            envelope=envelope,
-            sequences=sequences,
-            prompts=prompts,
-            kept=body.n,
+    async def _respond(self, request: Request, served: ServedModel, form: Form[Any], *, stream: bool) -> Response:
+        answering = Answering(backend=self._backend, served=served, measures=self._measures, form=form)
+        return await answering.respond(request, stream=stream)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A conversation that is about to be answered."""
+
+    served: ServedModel
+    body: ChatBody
+    prompt: Prompt
+    requests: Sequence[EngineRequest]
+
+    def message(self, index: int = 0) -> dict[str, Any]:
+        """Return the fields of the `Message` that becomes one of its answers."""
+        body = self.body
+        reader = reader_of(
+            self.served.dialect,
+            {tool.function.name: tool.function.parameters for tool in body.usable_tools},
+            thinks=self.prompt.thinks,
+            thoughts=body.separates_thoughts,
+            required=body.must_call,
         )
-        return await answering.respond(request, body)
+        return {
+            "index": index,
+            "reader": reader,
+            "named": isinstance(body.tool_choice, NamedTool),
+            "parallel": body.parallel_tool_calls,
+            "shows_reasoning": body.include_reasoning,
+        }
 
 
 def _key_check(keys: Collection[str]) -> Callable[[Request], None]:
@@ -206,3 +232,12 @@ def _echoed(served: ServedModel, prompt: Prompt) -> str:
     if prompt.text is not None:
         return prompt.text
     return served.require_tokenizer("echo").decode(prompt.ids)
+
+
+def _shown_ids(served: ServedModel, body: Sampling, prompts: Sequence[Prompt]) -> list[int] | None:
+    """Return the ids of the first prompt if the client wants ids. Raises ApiError for a model that has none."""
+    if not body.return_token_ids:
+        return None
+    if not served.takes_ids:
+        raise ApiError("return_token_ids needs a model that takes token ids.", param="return_token_ids")
+    return list(prompts[0].ids)

@@ -28,6 +28,7 @@ from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.executor.loaders import MODELS
 from trtserve.files import read_json_object
 from trtserve.gateway.openai.answers import Token
+from trtserve.gateway.openai.dialects import Dialect, dialect_of
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
@@ -80,11 +81,34 @@ class ServedModel:
     takes_system: bool = False
     """Whether its chat template has a place for a system message."""
     created: int = field(default_factory=lambda: int(time.time()))
+    _marks: dict[tuple[str, ...], dict[int, str]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def takes_ids(self) -> bool:
         """Whether the model that is asked takes token ids."""
         return TEXT_INPUT not in self.model.inputs
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the model writes thoughts and calls."""
+        templates = {} if self.files is None else self.files.chat_templates
+        return dialect_of("\n".join(templates.values()))
+
+    def mark_ids(self, marks: tuple[str, ...]) -> dict[int, str]:
+        """Return the special tokens among some marks, which decoding would leave out."""
+        if marks not in self._marks:
+            self._marks[marks] = {}
+            if self.files is not None and self.decoder is not None:
+                tokenizer = self.files.tokenizer
+                ids = [(tokenizer.convert_tokens_to_ids(mark), mark) for mark in marks]
+                self._marks[marks] = {
+                    number: mark
+                    for number, mark in ids
+                    if number is not None
+                    and tokenizer.convert_ids_to_tokens(number) == mark
+                    and not self.decoder.decode([[number]])[0]
+                }
+        return self._marks[marks]
 
     @property
     def names(self) -> tuple[str, ...]:

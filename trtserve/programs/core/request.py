@@ -130,6 +130,7 @@ _SAMPLING = {
     "top_p_min": ("runtime_top_p_min",),
     "top_p_reset_ids": ("runtime_top_p_reset_ids",),
     "top_p_decay": ("runtime_top_p_decay",),
+    "min_p": ("min_p",),
     "min_tokens": ("min_tokens", "min_length"),
     "seed": ("seed", "random_seed"),
 }
