@@ -121,7 +121,7 @@ class Paths:
         form = ChoicesForm(sequences, envelope, body.stream_options or StreamOptions(), prompt_ids=ids)
         return await self._respond(request, conversation.served, form, stream=body.stream)
 
-    async def conversation(self, request: Request, body: ChatBody) -> Conversation:
+    async def conversation(self, request: Request, body: ChatBody) -> AskedConversation:
         """Return what any API needs to answer a conversation."""
         served, adapter = await self._find(request, body.model)
         prompt = await chat_prompt(served, body)
@@ -130,7 +130,7 @@ class Paths:
         max_tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, room)
         tops = (body.top_logprobs or 0) if body.logprobs else None
         requests = await self._requests(served, body, prompt, body.n, max_tokens, adapter, tops)
-        return Conversation(served=served, body=body, prompt=prompt, requests=requests)
+        return AskedConversation(served=served, body=body, prompt=prompt, requests=requests)
 
     async def embeddings(self) -> Response:
         """Refuse embeddings."""
@@ -176,7 +176,7 @@ class Paths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
+class AskedConversation:
     """A conversation that is about to be answered."""
 
     served: ServedModel
