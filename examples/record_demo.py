@@ -25,7 +25,7 @@ TITLE = "trtserve: from a checkpoint to a measured endpoint (shortened)"
 FIGURES = ("Requests/Sec", "OP tokens/sec", "Avg. latency", "P99 latency", "Avg. TTFT", "Avg. inter", "Failed")
 DETAILS = (
     *("Writing", "Next:"),
-    *("(to switch", "Repository:", "Engine:", "First start", "Starting Triton", "Try:", "Stop:"),
+    *("  Triton", "  try"),
     *("Sending", "note:", "Stopping"),
 )
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, Protocol
 
-Unit = Literal["bytes", "items"]
+Unit = Literal["bytes", "items", "parts"]
+"""What work is counted in. `parts` differ in size, so the remaining time cannot be estimated from them."""
 
 
 class Task(Protocol):

@@ -228,6 +228,9 @@ def test_strangers_take_nothing_from_clients_with_the_key(triton: Triton, tmp_pa
         ExitStack() as stack,
     ):
         known = stack.enter_context(gateway.connected())
+        known.request("GET", "/")  # without the page, a sentence for who looks with a browser
+        answer = known.getresponse()
+        assert (answer.status, b"trtserve start --ui" in answer.read()) == (200, True)
         known.request("GET", "/v2/models/m/config", headers=authorization)
         assert known.getresponse().read()
         for path in ("/", "/health", "/v2/health/live", GENERATE):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from trtserve.cli.output import TerminalProgress
 from trtserve.errors import PortInUseError
 from trtserve.progress import SILENT
-from trtserve.server.detach import Report, StartReport, reports
+from trtserve.server.detach import Report, ReportDisplay, StartReport, reports
 
 
 def reported(*calls: Callable[[StartReport], object]) -> list[Report]:
@@ -27,11 +29,27 @@ def test_steps_and_the_end_arrive_in_order() -> None:
     found = reported(
         lambda report: report.step("Loading"),
         lambda report: report.warn("slow"),
-        lambda report: report.task("Comparing", total=2).__enter__(),
         lambda report: report.ready(),
     )
     said = [(each.kind, each.text) for each in found]
-    assert said == [("step", "Loading"), ("warn", "slow"), ("step", "Comparing"), ("ready", "")]
+    assert said == [("step", "Loading"), ("warn", "slow"), ("ready", "")]
+
+
+def test_a_task_goes_on_where_the_reports_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    def load(report: StartReport) -> None:
+        with report.task("Loading the models", total=3, unit="parts") as task:
+            for loaded, waiting in ((0, "core"), (2, "core"), (0, "core"), (1, "")):
+                task.describe(waiting)
+                task.advance(loaded)
+
+    *found, last = reported(load, lambda report: report.step("Nearly ready"), lambda report: report.ready())
+    at = [(each.text, each.number) for each in found if each.kind == "at"]
+    assert at == [("core", 0), ("core", 2), ("", 1)]  # what changes nothing is not sent
+    with ExitStack() as tasks:
+        display = ReportDisplay(TerminalProgress(), tasks)
+        assert all(display.show(report) for report in found)
+        assert not display.show(last)
+    assert capsys.readouterr().err.splitlines() == ["Loading the models", "Nearly ready"]
 
 
 def test_an_error_keeps_its_class_and_its_advice() -> None:

@@ -154,6 +154,37 @@ def test_a_bar_shows_how_much_is_left_beside_a_long_description(
     assert "73 of 150" in shown.rpartition(described)[2]
 
 
+def test_one_line_changes_on_a_terminal_and_goes_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _narrow(monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with output.ChangingLine() as progress:
+        progress.step("Serving " + "demo " * 40)
+        with progress.task("Loading the models", total=3, unit="parts") as task:
+            task.describe("core\r")
+            task.advance(2)
+        progress.warn("the machine is busy")
+        progress.end()
+        progress.step("Stopping")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
+    kept = [line.rpartition("\x1b[2K")[2].strip() for line in shown.split("\n")]
+    assert [line for line in kept if line and "Loading" not in line] == ["warning: the machine is busy", "Stopping"]
+    assert "Loading the models, 2 of 3: core\\r" in shown
+    assert all(
+        len(re.sub(r"\x1b\S*?[A-Za-z]", "", part)) <= 80 for line in shown.split("\n") for part in line.split("\r")
+    )
+
+
+def test_elsewhere_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.ChangingLine() as progress:
+        progress.step("Serving demo")
+        with progress.task("Loading the models", total=3, unit="parts") as task:
+            task.advance(3)
+    assert capsys.readouterr().err.splitlines() == ["Serving demo", "Loading the models"]
+
+
 def test_control_characters_in_a_message_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
     output.say("tensor \x1b[2K\rerror: forged")
     assert capsys.readouterr().err == "tensor \\x1b[2K\\rerror: forged\n"

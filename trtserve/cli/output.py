@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from shutil import get_terminal_size
@@ -36,6 +36,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newli
 _LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
 _COPIED = "command "
 _SECONDS_BETWEEN_LINES = 10.0
+_SIGNS, _SIGNS_PER_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", 5
 _BYTES = {
     "size": "size_bytes",
     "disk": "disk_bytes",
@@ -270,10 +271,10 @@ class TerminalProgress:
     """Progress on a terminal: a bar with rate and remaining time; plain lines elsewhere."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+        self.quiet = quiet
 
     def step(self, text: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             say(text)
 
     def warn(self, text: str) -> None:
@@ -281,7 +282,7 @@ class TerminalProgress:
 
     @contextmanager
     def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
-        if self._quiet:
+        if self.quiet:
             yield _SilentTask()
             return
         if not sys.stderr.isatty():
@@ -297,6 +298,82 @@ class TerminalProgress:
             yield _BarTask(bar, bar.add_task("" if above else text, total=total, completed=done), "" if above else text)
         if not above:
             say(text)
+
+
+class ChangingLine(TerminalProgress):
+    """Progress as one line of a terminal, which changes and disappears at the end; plain lines elsewhere."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._line = _spinner(_stderr()) if sys.stderr.isatty() and not quiet else None
+        self._task = None if self._line is None else self._line.add_task("")
+
+    def __enter__(self) -> ChangingLine:
+        """Show the sign of life."""
+        if self._line is not None:
+            self.step("Starting")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the line."""
+        self.end()
+
+    def end(self) -> None:
+        """Remove the line; later steps are lines that stay."""
+        if self._line is not None:
+            self._line.stop()
+        self._line = None
+
+    def step(self, text: str) -> None:
+        if self._line is None:
+            super().step(text)
+        else:
+            self._line.start()
+            self._line.update(self._task, description=visible(text))
+
+    def warn(self, text: str) -> None:
+        if self._line is not None:
+            self._line.stop()
+        super().warn(text)
+
+    @contextmanager
+    def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
+        if self._line is None:
+            with super().task(text, total=total, unit=unit, done=done) as task:
+                yield task
+        else:
+            self.step(text)
+            yield _ChangingTask(self.step, text, total=total, unit=unit, done=done)
+
+
+class _ChangingTask:
+    def __init__(self, show: Callable[[str], None], text: str, *, total: int, unit: Unit, done: int) -> None:
+        self._show, self._text, self._total, self._done = show, text, total, done
+        self._format = format_bytes if unit == "bytes" else str
+        self._described = ""
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        self._show(f"{self._text}, {self._format(self._done)} of {self._format(self._total)}{self._described}")
+
+    def describe(self, text: str) -> None:
+        self._described = f": {text}" if text else ""
+        self.advance(0)
+
+
+def _spinner(console: Console) -> Any:
+    """Return a line with a sign of life, the seconds since the first step, and the step that runs."""
+    from rich import progress as rich_progress
+    from rich.text import Text
+
+    class Line(rich_progress.ProgressColumn):
+        def render(self, task: rich_progress.Task) -> Text:
+            seconds = task.elapsed or 0.0
+            line = Text(f"{_SIGNS[int(seconds * _SIGNS_PER_SECOND) % len(_SIGNS)]} {seconds:.0f} s  {task.description}")
+            line.truncate(console.width - 1, overflow="ellipsis")
+            return line
+
+    return rich_progress.Progress(Line(), console=console, transient=True, refresh_per_second=_SIGNS_PER_SECOND)
 
 
 def _bar(console: Console, unit: Unit) -> Any:
@@ -352,11 +429,11 @@ class _LineTask:
         amounts = f"{self._show(self._done)} of {self._show(self._total)}"
         if self._unit == "bytes":
             amounts += f", {self._show(round(rate))}/s"
-        left = f", {max(0, self._total - self._done) / rate:.0f} s left" if rate else ""
+        left = f", {max(0, self._total - self._done) / rate:.0f} s left" if rate and self._unit != "parts" else ""
         say(f"{self._text}: {amounts}{left}{self._described}")
 
     def describe(self, text: str) -> None:
-        self._described = f"; {text}"
+        self._described = f"; {text}" if text else ""
 
 
 class _BarTask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports, paths
-from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
+from trtserve.cli.output import (
+    ChangingLine,
+    TerminalProgress,
+    print_commands,
+    print_data,
+    print_json,
+    print_stages,
+    say,
+)
 from trtserve.cli.status import server_record
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.specs import ServerSpec
@@ -84,64 +92,68 @@ def start(
         trtserve start llama-2-7b -- --log-verbose=1
         trtserve start llama-2-7b --slurm --nodes 2 --account research
     """
-    from trtserve.pipeline.world_size import repository_for
-    from trtserve.server.launch.cluster import require_options
     from trtserve.server.plan import with_free_ports
     from trtserve.server.repositories import find_repository
     from trtserve.store import Store
 
     call = ClusterCall(
-        cluster=cluster,
-        options={"slurm": slurm, "kubernetes": kubernetes},
-        json=json,
-        dry_run=dry_run,
-        quiet=quiet,
+        cluster=cluster, options={"slurm": slurm, "kubernetes": kubernetes}, json=json, dry_run=dry_run, quiet=quiet
     )
-    call.require_cluster(systemd=systemd)
-    on_cluster = cluster.kind is not None
-    if on_cluster and (detach or systemd):
-        flag = "--detach" if detach else "--systemd"
-        raise UsageError(f"{flag} is for a server on this machine.", hint="Leave it out.")
-    if systemd and detach:
-        raise UsageError("--systemd starts nothing, so there is nothing to detach.", hint="Leave --detach out.")
-    if cluster.kind is not None:
-        require_options(spec, cluster.kind)
+    call.require_sense(spec, detach=detach, systemd=systemd)
     extra = tuple(triton_arguments or ())
     if model is not None and model.startswith("-"):  # `start -- --flag` puts the first flag where a name is expected
         extra, model = (model, *extra), None
     spec = replace(spec, extra_arguments=extra)
     spec = with_free_ports(spec) if spec.auto_ports else spec
-    progress = TerminalProgress(quiet=quiet)
     found = find_repository(model, path=model_repository)
     with Store().in_use(found.path):
         found = find_repository(model, path=model_repository)  # `remove` may have been faster
-        if dry_run and not on_cluster and not systemd:
-            _dry_run(found, spec, progress, rebuild=rebuild, json=json)
-            return
-        repository = repository_for(
-            found, spec, rebuild=rebuild and not dry_run, on_this_machine=not on_cluster, progress=progress
-        )
-        if cluster.kind is not None:
-            write_for_cluster(repository, spec, cluster.kind, call)
-        elif systemd:
-            _write_unit(repository, spec, call, progress)
-        elif detach:
-            from trtserve.server.detach import start_in_background
-
-            server = start_in_background(repository, spec, progress=progress)
-            _print_server(server, json=json, quiet=quiet, detached=True)
+        if cluster.kind is not None or systemd:
+            _write(found, spec, call, rebuild=rebuild)
+        elif dry_run:
+            _dry_run(found, spec, TerminalProgress(quiet=quiet), rebuild=rebuild, json=json)
         else:
-            _serve(repository, spec, report_to, progress, json=json, quiet=quiet)
+            with ChangingLine(quiet=quiet) as progress:
+                _serve(found, spec, progress, rebuild=rebuild, detach=detach, report_to=report_to, json=json)
 
 
 def _serve(
+    found: ModelRepository,
+    spec: ServerSpec,
+    progress: ChangingLine,
+    *,
+    rebuild: bool,
+    detach: bool,
+    report_to: int | None,
+    json: bool,
+) -> None:
+    """Serve until Ctrl-C, or until the server in the background is ready."""
+    from trtserve.pipeline.world_size import repository_for
+    from trtserve.server.detach import start_in_background
+
+    repository = repository_for(found, spec, rebuild=rebuild, on_this_machine=True, progress=progress)
+
+    def print_server(server: Server) -> None:
+        progress.end()
+        if json:
+            print_json("start", {**server_record(server), "url": server.url})
+        else:
+            print_data(server.url)
+        if not progress.quiet and spec.log_format != "json":
+            _print_summary(server, page=spec.ui, detached=detach)
+
+    if detach:
+        print_server(start_in_background(repository, spec, progress=progress))
+    else:
+        _supervise(repository, spec, report_to, progress, print_server)
+
+
+def _supervise(
     repository: ModelRepository,
     spec: ServerSpec,
     report_to: int | None,
     progress: TerminalProgress,
-    *,
-    json: bool,
-    quiet: bool,
+    on_ready: Callable[[Server], None],
 ) -> None:
     """Be the supervisor of a server, for the user or for the `start --detach` that listens at `report_to`."""
     from trtserve.cli.json_log import JsonLog
@@ -151,17 +163,11 @@ def _serve(
 
     own = JsonLog() if spec.log_format == "json" else progress
     report = None if report_to is None else StartReport(report_to, own)
-
-    def on_ready(server: Server) -> None:
-        if report is not None:
-            report.ready()
-        else:
-            _print_server(server, json=json, quiet=quiet or own is not progress, detached=False)
-
     try:
         plan = plan_server(repository, spec)
         with own.following([each.log for each in plan.instances]) if isinstance(own, JsonLog) else nullcontext():
-            serve_foreground(plan, on_ready=on_ready, progress=report or own)
+            tell = on_ready if report is None else lambda _: report.ready()
+            serve_foreground(plan, on_ready=tell, progress=report or own)
     except TrtserveError as error:
         if report is not None:
             report.failed(error)
@@ -169,6 +175,20 @@ def _serve(
             own.error(error)
             raise typer.Exit(error.code) from error
         raise
+
+
+def _write(found: ModelRepository, spec: ServerSpec, call: ClusterCall, *, rebuild: bool) -> None:
+    """Write, print or submit what starts the server elsewhere or later."""
+    from trtserve.pipeline.world_size import repository_for
+
+    progress, kind = TerminalProgress(quiet=call.quiet), call.cluster.kind
+    repository = repository_for(
+        found, spec, rebuild=rebuild and not call.dry_run, on_this_machine=kind is None, progress=progress
+    )
+    if kind is None:
+        _write_unit(repository, spec, call, progress)
+    else:
+        write_for_cluster(repository, spec, kind, call)
 
 
 def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall, progress: TerminalProgress) -> None:
@@ -256,31 +276,25 @@ def _described(plan: ServerPlan) -> dict[str, Any]:
     }
 
 
-def _print_server(server: Server, *, json: bool, quiet: bool, detached: bool) -> None:
-    if json:
-        print_json("start", {**server_record(server), "url": server.url})
-    else:
-        print_data(server.url)
-    if not quiet:
-        _print_hints(server, detached=detached)
-
-
-def _print_hints(server: Server, *, detached: bool) -> None:
+def _print_summary(server: Server, *, page: bool, detached: bool) -> None:
+    """Say what a person needs: addresses, what to try, and how to stop."""
     from trtserve.server.state import list_servers
 
+    say(f"{server.name} is ready.")
     if server.endpoint != server.address:
         grpc = f"{server.address.host}:{server.endpoint.grpc_port}"
-        say(f"{server.name}: nginx distributes requests to all instances, gRPC on {grpc}")
+        say(f"  proxy    nginx distributes requests to all instances, gRPC on {grpc}")
+    if any(instance.gateway is not None for instance in server.instances):
+        say(f"  page     {f'{server.url}/' if page else 'start with --ui for a chat in the browser'}")
+        say(f"  API      {server.url}/v1 (OpenAI)")
     for instance in server.instances:
         host, address = instance.address.host, instance.address
-        ports = f"gRPC {host}:{address.grpc_port}, metrics {address.metrics_host}:{address.metrics_port}"
         also = f"HTTP {host}:{address.http_port}, " if len(server.instances) > 1 else ""
-        say(f"{server.name} is ready: {also}{ports}")
+        metrics = f"metrics {address.metrics_host}:{address.metrics_port}"
+        say(f"  Triton   {also}gRPC {host}:{address.grpc_port}, {metrics}")
     which = f" --server {server.name}" if len(list_servers()) > 1 else ""
-    if any(instance.gateway is not None for instance in server.instances):
-        say(f"OpenAI's API: {server.url}/v1")
-    say(f'{"Try" if detached else "Try in a second terminal"}: trtserve query "What is ML?"{which}')
-    say(f"Stop: trtserve stop {server.name}" if detached else "Stop: Ctrl-C")
+    say(f'  try      trtserve query "What is ML?"{which}{"" if detached else "   (in a second terminal)"}')
+    say(f"  stop     {f'trtserve stop {server.name}' if detached else 'Ctrl-C'}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,18 +308,29 @@ class ClusterCall:
     dry_run: bool
     quiet: bool
 
-    def require_cluster(self, *, systemd: bool = False) -> None:
-        """Raise UsageError for options of a cluster that was not requested; `--systemd` has an --out too."""
+    def require_sense(self, spec: ServerSpec, *, detach: bool, systemd: bool) -> None:
+        """Raise UsageError for options that contradict each other, or that belong to a cluster nobody asked for."""
+        from trtserve.server.launch.cluster import require_options
+
+        kind = self.cluster.kind
         for name, options in self.options.items():
-            if name != self.cluster.kind and (given := given_flags(options)):
+            if name != kind and (given := given_flags(options)):
                 raise UsageError(f"{given[0]} belongs to --{name}.", hint=f"Give --{name} with it.")
+        # --systemd has an --out too.
         given = given_flags(self.cluster, ("nodes", "ntasks_per_node", *(() if systemd else ("out",))))
-        if given and self.cluster.kind is None:
+        if given and kind is None:
             owners = [*OPTIONS, "systemd"] if given[0] == "--out" else list(OPTIONS)
             raise UsageError(
                 f"{given[0]} belongs to {' and '.join(f'--{name}' for name in owners)}.",
                 hint="Here a server runs on one machine, with as many ranks as its engine has.",
             )
+        if kind is not None and (detach or systemd):
+            flag = "--detach" if detach else "--systemd"
+            raise UsageError(f"{flag} is for a server on this machine.", hint="Leave it out.")
+        if systemd and detach:
+            raise UsageError("--systemd starts nothing, so there is nothing to detach.", hint="Leave --detach out.")
+        if kind is not None:
+            require_options(spec, kind)
 
 
 def write_for_cluster(repository: ModelRepository, spec: ServerSpec, kind: str, call: ClusterCall) -> None:

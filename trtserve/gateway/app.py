@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic_core import to_json
 from starlette.middleware.cors import CORSMiddleware
 
@@ -182,6 +182,8 @@ class Gateway:
         routes.include_router(openai_router(backend, self._measures, require=require))
         if settings.ui:
             routes.include_router(page_router())
+        else:
+            routes.get("/", include_in_schema=False)(_say_where)
 
     async def _require_model(self, request: Request, model: str) -> None:
         """Record which models a request needs: it is refused if a process of theirs has died, and ended if one dies."""
@@ -189,6 +191,14 @@ class Gateway:
         needs = (await parts.triton.model(model)).needs
         request.state.exchange.needs = needs
         parts.health.require(needs)
+
+
+async def _say_where() -> Response:
+    """Tell a person who opens the address in a browser what is here."""
+    return PlainTextResponse(
+        "This is a model server. OpenAI's API is at /v1, its health at /health.\n"
+        "For a chat in the browser, start it with --ui: trtserve start --ui\n"
+    )
 
 
 class _Answer:

@@ -181,12 +181,9 @@ def _owner(port: int, store: Store) -> str:
 
 def announce(plan: ServerPlan, progress: Progress) -> None:
     served = plan.served
-    policy, other = transaction_policy(served.streaming), transaction_policy(not served.streaming)
-    progress.step(f"{plan.name}: serving {served.model}, transaction policy {policy}")
-    progress.step(f"(to switch: `trtserve import` or `repo` with --{other})")
-    progress.step(f"Repository: {plan.repository.path.absolute()}")
-    if served.precision:
-        progress.step("Engine: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in served.precision.items()))
+    facts = [f"transaction policy {transaction_policy(served.streaming)}"]
+    facts += [f"{name.replace('_', ' ')} {value}" for name, value in served.precision.items()]
+    progress.step(f"Serving {served.model} from {plan.repository.path.absolute()}: {', '.join(facts)}")
     if plan.runs_ranks:
         each = counted(plan.instances[0].launch.ranks, "rank")
         several = f"{len(plan.instances)} instances of " if len(plan.instances) > 1 else ""

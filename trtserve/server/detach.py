@@ -8,7 +8,7 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,8 +37,11 @@ class Report:
     """One line of the pipe, as JSON."""
 
     kind: str
-    """`step`, `warn`, `ready`, or the class of the error that ended the start."""
+    """`step`, `warn`, `task`, `at`, `end`, `ready`, or the class of the error that ended the start."""
     text: str = ""
+    number: int = 0
+    """Of a task: how much work it is; of `at`: how much more is done."""
+    unit: Unit = "items"
     hint: str | None = None
     log: Path | None = None
 
@@ -65,9 +68,12 @@ class StartReport:
         self._own.warn(text)
         self._send(Report(kind="warn", text=text))
 
-    def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> AbstractContextManager[Task]:
-        self._send(Report(kind="step", text=text))
-        return self._own.task(text, total=total, unit=unit, done=done)
+    @contextmanager
+    def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
+        self._send(Report(kind="task", text=text, number=total, unit=unit))
+        with self._own.task(text, total=total, unit=unit, done=done) as own:
+            yield _ReportedTask(own, self._send, done)
+        self._send(Report(kind="end"))
 
     def ready(self) -> None:
         """Report that the server is ready. Nothing is reported afterwards."""
@@ -89,6 +95,50 @@ class StartReport:
         if self._pipe is not None:
             os.close(self._pipe)
             self._pipe = None
+
+
+class _ReportedTask:
+    def __init__(self, own: Task, send: Callable[[Report], None], done: int) -> None:
+        self._own, self._send, self._more = own, send, done
+        self._text = self._said = ""
+
+    def advance(self, amount: int) -> None:
+        self._own.advance(amount)
+        self._more += amount
+        if self._more or self._text != self._said:
+            self._send(Report(kind="at", text=self._text, number=self._more))
+            self._more, self._said = 0, self._text
+
+    def describe(self, text: str) -> None:
+        self._own.describe(text)
+        self._text = text
+
+
+class ReportDisplay:
+    """Shows what a supervisor reports; a task that runs is left with `tasks`."""
+
+    def __init__(self, progress: Progress, tasks: ExitStack) -> None:
+        """Show reports with `progress`."""
+        self._progress, self._tasks = progress, tasks
+        self._task: Task | None = None
+
+    def show(self, report: Report) -> bool:
+        """Show it; return False for a report that ends the start, which has nothing to show."""
+        if report.kind == "step":
+            self._progress.step(report.text)
+        elif report.kind == "warn":
+            self._progress.warn(report.text)
+        elif report.kind == "task":
+            task = self._progress.task(report.text, total=report.number, unit=report.unit)
+            self._task = self._tasks.enter_context(task)
+        elif report.kind == "at" and self._task is not None:
+            self._task.describe(report.text)
+            self._task.advance(report.number)
+        elif report.kind == "end":
+            self._tasks.close()
+        else:
+            return False
+        return True
 
 
 def start_in_background(
@@ -114,22 +164,20 @@ def start_in_background(
         env={"TRTSERVE_HOME": str(store.root), **({} if spec.api_key is None else {"TRTSERVE_API_KEY": spec.api_key})},
     )
     rotate(log)
-    with stop_signals() as signals, os.fdopen(reading, "rb", buffering=0):
+    with stop_signals() as signals, os.fdopen(reading, "rb", buffering=0), ExitStack() as tasks:
+        shown = ReportDisplay(progress, tasks)
         try:
             supervisor = spawn(command, log=log, bound=bound, keep=(writing,))
         finally:
             os.close(writing)
         for report in reports(reading, signals):
-            if report.kind == "step":
-                progress.step(report.text)
-            elif report.kind == "warn":
-                progress.warn(report.text)
-            elif report.kind != "ready":
+            if shown.show(report):
+                continue
+            if report.kind != "ready":
                 raise report.error
-            elif (server := recorded_server(name, store)) is None:
+            if (server := recorded_server(name, store)) is None:
                 raise ServerStartError(f"The server {name} was stopped as soon as it was ready.")
-            else:
-                return server
+            return server
         grace = STOP_GRACE + spec.exit_timeout
         if signals():
             stop(supervisor, grace=grace, urgent=lambda: signals() > 1)

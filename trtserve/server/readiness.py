@@ -30,7 +30,6 @@ from trtserve.server.triton.tritonserver import (
 # mpirun ends a job within a moment of a rank that fails, but goes on when a rank ends with code 0.
 _RANK_INTERVAL = 1.0
 _JOB_END = 3.0
-_REPORT = 10.0
 # Triton opens its ports within a moment, and the metrics port last.
 _LAST_PORT = 2.0
 _TRITON_FAILED = "error: creating server: "
@@ -57,38 +56,25 @@ def wait_for_all(
     # Models of other programs may wait for anything while they load, so only ours are judged.
     own = frozenset(path.parents[1].name for path in plan.repository.path.glob(f"*/*/{PACKAGE}"))
     waiting = [_Waiting(instance.process, planned, own) for instance, planned in pairs]
-    loading = _Loading(len(plan.served.models), progress)
-    while True:
-        protect_shared_memory(server.shm_prefix)
-        loading.report(server_log.read(plan.instances[0].log))
-        waiting = [one for one in waiting if not one.ready()]
-        if not waiting:
-            return
-        if interrupted():
-            raise KeyboardInterrupt
-        time.sleep(READY_POLL)
-        if time.monotonic() > deadline:
-            raise waiting[0].timeout_error(timeout)
-
-
-class _Loading:
-    """Reports how far the models of the first instance are, when it changes and from time to time."""
-
-    def __init__(self, models: int, progress: Progress) -> None:
-        self._models = models
-        self._progress = progress
-        self._shown: list[str] = []
-        self._begin = self._reported = time.monotonic()
-
-    def report(self, log: str) -> None:
-        loading, now = server_log.still_loading(log), time.monotonic()
-        if not loading or (loading == self._shown and now - self._reported < _REPORT):
-            return
-        self._shown, self._reported = loading, now
-        so_far = f"{len(server_log.loaded(log))} of {self._models} models loaded"
-        if steps := server_log.captured(log):
-            so_far += f", {steps} decode steps captured"
-        self._progress.step(f"Loading {', '.join(loading)} ({so_far}, {now - self._begin:.0f} s)")
+    loaded = 0
+    with progress.task("Loading the models", total=len(plan.served.models), unit="parts") as task:
+        while True:
+            protect_shared_memory(server.shm_prefix)
+            log = server_log.read(plan.instances[0].log)
+            steps = server_log.captured(log)
+            task.describe(
+                ", ".join([*server_log.still_loading(log), *([f"{steps} decode steps captured"] if steps else [])])
+            )
+            before, loaded = loaded, len(server_log.loaded(log))
+            task.advance(loaded - before)
+            waiting = [one for one in waiting if not one.ready()]
+            if not waiting:
+                return
+            if interrupted():
+                raise KeyboardInterrupt
+            time.sleep(READY_POLL)
+            if time.monotonic() > deadline:
+                raise waiting[0].timeout_error(timeout)
 
 
 def require_front(server: Server) -> None:
