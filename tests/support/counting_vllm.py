@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import ModelRepository
+from trtserve.pipeline.import_spec import resolve_import
+from trtserve.pipeline.importing import import_to_repository
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.store import Store
+
 PACKAGES = Path(__file__).with_name("fake_vllm")
 
 
@@ -47,3 +54,16 @@ def counting_engine(folder: Path, *, adapters: dict[int, str] | None = None, **b
         (folder / "lora").mkdir()
         (folder / "lora" / "adapters.json").write_text(json.dumps(adapters), encoding="utf-8")
     return folder
+
+
+def gpu_repository(home: Path, *, tp_size: int = 1) -> ModelRepository:
+    """Import a tiny Llama for vLLM on GPUs; nothing of it runs here."""
+    spec = resolve_import(
+        str(write_tiny_model(home / "tiny")),
+        name="tiny",
+        convert=ConvertSpec(tp_size=tp_size),
+        build=BuildSpec(runtime="vllm", device="cuda"),
+        repository=RepositorySpec(vllm_python=str(counting_python(home / "vllm"))),
+        store=Store(home),
+    )
+    return import_to_repository(spec, store=Store(home))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtserve.errors import MachineError, MissingDependencyError, TrtserveError, UsageError
-from trtserve.nvidia.releases.containers import Container, container
+from trtserve.nvidia.releases.containers import REPOSITORY, Container, container, vllm_containers
 from trtserve.nvidia.releases.installed import OPTION, Installed, installed
 from trtserve.process import Command, ProcessId, run, spawn
 
@@ -70,12 +70,17 @@ class ContainerRun:
     """Size of /dev/shm in GiB."""
 
 
+def is_tag(text: str) -> bool:
+    """Return whether the text is a tag of NVIDIA's, such as 25.12, known or not."""
+    return _TAG.fullmatch(text) is not None
+
+
 def known_container(text: str) -> Container | None:
     """Return the known container of a tag (25.12) or of NVIDIA's image name, or None for any other image.
 
     Raises UsageError for an unknown tag.
     """
-    if _TAG.fullmatch(text):
+    if is_tag(text):
         return container(text)
     with suppress(UsageError):
         found = container(text)
@@ -92,6 +97,18 @@ def image_of(text: str) -> str:
         hint = "A squashfs file needs --slurm, whose plug-in pyxis runs it." if text.endswith(SQUASHFS) else None
         raise UsageError(f"{text!r} is neither a tag (25.12) nor the name of an image.", hint=hint)
     return text
+
+
+def vllm_image_of(text: str) -> str:
+    """Return NVIDIA's image with vLLM for a tag, or the image that is named. Raises UsageError for an unknown tag."""
+    if not is_tag(text):
+        return image_of(text)
+    if text not in (known := vllm_containers()):
+        raise UsageError(
+            f"{text!r} is not a known container with vLLM; known are {', '.join(known)}.",
+            hint=f"A newer one is given by its name: --container {REPOSITORY}:{text}-vllm-python-py3",
+        )
+    return f"{REPOSITORY}:{text}-vllm-python-py3"
 
 
 def installed_in(text: str, version: str | None = None) -> Installed | None:

@@ -21,6 +21,7 @@ from trtserve.host.gpus import Device, count_gpus, list_gpus, require_gpus, visi
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, differences, format_bytes
 from trtserve.host.ports import is_free, owner
 from trtserve.nvidia.containers import known_container, require_docker
+from trtserve.nvidia.releases.containers import vllm_containers
 from trtserve.nvidia.releases.converters import EMBEDDED_TAG, WORKER, known_faults
 from trtserve.process import ProcessId, arguments, program
 from trtserve.progress import Progress
@@ -217,7 +218,7 @@ def access_warnings(spec: ServerSpec, address: str, *, embedded: bool) -> list[s
     if spec.raw_http:
         warnings.append("--raw-http: Triton itself answers on --http-port; a malformed request can crash it.")
     if not is_loopback(address):
-        known = None if spec.container is None else known_container(spec.container)
+        known = None if spec.container in (None, *vllm_containers()) else known_container(str(spec.container))
         tag = known.tag if known is not None else EMBEDDED_TAG if embedded else None
         faults = None if tag is None else known_faults(tag)
         no_key = "" if spec.api_key or spec.api_key_file else ", and need no API key"

@@ -13,12 +13,28 @@ from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.interface.bindings import PACKAGE, BindingsEnvironment, bindings_environment, imports_bindings
 from trtserve.host.gpus import split_gpus, visible_devices
 from trtserve.host.ports import free_ports, ipv4_address, is_free, next_free
-from trtserve.nvidia.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
+from trtserve.nvidia.containers import (
+    SHM_GIB,
+    ContainerRun,
+    container_name,
+    image_of,
+    in_container,
+    vllm_image_of,
+    with_targets,
+)
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import gpu_triton, require_world_size
 from trtserve.server.front import GatewayPlan, ProxyPlan, plan_gateway, plan_proxy, require_protected
-from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, in_this_python, server_setup
+from trtserve.server.launch.commands import (
+    PACKAGE_FOLDER,
+    Launch,
+    LaunchSetup,
+    first_address,
+    in_this_python,
+    in_vllm_image,
+    server_setup,
+)
 from trtserve.server.launch.modes import Single, launch_mode
 from trtserve.server.rank_processes import mpirun_program, needs_oversubscription
 from trtserve.server.repositories import engine_paths, hub_cache
@@ -110,7 +126,7 @@ def plan_server(
         raise
     ranks = mode.ranks(served, spec)
     require_world_size(served, spec, repository, ranks)
-    here = alone or served.embedded
+    here = (alone or served.embedded) and spec.container is None
     bindings = _bindings(repository.path, spec, store, embedded=here)
 
     first, prefix = first_address(spec), unique_prefix(name)
@@ -123,6 +139,8 @@ def plan_server(
     common = server_setup(name, repository.path, served, spec, triton, addresses[0], prefix)
     if here:
         common = in_this_python(common, triton, store, None if bindings is None else bindings.programs)
+    elif served.embedded:
+        common = in_vllm_image(common)
     setups = [common] if alone else _instance_setups(common, served.world_size, spec, addresses, ranks * spec.instances)
     instances = []
     for number, setup in enumerate(setups, start=1):
@@ -229,15 +247,16 @@ def _container(
 ) -> ContainerRun:
     """Return the container of one launch; it sees the repository, and files outside it that its configurations name."""
     hub = hub_cache() if served.uses_llmapi else None
+    package = (PACKAGE_FOLDER,) if served.embedded else ()
     protection = (path.expanduser() for path in (spec.tls_certificate, spec.tls_key) if path is not None)
     return ContainerRun(
-        image=image_of(image),
+        image=vllm_image_of(image) if served.embedded else image_of(image),
         name=container_name(name),
-        read_only=with_targets((setup.repository, *engine_paths(setup.repository, served), *protection)),
+        read_only=with_targets((setup.repository, *engine_paths(setup.repository, served), *package, *protection)),
         writable=() if hub is None else (hub,),
         environment={} if hub is None else {"HF_HOME": str(hub)},
         flags=spec.container_flags,
-        shm_gib=max(SHM_GIB, launch.ranks),
+        shm_gib=max(SHM_GIB, launch.ranks, served.world_size if served.embedded else 0),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trtserve.artifacts import Model, ModelRepository, load_artifact
 from trtserve.errors import ModelNotFoundError, RepositoryError, UsageError
 from trtserve.files import read_text
-from trtserve.nvidia.containers import known_container
+from trtserve.nvidia.containers import is_tag, known_container
 from trtserve.progress import Progress
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository
@@ -129,7 +129,7 @@ def require_sound_files(
     folders = [Path(text) for flag in spec.container_flags for text in _PATH_IN_FLAG.findall(flag)]
     if volume is not None:
         folders.append(volume)
-    if spec.container is not None and known_container(spec.container) is None:
+    if spec.container is not None and not is_tag(spec.container) and known_container(spec.container) is None:
         folders = [Path("/")]
     hidden = next((path for path in _missing(repository) if any(path.is_relative_to(each) for each in folders)), None)
     if hidden is None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -227,7 +226,7 @@ def _build_stack(adapters: tuple[LoraAdapter, ...], shape: LoraShape) -> Adapter
             places[place, module.id] = len(owners[module.linear])
             owners[module.linear].extend([place] * adapter.ranks.get(module.id, 0))
     weights: dict[tuple[int, str], tuple[Array, Array]] = {}
-    target = ml_dtypes.bfloat16 if shape.bfloat16 else np.float32
+    target = _bfloat16() if shape.bfloat16 else np.float32
     for linear, (inputs, outputs) in shape.linears.items():
         for layer in range(shape.layers):
             columns = len(owners[linear])
@@ -312,7 +311,7 @@ def _two_dimensional(values: Array, name: str) -> Array:
 
 
 def _check_types(weights: Array, config: Array) -> None:
-    if weights.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
+    if weights.dtype not in (np.float32, np.float16, _bfloat16()):
         raise RuntimeError(f"lora_weights has type {weights.dtype}; expected float16, bfloat16 or float32")
     if config.dtype != np.int32:
         raise RuntimeError(f"Expected lora_config to have TYPE_INT32 but was {config.dtype}")
@@ -341,7 +340,7 @@ def _checked_module(
 
 def _matrices(row: Array, module: LoraModule, rank: int, *, bfloat16: bool) -> tuple[Array, Array]:
     """Return in-weights [rank, inputs] and out-weights [rank, outputs] of one row without its padding."""
-    target = ml_dtypes.bfloat16 if bfloat16 else np.float32
+    target = _bfloat16() if bfloat16 else np.float32
     values = row[: module.numbers(rank)].astype(target)
     # An infinite number would reach the other requests of a step: 0 × ∞ is not 0.
     if not np.isfinite(values.astype(np.float32, copy=False)).all():
@@ -349,3 +348,9 @@ def _matrices(row: Array, module: LoraModule, rank: int, *, bfloat16: bool) -> t
     middle = rank * module.inputs
     outputs = values[middle:].reshape(module.outputs, rank)
     return values[:middle].reshape(rank, module.inputs), np.ascontiguousarray(outputs.T)
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes  # which NVIDIA's images with vLLM may lack
+
+    return ml_dtypes.bfloat16

@@ -24,7 +24,7 @@ from trtserve.executor.engine.requests import BlockUse, FinishReason, Generation
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.vllm.adapter import OpenRequest, PeftAdapters, VllmOutput, vllm_request
 from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE, MODEL_FOLDER, engine_arguments
-from trtserve.executor.vllm.installation import require_installation
+from trtserve.executor.vllm.installation import VARIABLE, require_installation
 from trtserve.process.framed import FramedProcess
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
     Raises RuntimeError, with vLLM's own reason, when it does not start.
     """
     config = read_engine_config(engine)
-    installation = require_installation(config.trtserve.vllm_python)
+    # A launch in a container, or a user, may name another one than the repository was made with.
+    installation = require_installation(os.environ.get(VARIABLE) or config.trtserve.vllm_python)
     place = engine / ADAPTER_FOLDER
     table = place / ADAPTERS_FILE
     folders = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else {}

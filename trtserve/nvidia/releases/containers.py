@@ -58,10 +58,22 @@ def container(tag: str) -> Container:
     for each in known:
         if each.tag == wanted:
             return each
+    if wanted in vllm_containers():
+        raise UsageError(
+            f"There is no container {wanted} with TensorRT-LLM: {known[-1].tag} was the last. {wanted} has vLLM "
+            f"{vllm_containers()[wanted]}, for models that are imported with --runtime vllm.",
+            hint=f"Use {known[-1].tag}, or import the model again (docs/how-to/after-containers.md).",
+        )
     raise UsageError(
         f"{tag!r} is not a known container; known are {known[0].tag} … {known[-1].tag}.",
         hint=f"Use one of {', '.join(each.tag for each in known)}.",
     )
+
+
+@functools.cache
+def vllm_containers() -> dict[str, str]:
+    """Return the version of vLLM of each container that has it, such as 26.08 → 0.27.1, oldest first."""
+    return dict(load_table("containers")["vllm"])
 
 
 def containers_of(release: str) -> tuple[Container, ...]:

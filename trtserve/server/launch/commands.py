@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import trtserve
 from trtserve.client.endpoint import grpc_token
+from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
 from trtserve.gateway.settings import read_key
 from trtserve.host.gpus import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address
@@ -19,6 +21,11 @@ from trtserve.server.triton.installation import Triton, backend_folder
 from trtserve.server.triton.tritonserver import EXIT_TIMEOUT, Address, protection_arguments, stub_environment
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
+
+PACKAGE_FOLDER = Path(trtserve.__file__).parent
+"""This package, which the core model imports. Of other packages the vllm runtime needs only some that vLLM has too."""
+IMAGE_PYTHON = "/usr/bin/python3"
+"""The Python of NVIDIA's images, with vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +111,11 @@ def in_this_python(setup: LaunchSetup, triton: Triton, store: Store, python: Pat
     `python` is the folder of another `python3`.
     """
     return replace(setup, backends=backend_folder(triton, store), bound=False, environment=stub_environment(python))
+
+
+def in_vllm_image(setup: LaunchSetup) -> LaunchSetup:
+    """Return the setup for an image of NVIDIA's with vLLM, into which PACKAGE_FOLDER is mounted."""
+    return replace(setup, environment={"PYTHONPATH": str(PACKAGE_FOLDER.parent), VLLM_PYTHON: IMAGE_PYTHON})
 
 
 def tracing_of(spec: ServerSpec, name: str) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class Single(LaunchMode):
             "--instances": spec.instances > 1,
             "--multi-model": spec.multi_model,
             "--gpus": bool(spec.gpus) and not on_gpus,
-            "--container": spec.container is not None,
+            "--container": spec.container is not None and not on_gpus,
         }
         flag = next((flag for flag, is_given in given.items() if is_given), None)
         if flag is not None and on_gpus:
