@@ -9,7 +9,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trtserve import errors
 from trtserve.cli.app import command_tree
 from trtserve.cli.parser import help_sections, split_help
 from trtserve.client.spec import REQUEST_OPTIONS, tensors_of
-from trtserve.nvidia.releases import LAST_WITH_ENGINES, RELEASES, order
+from trtserve.nvidia.releases import LAST_WITH_ENGINES, RELEASES, Row, load_table, order
 from trtserve.nvidia.releases.containers import (
     Container,
     all_containers,
@@ -26,12 +27,9 @@ from trtserve.nvidia.releases.containers import (
     driver_of,
     driver_versions,
     kernels,
-    shares_engines,
-    source_build,
 )
 from trtserve.nvidia.releases.converters import converters
-from trtserve.nvidia.releases.installed import engine_route
-from trtserve.nvidia.releases.loaders import evidence, family_architectures, takes_stages
+from trtserve.nvidia.releases.loaders import evidence, takes_stages
 from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.repository.check import RULES
 from trtserve.repository.profiles import (
@@ -192,7 +190,7 @@ def engine_groups() -> str:
     """Return the containers that can share an engine, a row for each group."""
     groups: list[list[Container]] = []
     for each in all_containers():
-        if groups and shares_engines(groups[-1][0], each):
+        if groups and (groups[-1][0].release, groups[-1][0].tensorrt) == (each.release, each.tensorrt):
             groups[-1].append(each)
         else:
             groups.append([each])
@@ -201,11 +199,25 @@ def engine_groups() -> str:
             ", ".join(each.tag for each in group),
             group[0].release,
             group[0].tensorrt,
-            f"`{engine_route(group[0].release)}`",
+            f"`tensorrt_llm.{'_tensorrt_engine.' if order(group[0].release) >= (1, 0) else ''}LLM`",
         )
         for group in groups
     ]
     return _table(("Containers", "Release", "TensorRT", "Python class that builds engines"), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceBuild(Row):
+    """How the container of a release is built from source."""
+
+    repository: str  # on GitHub, cloned at the release's tag
+    commands: Sequence[str]  # run in the clone
+    note: str
+
+
+def source_build(release: str) -> SourceBuild:
+    builds = (SourceBuild(**row) for row in load_table("containers")["source_builds"])
+    return next(build for build in builds if build.within(release))
 
 
 def source_builds() -> str:
@@ -213,12 +225,11 @@ def source_builds() -> str:
     alike: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
     for release in RELEASES:
         build = source_build(release)
-        alike.setdefault((build.repository, build.commands, build.note), []).append(release)
-    sections = []
+        alike.setdefault((build.repository, tuple(build.commands), build.note), []).append(release)
+    sections, bases = [], load_table("containers")["base_images"]
     for (repository, commands, note), releases in alike.items():
         rows = [
-            (release, f"v{containers_of(release)[0].tensorrt_llm}", source_build(release).base or "–")
-            for release in releases
+            (release, f"v{containers_of(release)[0].tensorrt_llm}", bases.get(release, "–")) for release in releases
         ]
         lines = "\n".join(f"$ {command}" for command in commands)
         sections.append(
@@ -255,7 +266,8 @@ def loaders() -> str:
     last = RELEASES.index(LAST_WITH_ENGINES) + 1
     releases = RELEASES[:last]
     rows: dict[tuple[str, ...], list[str]] = {}
-    for architectures in family_architectures().values():
+    for family in load_table("loaders")["families"].values():
+        architectures = family["architectures"]
         for architecture in architectures:
             since = converters()[architecture].since if architecture in converters() else RELEASES[0]
             cells = tuple(_loader_cell(architecture, each) if order(each) >= order(since) else "–" for each in releases)

@@ -62,7 +62,8 @@ def make_engine(
 def make_repository(engine: Path, model: Path, out: Path, *, draft: Path | None = None, **settings: Any) -> Path:
     """The repository of an engine and its `model`, without drafts from n-grams; `settings`: of RepositorySpec."""
     from trtserve.artifacts import Engine, load_artifact
-    from trtserve.repository.assembling import assemble_repository, plan_repository
+    from trtserve.repository.assembling import plan_repository
+    from trtserve.repository.publishing import assemble_repository
     from trtserve.specs import RepositorySpec
 
     def loaded(folder: Path) -> Engine:

@@ -20,7 +20,8 @@ from tests.support.text_requests import MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, Model
 from trtserve.client.endpoint import Endpoint
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 NAME = "tiny"

@@ -19,8 +19,8 @@ from trtserve.bench.plan import plan_benchmark
 from trtserve.bench.run import run_benchmark
 from trtserve.cli import run
 from trtserve.client.endpoint import Endpoint
-from trtserve.repository.assembling import assemble_repository
 from trtserve.repository.llmapi import plan_llmapi_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BenchSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

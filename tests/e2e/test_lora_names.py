@@ -18,7 +18,8 @@ from tests.support.stages import convert_adapter
 from tests.support.text_requests import answers, ask, is_idle, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton

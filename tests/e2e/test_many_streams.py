@@ -23,7 +23,8 @@ from trtserve.artifacts import Checkpoint
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import CHANNEL_OPTIONS, grpc_client, infer_request
 from trtserve.client.tensors import ModelDescription
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

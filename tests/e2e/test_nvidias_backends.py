@@ -13,7 +13,8 @@ import pytest
 from tests.support.engine_folders import write_engine
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.server.triton.installation import find_triton, prepare_backends
 from trtserve.specs import RepositorySpec
 

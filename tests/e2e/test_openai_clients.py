@@ -26,7 +26,8 @@ from trtserve.client.query import generate
 from trtserve.client.spec import QuerySpec
 from trtserve.host.ports import free_ports
 from trtserve.process import find_sbin_program
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton

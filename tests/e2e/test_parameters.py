@@ -20,7 +20,8 @@ from tests.support.text_requests import answers, ask, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Engine
 from trtserve.executor import api
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -21,7 +21,8 @@ from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.executor import api
 from trtserve.nvidia.releases import RELEASES, order
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton

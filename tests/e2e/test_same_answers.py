@@ -22,7 +22,8 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import Conversation, generate
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -15,7 +15,8 @@ from tests.support.model_server import ModelServer, integers, serving
 from tests.support.release_client import NEWEST, long_integers
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -23,7 +23,8 @@ from tests.support.tiny_models import read_safetensors, write_safetensors
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
 from trtserve.cli import run
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

@@ -27,8 +27,9 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Model, ModelRepository
 from trtserve.errors import ServerDiedError, ServerStartError
 from trtserve.host.gpus import count_gpus
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
 from trtserve.repository.profiles import CORE
+from trtserve.repository.publishing import assemble_repository
 from trtserve.server.plan import ServerPlan, plan_server
 from trtserve.server.shutdown import end_server
 from trtserve.server.start import start_server

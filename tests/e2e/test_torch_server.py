@@ -15,7 +15,8 @@ from tests.support.model_server import ModelServer, serving
 from tests.support.release_client import NEWEST
 from tests.support.stages import build_engine
 from trtserve.artifacts import Checkpoint, Engine
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, RepositorySpec
 from trtserve.specs.command_line import spec_of
 

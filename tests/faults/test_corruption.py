@@ -18,9 +18,10 @@ from trtserve.artifacts import Model, ModelRepository, load_artifact
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
 from trtserve.progress import SILENT
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
 from trtserve.repository.check import check_repository
 from trtserve.repository.check.files import require_intact
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store.integrity import Checksums
 

@@ -15,7 +15,8 @@ from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
 from trtserve.client.metrics import read_heartbeats
 from trtserve.programs.shared.run_folder import DRAINING
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import run_folder
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec

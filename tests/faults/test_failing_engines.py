@@ -19,7 +19,8 @@ from tests.support.supervised import ALL, Supervised, measured, seconds_until, s
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton

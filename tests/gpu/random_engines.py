@@ -15,7 +15,8 @@ from trtserve.checkpoint.placement import Placement
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.executor.torch.runtime import TOKENS_PER_BLOCK, TorchRuntime
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 LLAMA_8B: dict[str, Any] = {

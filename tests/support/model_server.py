@@ -18,8 +18,10 @@ import numpy.typing as npt
 from trtserve.host.ports import free_ports
 from trtserve.process import Command, ProcessId, exit_code, spawn, stop, tree
 from trtserve.process.signals import one_interrupt
+from trtserve.server.launch.commands import LaunchSetup, without_mpi
+from trtserve.server.launch.modes import Single
 from trtserve.server.triton.installation import find_triton, prepare_backends
-from trtserve.server.triton.tritonserver import Address, is_ready, server_command, sweep_shared_memory, unique_prefix
+from trtserve.server.triton.tritonserver import Address, is_ready, stub_environment, sweep_shared_memory, unique_prefix
 from trtserve.store import Store
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -219,8 +221,15 @@ def serving(repository: Path, root: Path, *, backends: Path | None = None) -> It
     http_port, grpc_port, metrics_port = free_ports("127.0.0.1", 3)
     address = Address(host="127.0.0.1", http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
     backends = backends or prepare_backends(triton, Store(root / "home"))
-    command = server_command(triton, repository, address, backends=backends, shm_prefix=prefix)
-    process = _Triton(command, address, root / "triton.log")
+    setup = LaunchSetup(
+        executable=str(triton.executable),
+        repository=repository,
+        address=address,
+        shm_prefix=prefix,
+        backends=backends,
+        environment=stub_environment(),
+    )
+    process = _Triton(without_mpi(setup, Single.name).command, address, root / "triton.log")
     _running.append(process)
     with one_interrupt():  # SIGTERM too must end it
         try:

@@ -15,8 +15,9 @@ from tests.support.repository_changes import assign, edit, parameter, step
 from tests.support.tiny_models import write_tiny_model
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Engine, Model
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
 from trtserve.repository.llmapi import plan_llmapi_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 SPEC = RepositorySpec(name="tiny")

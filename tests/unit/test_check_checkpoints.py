@@ -17,9 +17,9 @@ from trtserve.artifacts import Model
 from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
-from trtserve.nvidia.releases import RELEASES, order
+from trtserve.nvidia.releases import RELEASES, load_table, order
 from trtserve.nvidia.releases.converters import converters
-from trtserve.nvidia.releases.loaders import evidence, family_architectures, loading_releases
+from trtserve.nvidia.releases.loaders import evidence, loading_releases
 from trtserve.repository.check.checkpoints import LoadReport, check_loading
 from trtserve.specs import ConvertSpec
 
@@ -190,8 +190,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_release_of_every_family_has_evidence() -> None:
     known: dict[str, set[str]] = {"run": set(), "text": set(), "inferred": set()}
-    for architectures in family_architectures().values():
-        for architecture in architectures:
+    for family in load_table("loaders")["families"].values():
+        for architecture in family["architectures"]:
             since = converters()[architecture].since if architecture in converters() else RELEASES[0]
             for release in (each for each in RELEASES if order(each) >= order(since)):
                 found = evidence(architecture, release)

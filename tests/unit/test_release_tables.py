@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -20,13 +21,13 @@ from trtserve.nvidia.releases.containers import (
     container,
     containers_of,
     kernels,
-    shares_engines,
-    source_build,
 )
 from trtserve.nvidia.releases.converters import converter_script, converters, launcher_facts, named_script
-from trtserve.nvidia.releases.installed import engine_route, has_engine_path, installed, require_engine_path
+from trtserve.nvidia.releases.installed import has_engine_path, installed, require_engine_path
 from trtserve.nvidia.releases.loaders import keys_of_release
 from trtserve.nvidia.releases.options import all_build_flags
+
+GENERATE = Path(__file__).parents[2] / "docs" / "generate.py"
 
 
 def test_releases_are_listed_in_order() -> None:
@@ -76,20 +77,14 @@ def test_an_unknown_container_is_refused() -> None:
         container("23.10")
 
 
-def test_engines_are_shared_by_containers_with_the_same_tensorrt() -> None:
-    assert shares_engines(container("26.03"), container("26.07"))
-    assert not shares_engines(container("25.10"), container("25.11"))  # another TensorRT
-    assert not shares_engines(container("24.09"), container("24.10"))  # another TensorRT-LLM
-
-
 def test_containers_can_be_built_from_source() -> None:
+    source_build = runpy.run_path(str(GENERATE))["source_build"]
+    assert all(source_build(release).commands for release in RELEASES)
     old, new = source_build("0.12"), source_build("0.20")
     assert old.repository == "triton-inference-server/tensorrtllm_backend"
     assert "dockerfile/Dockerfile.trt_llm_backend" in old.commands[-1]
-    assert old.base == "24.07"
     assert new.repository == "NVIDIA/TensorRT-LLM"
     assert new.commands[-1] == "make -C docker tritonrelease_build"
-    assert source_build("1.2").base == "25.12"
 
 
 @pytest.mark.parametrize(
@@ -174,8 +169,6 @@ def test_trtllm_version_is_read_from_one_environment_variable(monkeypatch: pytes
 
 
 def test_engines_exist_until_the_last_release_with_them() -> None:
-    assert engine_route("0.21") == "tensorrt_llm.LLM"
-    assert engine_route("1.0") == "tensorrt_llm._tensorrt_engine.LLM"
     assert has_engine_path(LAST_WITH_ENGINES)
     assert not has_engine_path(ENGINELESS_RELEASE)
     assert require_engine_path(f"{LAST_WITH_ENGINES}.1") == LAST_WITH_ENGINES
@@ -255,5 +248,4 @@ def test_every_release_named_in_a_table_is_a_supported_one() -> None:
     for row in rows:
         assert {row.since, row.until or NEWEST} <= {*RELEASES}, row
     for release in RELEASES:
-        assert source_build(release).commands
         assert keys_of_release("mapping", {"tp_size": 1}, architecture="LlamaForCausalLM", release=release)

@@ -15,9 +15,10 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, TrtserveError, UsageError
-from trtserve.repository.assembling import assemble_repository, default_name, plan_repository
+from trtserve.repository.assembling import default_name, plan_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.programs import tree
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 
 SPEC = RepositorySpec(name="tiny")

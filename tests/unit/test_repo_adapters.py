@@ -18,7 +18,8 @@ from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
 from trtserve.programs.shared.lora_names import LoraNames
 from trtserve.repository.adapters import find_adapters
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 from trtserve.specs.options import options_of
 from trtserve.store import Store

@@ -14,8 +14,9 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
 from trtserve.repository.config import parse_config
+from trtserve.repository.publishing import assemble_repository
 from trtserve.repository.tokenizer import require_same_tokens
 from trtserve.specs import RepositorySpec
 

@@ -15,9 +15,10 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Engine, ModelRepository
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.repository.assembling import assemble_repository, plan_repository
+from trtserve.repository.assembling import plan_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.engines import Installation, rebuild_command, remake_command, require_matching
+from trtserve.repository.publishing import assemble_repository
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.specs import RepositorySpec
 

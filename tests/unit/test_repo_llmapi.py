@@ -21,12 +21,13 @@ from trtserve.errors import CorruptFileError, RepositoryError, UnsupportedModelE
 from trtserve.nvidia.releases import NEWEST
 from trtserve.pipeline.parity.original import Vocabulary, prompt_set
 from trtserve.programs.llmapi import engine, requests
-from trtserve.repository.assembling import assemble_repository, check_tokenizer
 from trtserve.repository.check import check_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.llmapi import plan_llmapi_repository, require_architecture
 from trtserve.repository.profiles import llmapi_model
+from trtserve.repository.publishing import assemble_repository
 from trtserve.repository.served import inspect_repository
+from trtserve.repository.tokenizer import check_tokenizer
 from trtserve.specs import RepositorySpec
 
 SPEC = RepositorySpec(name="tiny")

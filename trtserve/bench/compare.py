@@ -20,8 +20,9 @@ from trtserve.bench.intervals import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.report import BenchReport
 from trtserve.client.tensors import CORE_MODEL
-from trtserve.errors import ArtifactError, RepositoryError, UsageError
-from trtserve.files import read_json_object, read_text
+from trtserve.errors import ArtifactError, UsageError
+from trtserve.files import read_json_object
+from trtserve.repository.config import read_config
 
 DRIFT = 0.05
 """How far the means of two runs of one server may differ, as a part of the mean, where it was not measured."""
@@ -258,17 +259,10 @@ def _settings(repository: Path, measured: BenchReport) -> list[Gap]:
     used -= {"tensorrt_llm_bls"} if measured.model == "ensemble" else set()
     used = set() if measured.model == CORE_MODEL or measured.protocol == "openai" else used
     for path in sorted(repository.glob("*/config.pbtxt")):
-        model, text = path.parent.name, read_text(path, RepositoryError)
-        instances = _instances(text)
+        model, config = path.parent.name, read_config(path)
+        instances = sum(group.count for group in config.instance_group)  # 0: an ensemble
         if model in used and 0 < instances < asked:
             found.append(Gap(name=f"instances of {model}", reason=f"{instances} for {asked} requests in flight"))
-        if model == CORE_MODEL and "decoupled: true" not in text.replace("decoupled:true", "decoupled: true"):
+        if model == CORE_MODEL and not config.model_transaction_policy.decoupled:
             found.append(Gap(name="decoupled", reason="the core model is not decoupled: no answer is streamed"))
     return found
-
-
-def _instances(config: str) -> int:
-    """Return the number of instances in a config.pbtxt, or 0 where it has none (an ensemble)."""
-    _, found, rest = config.partition("instance_group")
-    words = rest.replace(":", " ").split()
-    return int(words[words.index("count") + 1]) if found and "count" in words else 0

@@ -56,8 +56,8 @@ def _write_exports(report: BenchReport, folder: Path) -> None:
     write_json(folder / "profile_export_genai_perf.json", _genai_perf(values, totals, report))
     write_json(folder / "profile_export.json", _raw_profile(report))
     write_json(folder / "profile_export_aiperf.json", _aiperf(values, totals, report))
-    _write_genai_perf_csv(folder / "profile_export_genai_perf.csv", values, totals)
-    _write_aiperf_csv(folder / "profile_export_aiperf.csv", values, totals)
+    _write_csv(folder / "profile_export_genai_perf.csv", values, totals, genai=True)
+    _write_csv(folder / "profile_export_aiperf.csv", values, totals, genai=False)
     lines = (json.dumps(_aiperf_record(record)) + "\n" for record in report.records if record.sent_ns is not None)
     (folder / "profile_export.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -219,33 +219,17 @@ def _aiperf_record(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def _write_genai_perf_csv(path: Path, values: Values, totals: Totals) -> None:
-    names = ["avg", "min", "max", *(f"p{each}" for each in _PERCENTILES)]
-    rows = []
-    for name, (unit, each) in values.items():
-        figures = _figures(each, _PERCENTILES, sample=False)
-        title = _TITLES[name] if name in _TOKENS else f"{_TITLES[name]} ({unit})"
-        rows.append([title, *(f"{figures[key]:,.2f}" for key in names)])
-    _write_csv(path, ["Metric", *names], rows, totals)
-
-
-def _write_aiperf_csv(path: Path, values: Values, totals: Totals) -> None:
-    names = ["avg", "min", "max", *(f"p{each}" for each in _AIPERF_PERCENTILES), "std"]
-    rows = []
-    for name, (unit, each) in values.items():
-        figures = _figures(each, _AIPERF_PERCENTILES, sample=True)
-        rows.append([f"{_TITLES[name]} ({unit})", *(f"{figures[key]:.2f}" for key in names)])
-    _write_csv(path, ["Metric", *names], rows, totals)
-
-
-def _write_csv(path: Path, head: Sequence[str], rows: Sequence[Sequence[str]], totals: Totals) -> None:
+def _write_csv(path: Path, values: Values, totals: Totals, *, genai: bool) -> None:
+    percentiles = _PERCENTILES if genai else _AIPERF_PERCENTILES
+    names = ["avg", "min", "max", *(f"p{each}" for each in percentiles), *([] if genai else ["std"])]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(head)
-        writer.writerows(rows)
+        writer.writerow(["Metric", *names])
+        for name, (unit, each) in values.items():
+            figures = _figures(each, percentiles, sample=not genai)
+            title = _TITLES[name] if genai and name in _TOKENS else f"{_TITLES[name]} ({unit})"
+            writer.writerow([title, *(f"{figures[key]:{',.2f' if genai else '.2f'}}" for key in names)])
         writer.writerow([])
         writer.writerow(["Metric", "Value"])
-        per_second = {"tokens/sec": " (per sec)", "requests/sec": " (per sec)"}
-        writer.writerows(
-            [f"{_TITLES[name]}{per_second.get(unit, '')}", f"{value:.2f}"] for name, (unit, value) in totals.items()
-        )
+        for name, (unit, value) in totals.items():
+            writer.writerow([f"{_TITLES[name]}{' (per sec)' if unit.endswith('/sec') else ''}", f"{value:.2f}"])

@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,9 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
     if outcome.timed_out:
         notes.append(f"--timeout {spec.timeout:g} ended the run: the figures cover the requests sent before.")
     served = endpoint.repository if target.openai is None and target.engine is None else None
+    found = hashlib.sha256()
+    for request in requests:
+        found.update(request.token_ids.tobytes() + request.output_len.to_bytes(4, "little"))
     return BenchReport(
         records=tuple(outcome.records),
         spec=_plain({**asdict(spec), "concurrency": plan.concurrency}),
@@ -77,7 +80,7 @@ def run_benchmark(plan: BenchPlan, *, progress: Progress = SILENT, metrics: str 
         protocol=target.protocol,
         streaming=target.streams,
         tokens_counted_by=counted_by,
-        prompts_sha256=prompts_hash(requests),
+        prompts_sha256=found.hexdigest(),
         started=started,
         precision={} if served is None else precision_of_engine(engine_of_repository(served, measured.core_model)),
         limits={name: getattr(plan.limits, name) for name in ("vocab_size", "max_input_len", "max_seq_len")},
@@ -225,14 +228,6 @@ def _plain(spec: dict[str, Any]) -> dict[str, Any]:
 
 _PACKAGES = ("grpcio", "httptools", "uvloop", "numpy", "tritonclient")
 _CPU_INFO = Path("/proc/cpuinfo")
-
-
-def prompts_hash(requests: Iterable[TrafficRequest]) -> str:
-    """Return the SHA-256 of all prompts and output lengths."""
-    found = hashlib.sha256()
-    for request in requests:
-        found.update(request.token_ids.tobytes() + request.output_len.to_bytes(4, "little"))
-    return found.hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -59,11 +59,6 @@ def find_machine(engine: Path | None, *, gpu: bool) -> Machine:
         )
     if size < _CACHED:
         return Machine()
-    return Machine(weight_bytes=size, bytes_per_second=_memory_bandwidth())
-
-
-def _memory_bandwidth() -> float:
-    """Return bytes per second of all cores together: one core's rate times their number is an upper bound."""
     import numpy as np
 
     array = np.ones(32 * 1024**2 // 8)
@@ -72,7 +67,8 @@ def _memory_bandwidth() -> float:
         began = time.perf_counter()
         array.sum()
         best = min(best, time.perf_counter() - began)
-    return array.nbytes / best * (os.cpu_count() or 1)
+    # one core's rate times their number is an upper bound
+    return Machine(weight_bytes=size, bytes_per_second=array.nbytes / best * (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -285,21 +285,19 @@ class LoadWorker:
     def _decode(self, records: Any) -> None:
         """Read what arrived, and judge which answers are complete."""
         for record in records:
-            self._judge(record, [self._transport.read(chunk) for chunk in self._arrived.pop(record.index, ())])
-
-    def _judge(self, record: RequestRecord, responses: list[DecodedResponse]) -> None:
-        text = self._load.target.openai is not None or takes_text(self._load.target.model)
-        record.finish_reason = next((each.finish_reason for each in responses if each.finish_reason), None)
-        if text:
-            record.responses = responses
-        else:
-            record.arrivals = list(self._arrivals(record, responses))
-        error = next((each.error for each in responses if each.error), None)
-        if error is not None:
-            record.status, record.error = "failed", error
-        answered = record.arrivals or any(each.text or each.tokens for each in responses) or self._load.may_be_empty
-        if record.status == "completed" and not answered:
-            record.status, record.error = "failed", "answer without tokens"
+            responses = [self._transport.read(chunk) for chunk in self._arrived.pop(record.index, ())]
+            text = self._load.target.openai is not None or takes_text(self._load.target.model)
+            record.finish_reason = next((each.finish_reason for each in responses if each.finish_reason), None)
+            if text:
+                record.responses = responses
+            else:
+                record.arrivals = list(self._arrivals(record, responses))
+            error = next((each.error for each in responses if each.error), None)
+            if error is not None:
+                record.status, record.error = "failed", error
+            answered = record.arrivals or any(each.text or each.tokens for each in responses) or self._load.may_be_empty
+            if record.status == "completed" and not answered:
+                record.status, record.error = "failed", "answer without tokens"
 
     def _arrivals(self, record: RequestRecord, responses: Sequence[DecodedResponse]) -> Iterator[tuple[int, int]]:
         repeated = not record.streamed and repeats_prompt(self._load.target.model)

@@ -148,8 +148,9 @@ class _Call:
 
 def _assemble(call: _Call) -> None:
     from trtserve.repository.adapters import find_adapters
-    from trtserve.repository.assembling import assemble_repository, default_name, plan_repository
+    from trtserve.repository.assembling import default_name, plan_repository
     from trtserve.repository.draft import find_draft
+    from trtserve.repository.publishing import assemble_repository
 
     store, progress = Store(), call.progress
     if call.tokenizer is None:
@@ -169,7 +170,8 @@ def _assemble(call: _Call) -> None:
 
 def _assemble_vllm(call: _Call, convert: ConvertSpec) -> None:
     from trtserve.repository.adapters import find_adapters
-    from trtserve.repository.assembling import assemble_repository, default_name
+    from trtserve.repository.assembling import default_name
+    from trtserve.repository.publishing import assemble_repository
     from trtserve.repository.vllm import plan_vllm_repository
 
     if call.draft_engine is not None:
@@ -188,8 +190,9 @@ def _assemble_vllm(call: _Call, convert: ConvertSpec) -> None:
 
 def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
     from trtserve.repository.adapters import find_adapters
-    from trtserve.repository.assembling import assemble_repository, default_name
+    from trtserve.repository.assembling import default_name
     from trtserve.repository.llmapi import plan_llmapi_repository
+    from trtserve.repository.publishing import assemble_repository
     from trtserve.store.sources import parse_source
 
     for flag, value in (("--tokenizer", call.tokenizer), ("--draft-engine", call.draft_engine)):

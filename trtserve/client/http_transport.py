@@ -151,21 +151,17 @@ def generate_body(tensors: Sequence[Tensor], *, request_id: str, model: ModelDes
     Raises UsageError for a tensor that the endpoint would give another shape.
     """
     for tensor in tensors:
-        _require_flat(tensor, model)
+        declared = model.inputs[tensor.name].dims
+        dims = (-1, *declared) if model.max_batch_size > 0 else declared
+        if generate_shape(dims, len(tensor.flat())) != tensor.shape:
+            raise UsageError(
+                f"The input {tensor.name!r} with shape {list(tensor.shape)} cannot be sent over HTTP to {model.name!r}:"
+                " its generate endpoint takes flat values only.",
+                hint="Use --protocol grpc.",
+            )
     values = {tensor.name: tensor.flat() for tensor in tensors}
     body: dict[str, Any] = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
     return {**body, "id": request_id}
-
-
-def _require_flat(tensor: Tensor, model: ModelDescription) -> None:
-    declared = model.inputs[tensor.name].dims
-    dims = (-1, *declared) if model.max_batch_size > 0 else declared
-    if generate_shape(dims, len(tensor.flat())) != tensor.shape:
-        raise UsageError(
-            f"The input {tensor.name!r} with shape {list(tensor.shape)} cannot be sent over HTTP to {model.name!r}:"
-            " its generate endpoint takes flat values only.",
-            hint="Use --protocol grpc.",
-        )
 
 
 def infer_body(tensors: Sequence[Tensor], *, request_id: str, outputs: Sequence[str] = ()) -> tuple[bytes, int]:

@@ -188,24 +188,20 @@ def _outermost(paths: Iterable[Path]) -> list[Path]:
     """Return absolute paths, without those below another one. Raises UsageError for paths that cannot be mounted."""
     absolute = sorted({path.absolute() for path in paths})
     for path in absolute:
-        _require_mountable(path)
+        if path in _IMAGE_FOLDERS:
+            raise UsageError(
+                f"{path} cannot be mounted into a container: it would hide files of the image.",
+                hint="Put models, engines and repositories into another folder.",
+            )
+        if ":" in str(path):
+            raise UsageError(
+                f"docker cannot mount {path}: docker treats a colon as a separator.", hint="Rename the folder."
+            )
     return [path for path in absolute if not any(_within(path, other) for other in absolute if other != path)]
 
 
 def _within(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
-
-
-def _require_mountable(path: Path) -> None:
-    if path in _IMAGE_FOLDERS:
-        raise UsageError(
-            f"{path} cannot be mounted into a container: it would hide files of the image.",
-            hint="Put models, engines and repositories into another folder.",
-        )
-    if ":" in str(path):
-        raise UsageError(
-            f"docker cannot mount {path}: docker treats a colon as a separator.", hint="Rename the folder."
-        )
 
 
 def with_targets(paths: Iterable[Path]) -> tuple[Path, ...]:

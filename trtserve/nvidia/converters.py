@@ -312,11 +312,6 @@ def run_converter(
 
         run_tool(name, command, follow=follow, memory=memory, log=log, failure=ConversionError, box=box)
         task.advance(world_size - done)
-    return _require_checkpoint(folder, name, world_size, log)
-
-
-def _require_checkpoint(folder: Path, tool: str, world_size: int, log: Path) -> CheckpointConfig:
-    """Return the checkpoint's config.json. Raises ConversionError when it or a rank is missing or unreadable."""
     try:
         config = read_config(folder)
         found = config.mapping.ranks
@@ -330,7 +325,7 @@ def _require_checkpoint(folder: Path, tool: str, world_size: int, log: Path) -> 
                 raise ConversionError(f"rank{rank}.safetensors holds no tensors.")
     except TrtserveError as error:
         raise ConversionError(
-            f"{tool} ended without an error, but its checkpoint is incomplete: {error.message} Its last lines:\n"
+            f"{name} ended without an error, but its checkpoint is incomplete: {error.message} Its last lines:\n"
             f"{last_lines(log)}",
             hint="Read the log; free disk and memory are the usual reasons.",
             log=log,

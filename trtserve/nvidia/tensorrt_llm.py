@@ -161,7 +161,12 @@ class TensorrtPlan(EnginePlan):
                 "trtllm-build needs an NVIDIA GPU of the kind that will serve the engine; nvidia-smi finds none.",
                 hint="Build on the GPU machine; `--dry-run` prints the command.",
             )
-        _require_named_version(self)
+        here = installed() if self.container is None else None
+        if here is not None and here.version != self.version:
+            raise UsageError(
+                f"{OPTION} is {self.version}, but TensorRT-LLM {here.version} is installed and would build the engine.",
+                hint=f"Omit {OPTION}, or build in the --container of that version.",
+            )
         source, began = checkpoint.path.absolute(), time.monotonic()
         box = self.box(source, folder)
         command = announce(self.tool(source, folder), box, progress)
@@ -334,16 +339,6 @@ def _workers(plan: TensorrtPlan, spec: BuildSpec) -> tuple[int, tuple[str, ...]]
             f"Building a rank takes about {format_bytes(each)} of memory (an estimate); {format_bytes(free)} are free."
         )
     return workers, tuple(notes)
-
-
-def _require_named_version(plan: TensorrtPlan) -> None:
-    """Raise UsageError when --trtllm-version differs from the TensorRT-LLM that would build."""
-    here = installed() if plan.container is None else None
-    if here is not None and here.version != plan.version:
-        raise UsageError(
-            f"{OPTION} is {plan.version}, but TensorRT-LLM {here.version} is installed and would build the engine.",
-            hint=f"Omit {OPTION}, or build in the --container of that version.",
-        )
 
 
 def _require_whole(plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, log: Path) -> None:

@@ -92,18 +92,11 @@ def checkpoint_config(hf: HfConfig, spec: ConvertSpec) -> CheckpointConfig:
         content["trtserve"] = {"gpu_sm": spec.gpu_sm}
     config = CheckpointConfig.of(content)
     check_parallel_sizes(config, spec.tp_size, spec.pp_size, ep_size)
-    _require_loadable(config, release)
-    return config
-
-
-def _require_loadable(config: CheckpointConfig, release: str | None) -> None:
-    """Raise UnsupportedModelError or UsageError when `release` does not load the checkpoint.
-
-    Without a release nothing is refused: the embedded runtimes serve checkpoints that no release loads.
-    """
+    # Without a release nothing is refused: the embedded runtimes serve checkpoints that no release loads.
     if release is not None and (found := problems(config, release)):
         error = UsageError if found[0].option else UnsupportedModelError
         raise error(f"The checkpoint would not load in TensorRT-LLM {release}: {found[0].what}.", hint=found[0].fix)
+    return config
 
 
 def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: HfConfig) -> dict[str, Any]:

@@ -89,7 +89,11 @@ def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit 
     """Return the fewest GPUs that serve one longest sequence, preferring tensor parallelism within a node."""
     for tp_size, pp_size in _parallel_sizes():
         try:
-            _check_parallel_sizes(config, tp_size, pp_size)
+            check_parallel_sizes(config, tp_size, pp_size)
+            if config.quantization.algorithm == GPTQ:
+                targets = family(config.architecture).targets(config)
+                packed = (target for target in targets if is_packed(target) and not is_excluded(config, target))
+                require_divisible(packed, config.quantization.group_size, tp_size)
         except UsageError:
             continue
         asked = config.mapping.moe_ep_size
@@ -129,15 +133,6 @@ def _parallel_sizes() -> Iterator[tuple[int, int]]:
         for tp_size in range(min(world, _GPUS_PER_NODE), 0, -1):
             if world % tp_size == 0:
                 yield tp_size, world // tp_size
-
-
-def _check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) -> None:
-    """Raise UsageError for sizes that the model is not divisible by; 4-bit matrices are split by groups."""
-    check_parallel_sizes(config, tp_size, pp_size)
-    if config.quantization.algorithm == GPTQ:
-        targets = family(config.architecture).targets(config)
-        packed = (target for target in targets if is_packed(target) and not is_excluded(config, target))
-        require_divisible(packed, config.quantization.group_size, tp_size)
 
 
 def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:

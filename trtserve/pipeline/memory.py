@@ -27,11 +27,6 @@ _SHORTEST = 128
 _MOST_HALVINGS = 32
 
 
-def import_memory(engine: EnginePlan) -> int:
-    """Return the peak of an import's process, which builds after testing the tokenizer."""
-    return engine.memory_bytes + _TRANSFORMERS + (_TORCH if importlib.util.find_spec("torch") else 0)
-
-
 def build_addresses(engine: EnginePlan, *, tokenizer: bool = False) -> int:
     """Return what a build still maps into this process: libraries and the engine's files.
 
@@ -85,7 +80,8 @@ def memory_needs(deployment: Deployment, engine: EnginePlan | None = None) -> Me
     )
     return MemoryNeeds(
         engine=engine,
-        build=import_memory(engine),
+        # The import builds after testing the tokenizer
+        build=engine.memory_bytes + _TRANSFORMERS + (_TORCH if importlib.util.find_spec("torch") else 0),
         server=ServerNeeds(
             processes=processes + deployment.draft,
             engine=engine.serving_bytes,

@@ -166,16 +166,6 @@ def planned_files(
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
 
 
-def require_bounded_tokenizer(folder: Path) -> None:
-    """Raise UnsupportedModelError for a tokenizer that nothing here would load, before hours are spent on the model."""
-    try:
-        require_bounded(folder)
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"{folder} cannot be served: {error}.", hint="--tokenizer takes the folder of another tokenizer."
-        ) from None
-
-
 def is_convertible(config: Mapping[str, Any]) -> bool:
     """Return whether our own converter supports a model.
 
@@ -204,7 +194,12 @@ def _weight_names(
         if single in files:
             return {single}
         if index in files:
-            return _indexed(label, files, index, read)
+            from trtserve.checkpoint.source import weight_map
+
+            shards = set(weight_map(read(files[index])).values())
+            if missing := sorted(shards - files.keys()):
+                raise CorruptFileError(f"{index} of {label} names missing files: {', '.join(missing)}.", hint=_AGAIN)
+            return shards | {index}
     found = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".safetensors")))
     if not found:
         raise ModelNotFoundError(
@@ -215,15 +210,6 @@ def _weight_names(
         f"{label} has no {SINGLE} or {INDEX}; its weights are {', '.join(found)}.",
         hint="Look for a revision or a copy in safetensors.",
     )
-
-
-def _indexed(label: str, files: Mapping[str, RemoteFile], index: str, read: Callable[[RemoteFile], Path]) -> set[str]:
-    from trtserve.checkpoint.source import weight_map
-
-    shards = set(weight_map(read(files[index])).values())
-    if missing := sorted(shards - files.keys()):
-        raise CorruptFileError(f"{index} of {label} names missing files: {', '.join(missing)}.", hint=_AGAIN)
-    return shards | {index}
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -255,7 +241,12 @@ def folder_files(source: Source, *, own_tokenizer: bool = True, any_architecture
     for file in files:
         require_own(folder / file.name, folder)
     if own_tokenizer:
-        require_bounded_tokenizer(folder)
+        try:
+            require_bounded(folder)
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"{folder} cannot be served: {error}.", hint="--tokenizer takes the folder of another tokenizer."
+            ) from None
     hashed = source.kind == "demo"
     return ModelFiles(
         source=source, folder=folder, config=config, files=tuple(_local_file(folder, f.name, hashed) for f in files)

@@ -36,26 +36,12 @@ from trtserve.repository.profiles import (
     classes_json,
     ignored_settings,
 )
-from trtserve.repository.programs import VERSION, model_names, placed, program_digest, root_of, tree, write_model
-from trtserve.repository.publishing import RepositoryPlan, assemble_repository, exists, require_addable_spec
+from trtserve.repository.programs import VERSION, model_names, placed, program_digest, root_of, write_model
+from trtserve.repository.publishing import RepositoryPlan, exists
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files, require_same_tokens
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy
 from trtserve.store.sources import parse_source, served_name
-
-__all__ = [
-    "EngineRepositoryPlan",
-    "RepositoryPlan",
-    "assemble_repository",
-    "check_tokenizer",
-    "default_name",
-    "engine_models",
-    "own_tokenizer_files",
-    "plan_repository",
-    "require_addable_spec",
-    "require_fitting",
-    "tree",
-]
 
 SCHEMA = 4
 
@@ -140,7 +126,12 @@ def plan_repository(
     config = hugging_face or read_engine(engine.path)
     tokens = own_tokenizer_files(tokenizer)
     if hugging_face is None:
-        _require_engine(engine, config)
+        runtime = embedded_runtime(config)
+        if runtime is not None and RUNTIMES[runtime].folder_as_engine:
+            raise UsageError(
+                f"{engine.path} holds no engine, but a Hugging Face model for the {runtime} runtime.",
+                hint=f"Make the repository of the model again: trtserve repo MODEL --runtime {runtime}",
+            )
         require_engine_files(engine.path, config)
     for each in (engine, *([draft] if draft else [])):
         own_files(each.path)
@@ -192,16 +183,6 @@ def plan_repository(
         draft=None if second is None else replace(second, options=placed(second.options, spec.suffix, root)),
         adapters=adapters,
     )
-
-
-def _require_engine(engine: Engine, config: EngineConfig) -> None:
-    """Raise UsageError for the folder of a core model that has a Hugging Face model in place of an engine."""
-    runtime = embedded_runtime(config)
-    if runtime is not None and RUNTIMES[runtime].folder_as_engine:
-        raise UsageError(
-            f"{engine.path} holds no engine, but a Hugging Face model for the {runtime} runtime.",
-            hint=f"Make the repository of the model again: trtserve repo MODEL --runtime {runtime}",
-        )
 
 
 def require_fitting(config: EngineConfig, spec: RepositorySpec, *, draft: Engine | None = None) -> None:
@@ -267,30 +248,22 @@ def core_facts(
 ) -> dict[str, Any]:
     """Return one entry of `core_models`: engine folder in the repository, ranks, GPUs, and the engine's origin."""
     known = engine.manifest.facts if engine.manifest is not None else {}
+    tools = engine.manifest.tools if engine.manifest is not None else {}
+    found = {name: tools.get(name) for name in _TOOLS}
+    found["tensorrt_llm"] = found["tensorrt_llm"] or config.version
+    gpu = (engine.manifest.facts.get("gpu") if engine.manifest is not None else None) or {}
+    found |= {"gpu": gpu.get("name"), "sm": gpu.get("sm")}
     return {
         "engine": f"{model_names(spec.suffix)[model]}/{VERSION}",
         "world_size": config.mapping.ranks,
         "gpu_device_ids": options.parameters[CORE].get("gpu_device_ids", ""),
-        "origin": engine_origin(engine, config),
+        "origin": {name: str(value) for name, value in found.items() if value is not None},
         # What `trtserve build` takes to build it again: the checkpoint's folder, as its name may mean another one.
         "built_as": None if engine.manifest is None else str(known.get("checkpoint") or engine.name),
         "built_with": known.get("built_with"),
         "parameters": known.get("parameters"),
         "files": rank_sizes(engine.path),
     }
-
-
-def engine_origin(engine: Engine, config: EngineConfig) -> dict[str, str]:
-    """Return the versions and the GPU that the engine was built with, as far as its manifest and config.json have them.
-
-    The manifest of an engine that trtserve built has the versions in `tools`, and `name` and `sm` in the fact `gpu`.
-    """
-    tools = engine.manifest.tools if engine.manifest is not None else {}
-    found = {name: tools.get(name) for name in _TOOLS}
-    found["tensorrt_llm"] = found["tensorrt_llm"] or config.version
-    gpu = (engine.manifest.facts.get("gpu") if engine.manifest is not None else None) or {}
-    found |= {"gpu": gpu.get("name"), "sm": gpu.get("sm")}
-    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _ignored_parameters(table: Profile, options: ConfigOptions, device: str) -> list[str]:

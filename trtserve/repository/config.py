@@ -101,7 +101,15 @@ def tensors_config(description: ModelProfile, options: ConfigOptions) -> Any:
 
 def _add_tensors(config: Any, description: ModelProfile, options: ConfigOptions) -> None:
     for tensor in description.inputs:
-        _add_input(config, tensor, options)
+        added = config.input.add(
+            name=tensor.name,
+            data_type=_data_type(tensor, options),
+            dims=tensor.dims,
+            optional=tensor.optional,
+            allow_ragged_batch=tensor.ragged,
+        )
+        if tensor.scalar:
+            added.reshape.SetInParent()
     for tensor in description.outputs:
         config.output.add(name=tensor.name, data_type=_data_type(tensor, options), dims=tensor.dims)
 
@@ -156,18 +164,6 @@ def _data_type(tensor: TensorSpec, options: ConfigOptions) -> Any:
     return DataType.Value(f"TYPE_{chosen.get(tensor.type, tensor.type)}")
 
 
-def _add_input(config: Any, tensor: TensorSpec, options: ConfigOptions) -> None:
-    added = config.input.add(
-        name=tensor.name,
-        data_type=_data_type(tensor, options),
-        dims=tensor.dims,
-        optional=tensor.optional,
-        allow_ragged_batch=tensor.ragged,
-    )
-    if tensor.scalar:
-        added.reshape.SetInParent()
-
-
 def _add_steps(config: Any, description: ModelProfile, options: ConfigOptions) -> None:
     for step in description.steps:
         name = options.model_names.get(step.model, step.model)
@@ -185,7 +181,14 @@ def _add_python_parts(config: Any, profile: Profile, description: ModelProfile, 
     config.backend = options.backend if name == CORE else "python"
     if name in (CORE, BLS):
         config.model_transaction_policy.decoupled = options.decoupled
-    _add_batching(config, profile, name, options)
+    newer = profile.release not in ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")
+    if name == POSTPROCESSING and profile.release != "0.12":
+        config.dynamic_batching.SetInParent()
+    if name == CORE or (name == PREPROCESSING and newer):
+        batching = config.dynamic_batching
+        batching.preferred_batch_size.append(options.max_batch_size)
+        batching.max_queue_delay_microseconds = options.max_queue_delay_microseconds
+        batching.default_queue_policy.max_queue_size = options.max_queue_size
     given = options.parameters.get(name, {})
     for parameter in description.parameters:
         text = given.get(parameter.name, parameter.unset)
@@ -195,17 +198,6 @@ def _add_python_parts(config: Any, profile: Profile, description: ModelProfile, 
     for key in given.keys() - {parameter.name for parameter in description.parameters}:
         config.parameters[key].string_value = given[key]
     config.instance_group.add(count=options.instance_counts.get(name, 1), kind=ModelInstanceGroup.KIND_CPU)
-
-
-def _add_batching(config: Any, profile: Profile, name: str, options: ConfigOptions) -> None:
-    newer = profile.release not in ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")
-    if name == POSTPROCESSING and profile.release != "0.12":
-        config.dynamic_batching.SetInParent()
-    if name == CORE or (name == PREPROCESSING and newer):
-        batching = config.dynamic_batching
-        batching.preferred_batch_size.append(options.max_batch_size)
-        batching.max_queue_delay_microseconds = options.max_queue_delay_microseconds
-        batching.default_queue_policy.max_queue_size = options.max_queue_size
 
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}?")

@@ -137,7 +137,13 @@ def plan_llmapi_repository(
     given = _given(spec)
     groups = str(given.pop("gpu_device_ids", ""))
     settings = _settings(spec, given, tp_size=tp_size, pp_size=pp_size)
-    _warn_of_unknown(given, release, progress)
+    for key in given:
+        name = key.partition(".")[0]
+        gone, advice = dropped_argument(name, release), unknown_argument(name, others=OWN_KEYS)
+        if gone is not None:
+            progress.warn(f"--set {key}: the LLM has no keyword {name} after release {gone[0]}: {gone[1]}.")
+        elif advice is not None:
+            progress.warn(f"--set {key}: the LLM has no keyword {name} and will refuse to start with it. {advice}")
     _require_gpus(groups, settings)
     source, place = (model.fingerprint, model.path) if isinstance(model, Model) else (model, model)
     root = (out or into or (store or Store()).root) if spec.absolute_paths else None
@@ -323,17 +329,6 @@ def _settings(spec: RepositorySpec, given: Mapping[str, Any], *, tp_size: int, p
                 raise UsageError(f"--set {key}: {parent} is set to {place!r} and has no parts.")
         place[name] = value
     return result
-
-
-def _warn_of_unknown(given: Mapping[str, Any], release: str, progress: Progress) -> None:
-    """Warn of keywords that the LLM will refuse at start; only warn, because the tables may lack a new one."""
-    for key in given:
-        name = key.partition(".")[0]
-        gone, advice = dropped_argument(name, release), unknown_argument(name, others=OWN_KEYS)
-        if gone is not None:
-            progress.warn(f"--set {key}: the LLM has no keyword {name} after release {gone[0]}: {gone[1]}.")
-        elif advice is not None:
-            progress.warn(f"--set {key}: the LLM has no keyword {name} and will refuse to start with it. {advice}")
 
 
 def require_setting(key: str, value: object) -> None:

@@ -90,9 +90,19 @@ def _options(
         # The BLS model searches stop words after the prompt, and cannot see the core model's default.
         parameters[BLS]["exclude_input_in_output"] = excluded
     if backend_of(spec, config) == "tensorrtllm":
-        _refuse_added(settings.parameters.get(CORE, {}))
+        given = settings.parameters.get(CORE, {})
+        name = next((row.name for row in added_parameters(CORE) if row.name in given), None)
+        if name is not None:
+            raise UsageError(
+                f"--set {name}={given[name]}: NVIDIA's C++ backend does not read this parameter.",
+                hint="Give --triton-backend python with it, or leave it out.",
+            )
     if not embedded:
-        _refuse_ngrams(settings.parameters.get(CORE, {}))
+        if "ngram_max_draft_len" in settings.parameters.get(CORE, {}):
+            raise UsageError(
+                "ngram_max_draft_len: TensorRT-LLM's executor makes no draft tokens of a request's text.",
+                hint="Leave it out, or build for CPUs with --runtime openvino.",
+            )
         _require_gpus(parameters[CORE].get("gpu_device_ids", ""), config, backend_of(spec, config))
     backend, batch = backend_of(spec, config), spec.triton_max_batch_size or limits["max_batch_size"] or 1
     if backend == "tensorrtllm":
@@ -112,23 +122,6 @@ def _options(
         keep_unset=backend == "python",
         **{**({} if embedded else engine_types(table, config)), **settings.variables},
     )
-
-
-def _refuse_added(given: Mapping[str, str]) -> None:
-    name = next((row.name for row in added_parameters(CORE) if row.name in given), None)
-    if name is not None:
-        raise UsageError(
-            f"--set {name}={given[name]}: NVIDIA's C++ backend does not read this parameter.",
-            hint="Give --triton-backend python with it, or leave it out.",
-        )
-
-
-def _refuse_ngrams(given: Mapping[str, str]) -> None:
-    if "ngram_max_draft_len" in given:
-        raise UsageError(
-            "ngram_max_draft_len: TensorRT-LLM's executor makes no draft tokens of a request's text.",
-            hint="Leave it out, or build for CPUs with --runtime openvino.",
-        )
 
 
 def _require_gpus(text: str, config: EngineConfig, backend: str) -> None:

@@ -60,7 +60,14 @@ def fill_templates(
     """
     rules = NEWEST if release is None else normalize_release(release)
     values = parse_substitutions(substitutions, rules)
-    texts = {path: read_text(path, RepositoryError) for path in _templates(folder)}
+    own = folder if folder.is_file() else folder / _CONFIG
+    found = [own] if own.is_file() else sorted(folder.glob(f"*/{_CONFIG}"))
+    if not found:
+        raise RepositoryError(
+            f"Neither {folder} nor a folder in it has a {_CONFIG}.",
+            hint="Give a model's folder, or one such as all_models/inflight_batcher_llm.",
+        )
+    texts = {path: read_text(path, RepositoryError) for path in found}
     _require_known(values, texts.values(), rules, progress)
     _require_values(values, texts, rules)
     defaults = {key: text for key, (text, since) in _DEFAULTS.items() if order(rules) >= order(since)}
@@ -134,17 +141,6 @@ def _split(text: str, separator: str) -> list[str]:
         else:
             parts.append("")
     return parts
-
-
-def _templates(folder: Path) -> list[Path]:
-    own = folder if folder.is_file() else folder / _CONFIG
-    found = [own] if own.is_file() else sorted(folder.glob(f"*/{_CONFIG}"))
-    if not found:
-        raise RepositoryError(
-            f"Neither {folder} nor a folder in it has a {_CONFIG}.",
-            hint="Give a model's folder, or one such as all_models/inflight_batcher_llm.",
-        )
-    return found
 
 
 def _require_known(values: Mapping[str, str], texts: Iterable[str], release: str, progress: Progress) -> None:

@@ -107,16 +107,8 @@ def check_before_launch(plan: ServerPlan, progress: Progress) -> Sequence[Engine
         require_fitting_engine(
             plan.served, plan.spec, progress, repository=repository, store=plan.store, gpus=list_gpus()
         )
-    require_environment(plan, progress)
-    return engines
-
-
-def require_environment(plan: ServerPlan, progress: Progress) -> None:
-    """Run the checks of `doctor` that this launch needs.
-
-    These are all for the wheel's Triton, docker for a container, else enough shared memory.
-    """
-    require_stub_path(plan.repository.path.absolute())
+    # Of `doctor`: all checks for the wheel's Triton, docker for a container, else enough shared memory.
+    require_stub_path(repository)
     containers = [instance.container for instance in plan.instances if instance.container is not None]
     if containers:
         require_docker(containers[0])
@@ -124,6 +116,7 @@ def require_environment(plan: ServerPlan, progress: Progress) -> None:
         require_machine(plan.store, progress=progress)
     else:
         raise_failed([check_shared_memory(least=plan.processes * MINIMUM_SHARED_MEMORY)])
+    return engines
 
 
 def rehearse(plan: ServerPlan, progress: Progress) -> None:

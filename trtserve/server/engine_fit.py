@@ -252,7 +252,13 @@ def require_servable(served: ServedRepository, name: str, progress: Progress = S
     """
     if served.runtime is None or served.needs_gpus:
         return
-    _require_addresses()
+    space = address_space()
+    if space is not None and space.limit < _TRITON_ADDRESSES:
+        raise MemoryLimitError(
+            f"Triton reserves {format_bytes(_TRITON_ADDRESSES)} of addresses, most of them without memory; "
+            f"ulimit -v allows each process {format_bytes(space.limit)}.",
+            hint="Raise the limit: ulimit -v unlimited.",
+        )
     needs = server_needs(
         served.engine,
         kv_tokens=served.kv_tokens,
@@ -298,16 +304,6 @@ def serving_note(engine: EnginePlan) -> str | None:
         f"max_num_tokens {engine.limits.max_num_tokens}), but only {format_bytes(free)} are free"
         f"{f'; {smaller} would fit' if smaller else ''}."
     )
-
-
-def _require_addresses() -> None:
-    space = address_space()
-    if space is not None and space.limit < _TRITON_ADDRESSES:
-        raise MemoryLimitError(
-            f"Triton reserves {format_bytes(_TRITON_ADDRESSES)} of addresses, most of them without memory; "
-            f"ulimit -v allows each process {format_bytes(space.limit)}.",
-            hint="Raise the limit: ulimit -v unlimited.",
-        )
 
 
 def _advice(engine: EngineConfig, needs: ServerNeeds, per_token: int, free: int, *, explicit: bool) -> str:

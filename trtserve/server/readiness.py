@@ -153,21 +153,17 @@ class _Waiting:
             raise start_error(self.root, planned.log)
         if not contained and time.monotonic() - self._looked > _RANK_INTERVAL:
             self._looked = time.monotonic()
-            self._look_for_halts()
+            if halted := self._halts.lasting([self.root, *tree(self.root)]):
+                raise ServerStartError(
+                    f"A process (pid {halted[0].pid}) was stopped by a signal (SIGSTOP) while the models were loading.",
+                    log=self.planned.log,
+                    killed=True,
+                )
             if planned.launch.ranks > 1:
                 self._look_for_ranks()
             else:
                 self._look_for_stubs()
         return False
-
-    def _look_for_halts(self) -> None:
-        """Raise ServerStartError when a signal (SIGSTOP) has stopped a process: nobody lets it go on."""
-        if halted := self._halts.lasting([self.root, *tree(self.root)]):
-            raise ServerStartError(
-                f"A process (pid {halted[0].pid}) was stopped by a signal (SIGSTOP) while the models were loading.",
-                log=self.planned.log,
-                killed=True,
-            )
 
     def _look_for_stubs(self) -> None:
         """Raise ServerStartError when Triton 2.51 waits for ever for a stub, which was killed or not heard."""

@@ -42,7 +42,10 @@ class Watchman:
     def standing(self, thoroughly: bool) -> Ended | None:
         """Return a part that stands still; one that a signal has not stopped only when asked to look `thoroughly`."""
         if (found := self._halted()) is None and thoroughly:
-            self._find_helpers()
+            now = time.monotonic()
+            if now > self._next_helpers:
+                self._next_helpers = now + _HELPERS
+                self._helpers = {each for root in self._server.roots for each in tree(root)} - self._parts.keys()
             self._found = self._hung()
         return found or self._found
 
@@ -74,12 +77,6 @@ class Watchman:
             if silence is not None and silence > _GATEWAY_SILENT:
                 return self._ended(f"its gateway has answered nobody for {silence:.0f} s", gateway.process)
         return None
-
-    def _find_helpers(self) -> None:
-        now = time.monotonic()
-        if now > self._next_helpers:
-            self._next_helpers = now + _HELPERS
-            self._helpers = {each for root in self._server.roots for each in tree(root)} - self._parts.keys()
 
     def _ended(self, what: str, *processes: ProcessId) -> Ended:
         instance = self._server.instances[0]

@@ -134,7 +134,10 @@ def watch(
                 if recorded.state in ("draining", "stopped"):
                     _await_stopper(server, store, interrupted)
                     return
-                _limit_logs(server)
+                for instance in server.instances:
+                    limit_size(instance.log)
+                    if instance.gateway is not None:
+                        limit_size(instance.gateway.log)
                 complaint = reason
             except (TrtserveError, OSError) as error:  # a full disk does not end a server that runs
                 complaint = f"the state or the log could not be written: {error}"
@@ -153,13 +156,6 @@ def _kill_the_rest(end: Ended) -> None:
         stop_all(end.instance.ranks, grace=0)
     if end.standing:
         stop_all(end.standing, grace=0)
-
-
-def _limit_logs(server: Server) -> None:
-    for instance in server.instances:
-        limit_size(instance.log)
-        if instance.gateway is not None:
-            limit_size(instance.gateway.log)
 
 
 def _await_stopper(server: Server, store: Store, interrupted: Callable[[], int]) -> None:

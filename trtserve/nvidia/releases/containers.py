@@ -85,30 +85,6 @@ def containers_of(release: str) -> tuple[Container, ...]:
     return tuple(each for each in all_containers() if each.release == wanted)
 
 
-def shares_engines(one: Container, other: Container) -> bool:
-    """Return whether engines built in one container load in the other: same release of TensorRT-LLM, same TensorRT."""
-    return one.release == other.release and one.tensorrt == other.tensorrt
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceBuild(Row):
-    """How the container of a release is built from source."""
-
-    repository: str  # on GitHub, cloned at the release's tag
-    commands: tuple[str, ...]  # run in the clone
-    note: str
-    base: str | None = None  # tag of the base images; None: unknown
-
-
-def source_build(release: str) -> SourceBuild:
-    """Return how the container of a release is built from source. Raises UsageError for an unsupported release."""
-    wanted = normalize_release(release)
-    table = load_table("containers")
-    base = table["base_images"].get(wanted)
-    builds = (SourceBuild(**{**row, "commands": tuple(row["commands"])}, base=base) for row in table["source_builds"])
-    return next(build for build in builds if build.within(wanted))
-
-
 Support = Literal["full", "minor", "none"]
 
 

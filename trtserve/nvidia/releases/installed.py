@@ -71,11 +71,6 @@ def has_engine_path(release: str) -> bool:
     return order(release) <= order(LAST_WITH_ENGINES)
 
 
-def engine_route(release: str) -> str:
-    """Return the name of the class that builds engines from Python."""
-    return "tensorrt_llm._tensorrt_engine.LLM" if order(release) >= (1, 0) else "tensorrt_llm.LLM"
-
-
 def require_engine_path(version: str) -> str:
     """Return the release of a version. Raises UsageError for one that builds no engines or that is not supported."""
     release = release_of(version)

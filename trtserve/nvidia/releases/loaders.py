@@ -100,16 +100,6 @@ def _lost_keys(
             yield key, keys[key], row.since
 
 
-def unsupported_keys(config: CheckpointConfig, release: str) -> list[tuple[str, Any, str]]:
-    """Return what a checkpoint's config sets and a release ignores: name, value and the first release with the key."""
-    architecture = config.architecture
-    parts: list[tuple[Section, Mapping[str, Any]]] = [
-        ("model", config.content),
-        ("quantization", config.content.get("quantization") or {}),
-    ]
-    return [lost for section, keys in parts for lost in _lost_keys(section, keys, architecture, release)]
-
-
 def foreign_keys(config: CheckpointConfig, release: str) -> list[str]:
     """Return the keys of a checkpoint's config, such as `mapping.cp_config`, that the loader of a release refuses."""
     return [
@@ -219,11 +209,6 @@ def evidence(architecture: str, release: str) -> Evidence:
     return Evidence(kind="inferred", source=source)
 
 
-def family_architectures() -> dict[str, tuple[str, ...]]:
-    """Return family → its architectures, in the order of the table."""
-    return {name: tuple(row["architectures"]) for name, row in load_table("loaders")["families"].items()}
-
-
 def takes_stages(architecture: str, release: str) -> bool:
     """Return whether the loader of `release` takes pipeline stages of an architecture."""
     family = _families().get(architecture)
@@ -289,10 +274,6 @@ def problems(config: CheckpointConfig, release: str) -> list[Problem]:
 
 def model_problems(config: CheckpointConfig, release: str) -> list[Problem]:
     """Return the problems that converting again for `release` does not solve."""
-    return [*_family_problems(config, release), *_lost_key_problems(config, release)]
-
-
-def _family_problems(config: CheckpointConfig, release: str) -> list[Problem]:
     architecture, found = config.architecture, list[Problem]()
     converter = converters().get(architecture)
     if converter is not None and not converter.within(release):
@@ -321,7 +302,7 @@ def _family_problems(config: CheckpointConfig, release: str) -> list[Problem]:
                 fix=f"Use --trtllm-version {QUANTISED_EXPERTS_SINCE} or later, or the original model.",
             )
         )
-    return found
+    return [*found, *_lost_key_problems(config, release)]
 
 
 def _stage_problems(config: CheckpointConfig, release: str) -> list[Problem]:
@@ -350,12 +331,19 @@ def _foreign_keys(config: CheckpointConfig, release: str) -> list[Problem]:
 
 
 def _lost_key_problems(config: CheckpointConfig, release: str) -> list[Problem]:
+    architecture = config.architecture
+    parts: list[tuple[Section, Mapping[str, Any]]] = [
+        ("model", config.content),
+        ("quantization", config.content.get("quantization") or {}),
+    ]
     return [
         Problem(
             what=f"it does not support {key} = {value} of this model; {since} is the first release that does",
             fix=f"Use TensorRT-LLM {since} or newer.",
         )
-        for key, value, since in unsupported_keys(config, release)
+        for key, value, since in [
+            lost for section, keys in parts for lost in _lost_keys(section, keys, architecture, release)
+        ]
     ]
 
 

@@ -217,17 +217,12 @@ def old_option(tool: str, name: str) -> OldOption | None:
 
 def old_option_of(command: str, name: str) -> OldOption | None:
     """Find an option among the tools whose options people give to `trtserve <command>`."""
-    return _first(tools_of(command), name)
+    return _first(tuple(load_table("old_options")["commands"].get(command, ())), name)
 
 
 def old_option_of_any_tool(name: str) -> OldOption | None:
     """Find an option among all tools."""
     return _first(tuple(old_options()), name)
-
-
-def tools_of(command: str) -> tuple[str, ...]:
-    """The tools whose options people give to `trtserve <command>`, most likely first."""
-    return tuple(load_table("old_options")["commands"].get(command, ()))
 
 
 def _first(tools: tuple[str, ...], name: str) -> OldOption | None:

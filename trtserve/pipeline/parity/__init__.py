@@ -26,7 +26,6 @@ from trtserve.pipeline.parity.comparison import (
     Precision,
     PromptLogits,
     compare,
-    described,
     verdicts,
 )
 from trtserve.pipeline.parity.converted import Changes, changes_of
@@ -76,15 +75,6 @@ class Stage:
     differences: Differences
     verdicts: Sequence[Judgement]
 
-    def described(self) -> dict[str, Any]:
-        """The stage as JSON."""
-        return {
-            "stage": self.name,
-            "bounds": self.bounds,
-            **asdict(self.differences),
-            "verdicts": [described(verdict) for verdict in self.verdicts],
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
@@ -109,16 +99,16 @@ class CheckReport:
 
     def described(self) -> dict[str, Any]:
         """The report as JSON."""
-        return {
-            "path": str(self.path),
-            "against": str(self.against),
-            "passed": self.passed,
-            "precision": self.precision,
-            "reason": self.reason,
-            "prompts": self.prompts,
-            "stages": [stage.described() for stage in self.stages],
-            "seconds": round(self.seconds, 3),
-        }
+        stages = [
+            {
+                "stage": stage.name,
+                "bounds": stage.bounds,
+                **asdict(stage.differences),
+                "verdicts": [{**asdict(verdict), "passed": verdict.passed} for verdict in stage.verdicts],
+            }
+            for stage in self.stages
+        ]
+        return {**asdict(self), "passed": self.passed, "stages": stages, "seconds": round(self.seconds, 3)}
 
 
 def find_artifact(text: str, store: Store | None = None, *, progress: Progress = SILENT) -> Artifact:
@@ -228,7 +218,13 @@ def compare_checkpoint(
     plan: CheckPlan, said: Original, checkpoint: Path, *, progress: Progress = SILENT
 ) -> list[Stage]:
     """Run the checkpoint on the original's tokens; one stage, or two when weights are rounded."""
-    beside = _beside_logits(plan, said, checkpoint)
+    # Use the folder's config, which is part of what is checked, not the plan's.
+    reader = CheckpointReader(checkpoint)
+    decoder = family(reader.config.architecture).decoder(reader.config)
+    beside = [
+        *constants.judged_constants(reader.config, decoder, said.constants, windows=plan.windows),
+        *constants.judged_rows(reader, said.products, plan.changes.rows),
+    ]
     stored = converted.logits_of(checkpoint, said.answers, progress=progress)
     rounded = [replace(answer, logits=logits) for answer, logits in zip(said.answers, said.rounded, strict=True)]
     experts = plan.changes.experts
@@ -254,17 +250,6 @@ def _stage(
     differences = compare(answers, logits, bounds)
     judged = verdicts(differences, bounds, experts=experts)
     return Stage(name=name, bounds=bounds, differences=differences, verdicts=judged)
-
-
-def _beside_logits(plan: CheckPlan, said: Original, checkpoint: Path) -> list[Judgement]:
-    """Compare values that a few prompts' logits do not reveal."""
-    # Use the folder's config, which is part of what is checked, not the plan's.
-    reader = CheckpointReader(checkpoint)
-    decoder = family(reader.config.architecture).decoder(reader.config)
-    return [
-        *constants.judged_constants(reader.config, decoder, said.constants, windows=plan.windows),
-        *constants.judged_rows(reader, said.products, plan.changes.rows),
-    ]
 
 
 def _vocabulary(config: CheckpointConfig, spec: CheckSpec) -> Vocabulary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -242,8 +242,3 @@ def verdicts(differences: Differences, precision: Precision, *, experts: bool = 
         top1,
         Judgement(name="greedy match", value=differences.greedy_ties, relation="at least", bound=bounds.greedy),
     ]
-
-
-def described(verdict: Judgement) -> dict[str, object]:
-    """A verdict as JSON."""
-    return {**asdict(verdict), "passed": verdict.passed}

@@ -67,7 +67,13 @@ def prompt_set(
     Raises UsageError for an unreadable file or a prompt that does not fit the model.
     """
     if file is not None:
-        return _own(model, vocabulary, _read_prompts(file), file)
+        try:
+            lines = [line for line in read_text(file, UsageError, pipes=True).splitlines() if line.strip()]
+        except FileNotFoundError as error:
+            raise UsageError(f"--prompts: {file} cannot be read: {error}.") from None
+        if not lines:
+            raise UsageError(f"--prompts: {file} contains no prompts.")
+        return _own(model, vocabulary, [_prompt(line) for line in lines], file)
     import numpy as np
 
     generator = np.random.default_rng(_SEED)
@@ -106,17 +112,6 @@ def _own(model: Path, vocabulary: Vocabulary, prompts: Sequence[str | Tokens], f
             )
         found.append(tokens)
     return found
-
-
-def _read_prompts(file: Path) -> list[str | Tokens]:
-    """Read one prompt per line: a text, a JSON string (to allow line breaks), or a JSON list of token ids."""
-    try:
-        lines = [line for line in read_text(file, UsageError, pipes=True).splitlines() if line.strip()]
-    except FileNotFoundError as error:
-        raise UsageError(f"--prompts: {file} cannot be read: {error}.") from None
-    if not lines:
-        raise UsageError(f"--prompts: {file} contains no prompts.")
-    return [_prompt(line) for line in lines]
 
 
 def _prompt(line: str) -> str | Tokens:
@@ -233,9 +228,11 @@ def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     # eager supports every family (soft-caps), except that it adds Falcon's ALiBi twice (transformers 5.23).
+    # 4.56 renamed torch_dtype, and warns about the old name.
+    major, minor = metadata.version("transformers").split(".")[:2]
     settings: dict[str, Any] = {
         "attn_implementation": "sdpa" if read_hf_config(folder).get("model_type") == "falcon" else "eager",
-        _dtype_argument(): torch.float32,
+        "dtype" if (int(major), int(minor)) >= (4, 56) else "torch_dtype": torch.float32,
         "output_loading_info": True,
     }
     hf = text_model(read_hf_config(folder))
@@ -291,12 +288,6 @@ def _dequantized(
         None, config=config, state_dict=weights, **settings
     )
     return loaded
-
-
-def _dtype_argument() -> str:
-    """transformers 4.56 renamed the argument and warns about the old name."""
-    major, minor = metadata.version("transformers").split(".")[:2]
-    return "dtype" if (int(major), int(minor)) >= (4, 56) else "torch_dtype"
 
 
 @contextmanager

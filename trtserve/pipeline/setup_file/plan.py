@@ -123,7 +123,14 @@ def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress =
     store = store or Store()
     models: dict[str, PlannedModel] = {}
     for model in setup.models:
-        models[model.name] = _plan_model(model, models, store, progress)
+        spec = _import_spec(model, store, progress)
+        waits = False
+        if model.draft is not None:
+            drafting = models[model.draft].plan
+            waits = drafting.builds
+            spec = spec if waits else _with_draft(spec, drafting)
+        plan = plan_import(spec, store=store, progress=progress)
+        models[model.name] = PlannedModel(setup=model, plan=plan, waits_for_draft=waits)
     servers = []
     for server in setup.servers:
         served = models[server.model]
@@ -184,19 +191,6 @@ def bring_down(
     store = store or Store()
     named = [server.name for server in reversed(setup.servers) if recorded_server(server.name, store) is not None]
     return [stop_server(name, drain=drain, store=store, progress=progress) for name in named]
-
-
-def _plan_model(
-    model: ModelSetup, drafts: Mapping[str, PlannedModel], store: Store, progress: Progress
-) -> PlannedModel:
-    spec = _import_spec(model, store, progress)
-    waits = False
-    if model.draft is not None:
-        drafting = drafts[model.draft].plan
-        waits = drafting.builds
-        spec = spec if waits else _with_draft(spec, drafting)
-    plan = plan_import(spec, store=store, progress=progress)
-    return PlannedModel(setup=model, plan=plan, waits_for_draft=waits)
 
 
 def _import_spec(model: ModelSetup, store: Store, progress: Progress) -> ImportSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class LoadReport:
             "loads": self.loads,
             "because": [{"what": problem.what, "fix": problem.fix} for problem in self.problems],
             "warnings": list(self.warnings),
-            "evidence": None if self.evidence is None else {"kind": self.evidence.kind, "source": self.evidence.source},
+            "evidence": None if self.evidence is None else asdict(self.evidence),
         }
 
 

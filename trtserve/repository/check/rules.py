@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,17 +26,6 @@ class Finding:
     file: Path | None = None  # the file to look into
     rule: str = ""  # rule and severity are filled in by the rule
     severity: Severity = "error"
-
-    def described(self) -> dict[str, Any]:
-        """The finding as JSON."""
-        return {
-            "rule": self.rule,
-            "severity": self.severity,
-            "model": self.model,
-            "file": None if self.file is None else str(self.file),
-            "what": self.what,
-            "fix": self.fix,
-        }
 
 
 Find = Callable[["Repository"], Iterator["Finding"]]
@@ -120,14 +109,11 @@ class RepositoryReport:
     def described(self) -> dict[str, Any]:
         """The report as JSON."""
         return {
-            "path": str(self.path),
+            **asdict(self),
             "passed": not self.errors,
-            "release": self.release,
-            "models": list(self.models),
             "rules": len(self.rules),
             "errors": len(self.errors),
             "warnings": len(self.warnings),
-            "findings": [each.described() for each in self.findings],
         }
 
 

@@ -22,6 +22,7 @@ from trtserve.host.ports import free_ports
 from trtserve.nvidia.releases.converters import EMBEDDED_TAG, known_faults
 from trtserve.process import Command, run, spawn
 from trtserve.server.doctor import EMBEDDED, CheckResult, report_for
+from trtserve.server.launch.commands import LaunchSetup, in_this_python, without_mpi
 from trtserve.server.triton import installation
 from trtserve.server.triton import tritonserver as triton_server
 from trtserve.server.triton.installation import (
@@ -30,7 +31,7 @@ from trtserve.server.triton.installation import (
     prepare_backends,
     stub_path_fault,
 )
-from trtserve.server.triton.tritonserver import Address, server_command, stop_triton, unique_prefix, wait_until_ready
+from trtserve.server.triton.tritonserver import Address, stop_triton, unique_prefix, wait_until_ready
 from trtserve.store import Store
 
 _PYTHON_FACTS = (
@@ -243,10 +244,10 @@ def round_trip(folder: Path, store: Store, triton: Triton) -> str:
     repository = write_probe_repository(folder / "repository")
     http_port, grpc_port, metrics_port = free_ports(_HOST, 3)
     address = Address(host=_HOST, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
-    prefix = unique_prefix("doctor")
-    command = server_command(triton, repository, address, backends=prepare_backends(triton, store), shm_prefix=prefix)
-    log = folder / "triton.log"
-    identity = spawn(command, log=log, bound=True)
+    prefix, log = unique_prefix("doctor"), folder / "triton.log"
+    setup = LaunchSetup(executable=str(triton.executable), repository=repository, address=address, shm_prefix=prefix)
+    prepare_backends(triton, store)
+    identity = spawn(without_mpi(in_this_python(setup, triton, store), _MODEL).command, log=log, bound=True)
     try:
         wait_until_ready(identity, address, log, timeout=_READY_TIMEOUT)
         return _compare(address)

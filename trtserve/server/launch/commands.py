@@ -166,17 +166,15 @@ def under_mpirun(
     return Launch(mode=mode, command=command, groups=groups)
 
 
-def without_mpi(setup: LaunchSetup, mode: str, group: tuple[str, ...]) -> Launch:
-    return Launch(mode=mode, command=_command(setup, group, {}), groups=(group,))
-
-
-def shown_gpus(setup: LaunchSetup) -> dict[str, str]:
-    """Return the variable that shows only the launch's GPUs to its processes."""
-    return {VISIBLE_DEVICES: ",".join(map(str, setup.gpus))} if setup.gpus else {}
+def without_mpi(setup: LaunchSetup, mode: str) -> Launch:
+    """Return one tritonserver alone."""
+    argv = rank_arguments(setup, 0)
+    return Launch(mode=mode, command=_command(setup, argv, {}), groups=(argv,))
 
 
 def _command(setup: LaunchSetup, argv: tuple[str, ...], own: Mapping[str, str]) -> Command:
-    return Command(argv=argv, env={**setup.environment, **shown_gpus(setup), **own}, cwd=setup.repository.absolute())
+    shown = {VISIBLE_DEVICES: ",".join(map(str, setup.gpus))} if setup.gpus else {}
+    return Command(argv=argv, env={**setup.environment, **shown, **own}, cwd=setup.repository.absolute())
 
 
 def rank_arguments(setup: LaunchSetup, rank: int, *, emptied_pools: int | None = None) -> tuple[str, ...]:

@@ -98,7 +98,15 @@ def plan_job(
             f"The {served.runtime} runtime needs an image that has trtserve: --container IMAGE.",
             hint="docs/how-to/gpus.md has the Dockerfile.",
         )
-    in_volume = _path_in_volume(repository.path, Path(cluster.mount_path))
+    mount = Path(cluster.mount_path)
+    here = repository.path.absolute()
+    outside = next((path for path in named_paths(here) if not path.is_relative_to(mount)), None)
+    if outside is not None:
+        raise UsageError(
+            f"The repository names {outside}, which is not below {mount}, where the volume is mounted.",
+            hint="Make it with the engine inside and relative paths (trtserve repo), or choose --mount-path.",
+        )
+    in_volume = here if here.is_relative_to(mount) else mount / here.name
     setup = server_setup(name, in_volume, served, spec, CONTAINER_TRITON, address, unique_prefix(name))
     setup = replace(setup, bound=not served.embedded)
     image = image_of(spec.container) if spec.container else containers_of(setup.release)[-1].image
@@ -137,21 +145,6 @@ def plan_job(
         record={"manifest": place, "objects": [*kinds, "NetworkPolicy"]},
         notes=notes,
     )
-
-
-def _path_in_volume(repository: Path, mount: Path) -> Path:
-    """Return where the repository is in the volume.
-
-    Raises UsageError for paths in its files that the volume cannot have.
-    """
-    here = repository.absolute()
-    outside = next((path for path in named_paths(here) if not path.is_relative_to(mount)), None)
-    if outside is not None:
-        raise UsageError(
-            f"The repository names {outside}, which is not below {mount}, where the volume is mounted.",
-            hint="Make it with the engine inside and relative paths (trtserve repo), or choose --mount-path.",
-        )
-    return here if here.is_relative_to(mount) else mount / here.name
 
 
 def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name: str, image: str, gpus: int) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from trtserve.errors import RepositoryError, UsageError, counted
@@ -18,7 +17,6 @@ from trtserve.server.launch.commands import (
     Launch,
     LaunchSetup,
     rank_arguments,
-    shown_gpus,
     under_mpirun,
     without_mpi,
 )
@@ -29,8 +27,6 @@ from trtserve.server.launch.devices import (
     require_own_ranks,
     world_of,
 )
-from trtserve.server.triton.installation import Triton
-from trtserve.server.triton.tritonserver import server_command
 from trtserve.specs import ServerSpec
 
 
@@ -101,18 +97,7 @@ class Single(LaunchMode):
     def compose(
         self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
     ) -> Launch:
-        executable = Path(setup.executable)
-        backends = setup.backends or executable.parent.parent / "backends"
-        command = server_command(
-            Triton(executable=executable, backends=backends),
-            setup.repository,
-            setup.address,
-            backends=backends,
-            shm_prefix=setup.shm_prefix,
-            environment={**setup.environment, **shown_gpus(setup)},
-            extra_arguments=setup.arguments,
-        )
-        return Launch(mode=self.name, command=command, groups=(command.argv,))
+        return without_mpi(setup, self.name)
 
 
 class LlmApi(LaunchMode):
@@ -203,7 +188,7 @@ def launch_mode(served: ServedRepository, spec: ServerSpec) -> LaunchMode:
 def leader(setup: LaunchSetup, world_size: int) -> Launch:
     """Return `world_size` ranks under mpirun; one rank is a plain process where the release has --no-mpi."""
     if world_size == 1 and launcher_facts(setup.release).no_mpi:
-        return without_mpi(setup, Single.name, rank_arguments(setup, 0))
+        return without_mpi(setup, Single.name)
     return under_mpirun(setup, Leader.name, tuple(rank_arguments(setup, rank) for rank in range(world_size)))
 
 
@@ -265,7 +250,7 @@ def llmapi(setup: LaunchSetup, world_size: int) -> Launch:
     LLM API starts its own workers.
     """
     if world_size == 1 or not launcher_facts(setup.release).llmapi_launch:
-        return without_mpi(setup, LlmApi.name, rank_arguments(setup, 0))
+        return without_mpi(setup, LlmApi.name)
     _require_no_blanks(setup)
     groups = tuple((LLMAPI_LAUNCH, *rank_arguments(setup, rank)) for rank in range(world_size))
     return under_mpirun(setup, LlmApi.name, groups)

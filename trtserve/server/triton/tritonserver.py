@@ -19,10 +19,9 @@ from trtserve.client.endpoint import SECRET_NAME, TOKEN_NAME
 from trtserve.errors import PortInUseError, ServerStartError, ServerStopError
 from trtserve.host.machine import SHARED_MEMORY
 from trtserve.host.ports import taken_meanwhile
-from trtserve.process import Command, ProcessId, exit_code, how_it_ended, listeners, stop_all, tree, was_killed
+from trtserve.process import ProcessId, exit_code, how_it_ended, listeners, stop_all, tree, was_killed
 from trtserve.repository.profiles import CORE
 from trtserve.server.triton import server_log
-from trtserve.server.triton.installation import Triton
 
 EXIT_TIMEOUT = 3
 LOOPBACK = "127.0.0.1"
@@ -85,34 +84,6 @@ class Address:
             "--grpc-address": self.host,
             "--metrics-address": self.metrics_host,
         }
-
-
-def server_command(
-    triton: Triton,
-    repository: Path,
-    address: Address,
-    *,
-    backends: Path,
-    shm_prefix: str,
-    environment: Mapping[str, str] | None = None,
-    extra_arguments: tuple[str, ...] = (),
-) -> Command:
-    """Return the command line of one server; its working directory is the repository.
-
-    `environment` decides which Python the stubs use, by default this one.
-    """
-    repository = repository.absolute()
-    argv = (
-        str(triton.executable),
-        f"--model-repository={repository}",
-        f"--backend-directory={backends}",
-        *(f"{flag}={value}" for flag, value in (address.host_arguments | address.port_arguments).items()),
-        f"--exit-timeout-secs={EXIT_TIMEOUT}",
-        "--disable-auto-complete-config",
-        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
-        *extra_arguments,
-    )
-    return Command(argv=argv, env=stub_environment() if environment is None else environment, cwd=repository)
 
 
 def protection_arguments(
