@@ -37,7 +37,7 @@ TrtserveError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _LISTED = 10
@@ -197,6 +197,14 @@ class RegressionError(TrtserveError):
 
 class MissedLimitError(TrtserveError):
     code = 53
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, most: int = 1, cutoff: float = 0.6) -> str:
+    """Return a hint with up to `most` words of `known` that resemble `word`, or `otherwise` when none does."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
+    return f"Did you mean {' or '.join(close)}?" if close else otherwise
 
 
 def listing(items: Sequence[str], separator: str = ", ") -> str:

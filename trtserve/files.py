@@ -226,6 +226,16 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def optional_json_object(
+    path: Path, error: type[TrtserveError] = ArtifactError, *, limit: int = _LARGEST_JSON
+) -> dict[str, Any]:
+    """Return what `read_json_object` returns, or {} if there is no such file."""
+    try:
+        return read_json_object(path, error, limit=limit)
+    except FileNotFoundError:
+        return {}
+
+
 def read_json_object(
     path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None, limit: int = _LARGEST_JSON
 ) -> dict[str, Any]:

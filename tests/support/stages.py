@@ -26,8 +26,5 @@ def build_engine(checkpoint: Checkpoint, spec: BuildSpec, *, progress: Progress 
     return plan_build(checkpoint, spec, progress=progress, **options).run(progress)
 
 
-def convert_adapter(
-    adapter: str | Path, *, token: str | None = None, progress: Progress = SILENT, **options: Any
-) -> Adapter:
-    plan = plan_adapter(adapter, token=token, **options)
-    return run_adapter_conversion(plan, token=token, progress=progress)
+def convert_adapter(adapter: str | Path, *, progress: Progress = SILENT, **options: Any) -> Adapter:
+    return run_adapter_conversion(plan_adapter(adapter, **options), progress=progress)

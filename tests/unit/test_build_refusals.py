@@ -34,7 +34,7 @@ from trtserve.executor.torch import runtime as torch
 from trtserve.host.machine import install_command
 from trtserve.nvidia.releases.containers import latest_container
 from trtserve.nvidia.releases.installed import installed
-from trtserve.pipeline.build import find_checkpoint, plan_build
+from trtserve.pipeline.build import plan_build
 from trtserve.specs import BUILDER_FIELDS, BuildSpec
 from trtserve.store import NameRecord, Store
 
@@ -229,7 +229,7 @@ def test_overflowing_weights_are_refused(tmp_path: Path) -> None:
 def test_checkpoints_of_other_tools_are_accepted_by_path(tmp_path: Path) -> None:
     source = convert_tiny(tmp_path)
     (source.path / "manifest.json").unlink()
-    found = find_checkpoint(str(source.path))
+    found = Store().find(Checkpoint, str(source.path))
     assert found.manifest is None
     built = build_engine(found, SPEC, out=tmp_path / "engine")
     assert _manifest(built).name == "checkpoint"
@@ -238,9 +238,9 @@ def test_checkpoints_of_other_tools_are_accepted_by_path(tmp_path: Path) -> None
 def test_sources_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     with pytest.raises(ArtifactError, match="not a TensorRT-LLM checkpoint's config"):
-        plan_build(find_checkpoint(str(tmp_path / "model")), SPEC)
+        plan_build(Store().find(Checkpoint, str(tmp_path / "model")), SPEC)
     with pytest.raises(ModelNotFoundError, match="neither a folder nor the name of a checkpoint"):
-        find_checkpoint("nothing-like-that")
+        Store().find(Checkpoint, "nothing-like-that")
 
 
 def test_imported_names_resolve_to_their_checkpoint(checkpoint: Checkpoint) -> None:
@@ -254,7 +254,7 @@ def test_imported_names_resolve_to_their_checkpoint(checkpoint: Checkpoint) -> N
         imported="2026-01-01T00:00:00+00:00",
     )
     Store().record(record)
-    assert find_checkpoint("tiny") == checkpoint
+    assert Store().find(Checkpoint, "tiny") == checkpoint
 
 
 def test_command_prints_the_path(checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.pipeline.convert import find_model, plan_conversion
+from trtserve.pipeline.convert import plan_conversion
 from trtserve.progress import SilentProgress, Task
 from trtserve.specs import ConvertSpec, Quantization
 from trtserve.store import NameRecord, Store
@@ -283,9 +283,9 @@ def test_an_imported_name_is_found(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     places: dict[str, Any] = {"model": str(folder), "checkpoint": "", "engine": "", "repository": ""}
     store.record(NameRecord(name="tiny", source="local", imported="2024-01-01", **places))
-    assert find_model("tiny", store).path == folder
+    assert store.find(Model, "tiny").path == folder
     with pytest.raises(ModelNotFoundError, match="neither a folder nor the name") as caught:
-        find_model("tinny", store)
+        store.find(Model, "tinny")
     assert caught.value.hint is not None
     assert caught.value.hint == "Did you mean tiny? To make one: trtserve import tinny"
 

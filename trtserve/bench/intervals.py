@@ -99,7 +99,7 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval 
     return float(array.mean()) - half, float(array.mean()) + half
 
 
-def quantile_interval(values: Sequence[float], quantile: float, *, level: float = LEVEL) -> Interval | None:
+def quantile_interval(values: Sequence[float], quantile: float) -> Interval | None:
     """Return the interval of a percentile of values in order of time; None: not enough data.
 
     Infinite values, those of failed requests, are larger than all others.
@@ -112,7 +112,7 @@ def quantile_interval(values: Sequence[float], quantile: float, *, level: float 
     array = np.asarray(values, np.float64)
     ordered = np.sort(array)
     below = (array <= ordered[math.ceil(quantile * count) - 1]).astype(np.float64)
-    error = _batch_error(below, level)
+    error = _batch_error(below)
     # Never less than for independent values: few values beyond the percentile hide their spread.
     half = error.factor * max(error.standard, math.sqrt(quantile * (1 - quantile) / count))
     low, high = quantile - half, quantile + half

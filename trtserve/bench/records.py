@@ -17,7 +17,7 @@ from msgspec import Meta
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import LARGEST_DATA, decode_as, parse_json, read_json_object, read_text
+from trtserve.files import LARGEST_DATA, decode_as, optional_json_object, parse_json, read_text
 from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def precision_of_engine(config: EngineConfig) -> dict[str, str]:
 def engine_of_repository(repository: Path, model: str) -> EngineConfig:
     """Return the config of a model's engine, an empty one where there is no file. Raises RepositoryError."""
     path = repository / model / "1" / "config.json"
-    return EngineConfig.of(_read_json(path), path, RepositoryError, hint=None)
+    return EngineConfig.of(optional_json_object(path, RepositoryError), path, RepositoryError, hint=None)
 
 
 def override_limits(limits: TrafficLimits, spec: BenchSpec) -> TrafficLimits:
@@ -110,13 +110,6 @@ def clip(input_len: int, output_len: int, limits: TrafficLimits) -> tuple[int, i
     if limits.max_seq_len is not None:
         output_len = min(output_len, limits.max_seq_len - input_len)
     return input_len, output_len
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json_object(path, RepositoryError)
-    except FileNotFoundError:
-        return {}
 
 
 FILE_NAME = "requests.jsonl"

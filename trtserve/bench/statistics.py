@@ -108,21 +108,18 @@ def percentile(ordered: Sequence[float], quantile: float) -> float:
     return ordered[math.ceil(quantile * len(ordered)) - 1]
 
 
-def summarize(values: Iterable[float], *, censored: int = 0, intervals: bool = True) -> Distribution:
-    """Return the distribution of `values` from 0 up, in order of time, and of `censored` more that are larger.
-
-    Infinite values are censored ones whose place in time is known.
-    """
+def summarize(values: Iterable[float]) -> Distribution:
+    """Return the distribution of `values` from 0 up, in order of time; infinite ones are censored."""
     given = list(values)
     observed = sorted(value for value in given if value != math.inf)
-    censored += len(given) - len(observed)
+    censored = len(given) - len(observed)
     if not observed:
         return Distribution(count=0, censored=censored)
     ordered = observed + [math.inf] * censored
     finite = [value for value in given if value != math.inf]
     mean = math.fsum(observed) / len(observed)
     found: dict[str, Interval | None] = {}
-    if intervals and len(given) <= _MOST_VALUES:
+    if len(given) <= _MOST_VALUES:
         around = mean_interval(finite)
         found = {"mean": None if around is None else (max(0.0, around[0]), around[1])}
         found |= {name: quantile_interval(given, quantile) for name, quantile in QUANTILES.items()}
@@ -135,7 +132,7 @@ def summarize(values: Iterable[float], *, censored: int = 0, intervals: bool = T
         **{name: percentile(ordered, quantile) for name, quantile in QUANTILES.items()},
         maximum=ordered[-1],
         intervals=found,
-        effective_count=effective_count(finite) if intervals and len(given) <= _MOST_VALUES else None,
+        effective_count=effective_count(finite) if len(given) <= _MOST_VALUES else None,
     )
 
 

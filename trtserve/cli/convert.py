@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trtserve.artifacts import Checkpoint, Model
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption, models, paths
 from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.errors import UsageError
@@ -49,7 +50,7 @@ def convert(
         trtserve convert llama-2-7b --quantize int8 --out ./checkpoint
         trtserve convert llama-2-7b --converter upstream -- --load_by_shard
     """
-    from trtserve.pipeline.convert import find_model, plan_conversion
+    from trtserve.pipeline.convert import plan_conversion
 
     if flags and not spec.upstream:
         raise UsageError(
@@ -61,7 +62,7 @@ def convert(
         raise UsageError("Our own converter needs no --container.", hint="Add --converter upstream.")
     progress = TerminalProgress(quiet=quiet)
     with Store().in_use(*([] if dry_run else [model, name])):
-        source = find_model(model, progress=progress)
+        source = Store().find(Model, model, progress=progress)
         plan = plan_conversion(source, spec, name=name, out=out, verify=CheckSpec() if verify else None)
         if not dry_run:
             plan.run(progress)
@@ -129,13 +130,13 @@ def build(
         trtserve build ./checkpoint --out ./engine --dry-run
         trtserve build ./checkpoint --runtime tensorrt_llm -- --moe_plugin auto
     """
-    from trtserve.pipeline.build import find_checkpoint, plan_build, require_complete
+    from trtserve.pipeline.build import plan_build, require_complete
 
     spec = replace(spec, builder_flags=(*spec.builder_flags, *(flags or ())))
     progress = TerminalProgress(quiet=quiet)
     facts: dict[str, object] = {}
     with Store().in_use(*([] if dry_run else [checkpoint, name])):
-        source = find_checkpoint(checkpoint, progress=progress)
+        source = Store().find(Checkpoint, checkpoint, progress=progress)
         plan = plan_build(source, spec, name=name, out=out, progress=progress)
         if dry_run and not plan.reused:
             require_complete(source)  # as a build does

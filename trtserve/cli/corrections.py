@@ -5,7 +5,6 @@ A command line with options of NVIDIA's tools is translated into trtserve's opti
 
 from __future__ import annotations
 
-import difflib
 import functools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from trtserve.cli.parser import UnknownOptionError, commands_of
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import TrtserveError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from trtserve.nvidia.releases.options import BuildFlag, OldOption
@@ -141,8 +140,7 @@ def _explain(
     old = old_option_of_any_tool(option)
     if old is not None:
         return UnknownOption(advice=f"{old.answer} `trtserve {old.command}` does that tool's work.")
-    close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.65)
-    return UnknownOption(advice=f"Did you mean {' or '.join(close)}?" if close else None)
+    return UnknownOption(advice=did_you_mean(spelled, known, most=3, cutoff=0.65) or None)
 
 
 @dataclass(kw_only=True)

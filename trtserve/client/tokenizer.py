@@ -20,7 +20,7 @@ from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
 from trtserve.client.transport import SyncClient
 from trtserve.errors import MissingDependencyError, RequestError, TrtserveError, UsageError
-from trtserve.files import LARGEST_TEXT, read_json_object, read_text
+from trtserve.files import LARGEST_TEXT, optional_json_object, read_text
 from trtserve.process.answering import AnsweringProcess
 from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer
 
@@ -57,10 +57,7 @@ class TokenizerFiles:
 
     def json(self, name: str) -> Mapping[str, Any]:
         """Return the content of a JSON file, or {} if the file does not exist."""
-        try:
-            return read_json_object(self.folder / name, UsageError, limit=LARGEST_TEXT)
-        except FileNotFoundError:
-            return {}
+        return optional_json_object(self.folder / name, UsageError, limit=LARGEST_TEXT)
 
     def special_tokens(self) -> dict[str, str]:
         """Return the texts of `bos_token`, `image_token` … by name, as transformers gives them to chat templates."""

@@ -5,7 +5,6 @@ It has TensorRT-LLM's keys in its order, and ours under `trtserve`. Features hav
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family
-from trtserve.errors import BuildError, UsageError
+from trtserve.errors import BuildError, UsageError, did_you_mean
 from trtserve.executor.engine.shapes import HF_MODULES, MODULE_IDS, OTHER_MODULES
 from trtserve.host import machine
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
@@ -203,10 +202,9 @@ def _require_module(config: CheckpointConfig, name: str) -> None:
             f"--lora-target-modules {name}: {config.architecture} has no such part.",
             hint=f"Choose from {', '.join(MODULE_IDS)}.",
         )
-    close = difflib.get_close_matches(name, MODULE_IDS, n=1)
     raise UsageError(
         f"--lora-target-modules {name!r} is not a module; expected {', '.join(MODULE_IDS)}.",
-        hint=f"Did you mean {close[0]}?" if close else None,
+        hint=did_you_mean(name, MODULE_IDS) or None,
     )
 
 

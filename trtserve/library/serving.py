@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import LockedError, UsageError
+from trtserve.errors import LockedError, UsageError, did_you_mean
 from trtserve.files import locked
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
@@ -156,8 +155,7 @@ def require_known(options: dict[str, Any], known: set[str], function: str) -> No
     """Raise UsageError for an option that `function` does not have."""
     for name in options:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
+            hint = did_you_mean(name, known, f"Known: {', '.join(sorted(known))}.")
             raise UsageError(f"{function} has no option {name!r}.", hint=hint)
 
 

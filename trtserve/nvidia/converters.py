@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -85,12 +85,7 @@ class Toolkit:
 
 
 def find_toolkit(
-    *,
-    calibrated: bool = False,
-    examples: Path | None = None,
-    container: str | None = None,
-    version: str | None = None,
-    environ: Mapping[str, str] = os.environ,
+    *, calibrated: bool = False, examples: Path | None = None, container: str | None = None, version: str | None = None
 ) -> Toolkit:
     """Find the installed TensorRT-LLM and its examples.
 
@@ -100,8 +95,10 @@ def find_toolkit(
     Raises MissingDependencyError when either is missing (ModelOptMissingError for a `calibrated` quantisation) and
     UsageError for a version without converters.
     """
+    if examples is None and (folder := os.environ.get(EXAMPLES_VARIABLE)):
+        examples = Path(folder)
     if container is not None:
-        return _in_container(container, examples or _folder(environ), version or environ.get(VERSION_VARIABLE))
+        return _in_container(container, examples, version or os.environ.get(VERSION_VARIABLE))
     found = installed()
     if found is None:
         raise _not_installed(calibrated=calibrated)
@@ -112,7 +109,7 @@ def find_toolkit(
         version=found.version,
         release=release,
         python=interpreter(found),
-        examples=_examples(found, release, examples or _folder(environ)),
+        examples=_examples(found, release, examples),
         environment=found.environment,
     )
 
@@ -136,11 +133,6 @@ def _in_container(container: str, examples: Path | None, version: str | None) ->
         container=container,
         mounted=None if examples is None else examples.absolute(),
     )
-
-
-def _folder(environ: Mapping[str, str]) -> Path | None:
-    text = environ.get(EXAMPLES_VARIABLE)
-    return Path(text) if text else None
 
 
 def _examples(found: Installed, release: str, wanted: Path | None) -> Path:

@@ -122,11 +122,6 @@ class BuildPlan:
         require_disk(folder.parent, engine.disk_bytes, "The engine", smaller=smaller)
 
 
-def find_checkpoint(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Checkpoint:
-    """Return the checkpoint in a folder, or of an imported name. Raises ModelNotFoundError when there is neither."""
-    return (store or Store()).find(Checkpoint, name_or_folder, progress=progress)
-
-
 def plan_build(
     checkpoint: Checkpoint,
     spec: BuildSpec,

@@ -141,14 +141,6 @@ class ConversionPlan:
         return {key: value for key, value in report.described().items() if key not in ("path", "against")}
 
 
-def find_model(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Model:
-    """Return the model in a folder, or the one imported under a name.
-
-    Raises ModelNotFoundError when there is neither.
-    """
-    return (store or Store()).find(Model, name_or_folder, progress=progress)
-
-
 def plan_conversion(
     model: Model,
     spec: ConvertSpec,

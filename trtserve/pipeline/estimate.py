@@ -97,29 +97,22 @@ class Question:
     gpu: Gpu | None = None  # None means this machine
 
 
-def plan_needs(
-    source: str,
-    question: Question,
-    *,
-    store: Store | None = None,
-    token: str | None = None,
-    progress: Progress = SILENT,
-) -> ModelNeed:
+def plan_needs(source: str, question: Question, *, progress: Progress = SILENT) -> ModelNeed:
     """Estimate what a model needs: a folder, the name of an import, an alias, or a hub id. No weights are read.
 
     Raises what `plan_model` and `plan_conversion` raise, and UsageError for settings that the model does not allow.
     """
     if question.kv_tokens is not None and question.kv_tokens < 1:
         raise UsageError(f"--max-tokens-in-paged-kv-cache is {question.kv_tokens}; it must be at least 1.")
-    store, question = store or Store(), _with_runtime(question)
+    store, question = Store(), _with_runtime(question)
     location, name = _location(source, store, progress)
     known = plan_known_model(parse_source(location, name=name), store)
-    model = known or plan_model(location, name=name, store=store, token=token, own_tokenizer=False, progress=progress)
+    model = known or plan_model(location, name=name, store=store, own_tokenizer=False, progress=progress)
     with tempfile.TemporaryDirectory(prefix="trtserve-plan-") as folder:
         files = model.folder
         if files is None:
             files = Path(folder)
-            outline_model(model, files, token=token, progress=progress)
+            outline_model(model, files, progress)
         conversion = _conversion(model, question.convert, files)
     missing = model.missing_bytes
     need, problem = _engine_need(model, question)

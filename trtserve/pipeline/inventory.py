@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from trtserve.artifacts import KINDS, MANIFEST, Adapter, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
+from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError, did_you_mean
 from trtserve.files import locked, read_json_object
 from trtserve.server.state import Server, list_servers, recorded_servers
 from trtserve.specs.runtime import weights_precision
@@ -44,9 +43,9 @@ class Removal:
     size: int  # bytes that become free
 
 
-def list_imported(store: Store | None = None) -> list[StoredName]:
+def list_imported() -> list[StoredName]:
     """Return all names in the store: imported ones first, newest at the top."""
-    store = store or Store()
+    store = Store()
     records = store.recorded()
     servers = list_servers(store)
     folders = _names_in_store(store)
@@ -54,21 +53,19 @@ def list_imported(store: Store | None = None) -> list[StoredName]:
     return entries + [_loose_entry(name, folders[name], servers) for name in sorted(folders)]
 
 
-def plan_removal(names: Collection[str], *, everything: bool = False, store: Store | None = None) -> Removal:
+def plan_removal(names: Collection[str], *, everything: bool = False) -> Removal:
     """Plan the removal of `names`, or of `everything`.
 
     Raises ModelNotFoundError for an unknown name and LockedError while a server uses one of the repositories.
     """
-    store = store or Store()
+    store = Store()
     known = {record.name: record for record in store.recorded()}
     by_name = _names_in_store(store)
     chosen = sorted(known.keys() | by_name.keys()) if everything else list(dict.fromkeys(names))
     for name in chosen:
         if name not in known and name not in by_name:
-            close = difflib.get_close_matches(name, known.keys() | by_name.keys(), n=3, cutoff=0.5)
-            hint = (
-                f"Did you mean {' or '.join(close)}?" if close else f"Names here: {', '.join(sorted(known)) or 'none'}."
-            )
+            here = f"Names here: {', '.join(sorted(known)) or 'none'}."
+            hint = did_you_mean(name, known.keys() | by_name.keys(), here, most=3, cutoff=0.5)
             raise ModelNotFoundError(f"There is no import called {name!r}.", hint=hint)
     others = {path for name, record in known.items() if name not in chosen for path in _artifacts_of(record)}
     wanted = {path for name in chosen for path in by_name.get(name, [])}

@@ -20,7 +20,7 @@ from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.model import ModelPlan
 from trtserve.pipeline.model_files import CONFIG, SINGLE, ModelFiles, stored_files
-from trtserve.progress import SILENT, Progress
+from trtserve.progress import Progress
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile
@@ -105,7 +105,7 @@ def _shapes_of(config: str) -> Mapping[str, tuple[int, ...]]:
     return source_shapes(convertible_family(hf).targets(described(hf, checkpoint_config(hf, ConvertSpec()))))
 
 
-def outline_model(plan: ModelPlan, folder: Path, *, token: str | None = None, progress: Progress = SILENT) -> None:
+def outline_model(plan: ModelPlan, folder: Path, progress: Progress) -> None:
     """Fill `folder` with what `plan_conversion` reads from a model that is not here: config, index, and headers.
 
     The weight files have their full size but are sparse, so that they use no disk.
@@ -123,7 +123,7 @@ def outline_model(plan: ModelPlan, folder: Path, *, token: str | None = None, pr
         )
     with progress.task(f"Reading {len(weights)} headers of {revision.repository}", total=len(weights)) as task:
         for file in weights:
-            table = hub.tensor_table(revision, file, token=token)
+            table = hub.tensor_table(revision, file)
             places |= dict.fromkeys(table, file.name)
             _write_outline(folder / file.name, table)
             task.advance(1)

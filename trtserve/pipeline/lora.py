@@ -58,13 +58,7 @@ class AdapterPlan:
 
 
 def plan_adapter(
-    adapter: str | Path,
-    *,
-    name: str | None = None,
-    out: Path | None = None,
-    storage_type: str = "float16",
-    store: Store | None = None,
-    token: str | None = None,
+    adapter: str | Path, *, name: str | None = None, out: Path | None = None, storage_type: str = "float16"
 ) -> AdapterPlan:
     """Plan the conversion of an adapter in a folder or on the hub (`org/name[@revision]`).
 
@@ -73,16 +67,16 @@ def plan_adapter(
     """
     if storage_type not in get_args(StorageType):
         raise UsageError(f"--storage-type is {storage_type!r}; expected one of {', '.join(get_args(StorageType))}.")
-    store = store or Store()
+    store = Store()
     source = parse_source(str(adapter), name=name)
     if source.kind == "demo":
         raise ModelNotFoundError("demo is a model, not an adapter.", hint="Give a PEFT folder, or org/name of the hub.")
-    revision = hub.resolve(source.location, source.revision, token=token) if source.kind == "hub" else None
+    revision = hub.resolve(source.location, source.revision) if source.kind == "hub" else None
     folder = Path(source.location) if revision is None else None
     inputs = _folder_inputs(Path(source.location)) if revision is None else _hub_inputs(revision)
     digest = fingerprint(stage="lora", schema=SCHEMA, storage_type=storage_type, **inputs)
     path, reused = destination(Adapter, source.name, digest, out=out, store=store)
-    config = _source_config(folder, revision, store, token)
+    config = _source_config(folder, revision, store)
     pairs = [] if folder is None else peft_pairs(folder)
     config = config.with_modules([pair.path for pair in pairs])
     return AdapterPlan(
@@ -99,7 +93,7 @@ def plan_adapter(
     )
 
 
-def run_adapter_conversion(plan: AdapterPlan, *, token: str | None = None, progress: Progress = SILENT) -> Adapter:
+def run_adapter_conversion(plan: AdapterPlan, *, progress: Progress = SILENT) -> Adapter:
     """Convert the adapter of `plan`, or reuse the one that exists.
 
     Raises ConversionError for values that the storage type (float16, float32, bfloat16) cannot hold.
@@ -109,7 +103,7 @@ def run_adapter_conversion(plan: AdapterPlan, *, token: str | None = None, progr
     if plan.revision is None:
         return publish(Adapter, plan.path, _manifest(plan), lambda staging: _write(plan, staging, progress))
     with download_folder(plan.store, plan.revision, progress) as folder:
-        pulled = plan if plan.reused else _pulled(plan, plan.revision, folder, token, progress)
+        pulled = plan if plan.reused else _pulled(plan, plan.revision, folder, progress)
         adapter = publish(Adapter, plan.path, _manifest(pulled), lambda staging: _write(pulled, staging, progress))
         plan.store.remove_folder(folder)
     return adapter
@@ -157,26 +151,22 @@ def _no_weights(where: str, *, old: bool) -> UnsupportedModelError:
     )
 
 
-def _source_config(
-    folder: Path | None, revision: hub.Revision | None, store: Store, token: str | None
-) -> AdapterConfig:
+def _source_config(folder: Path | None, revision: hub.Revision | None, store: Store) -> AdapterConfig:
     if revision is None:
         assert folder is not None  # an adapter is in a folder or on the hub
         return peft_config(folder)
     # The conversion removes the folder under this lock.
     with download_folder(store, revision) as download:
-        return peft_config(hub.pull(revision, _file(revision, PEFT_CONFIG), download, token=token).parent)
+        return peft_config(hub.pull(revision, _file(revision, PEFT_CONFIG), download).parent)
 
 
-def _pulled(
-    plan: AdapterPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress
-) -> AdapterPlan:
+def _pulled(plan: AdapterPlan, revision: hub.Revision, folder: Path, progress: Progress) -> AdapterPlan:
     """Pull the adapter into `folder` and complete the plan."""
     file = _file(revision, PEFT_WEIGHTS)
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(file.size)}"
     done = hub.pulled_bytes(file, folder)
     with progress.task(text, total=file.size, unit="bytes", done=done) as task:
-        hub.pull(revision, file, folder, token=token, task=task)
+        hub.pull(revision, file, folder, task=task)
     pairs = peft_pairs(folder)
     config = plan.config.with_modules([pair.path for pair in pairs])
     return replace(plan, folder=folder, config=config, pairs=tuple(pairs))

@@ -11,7 +11,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
-from trtserve.files import read_json_object, read_text
+from trtserve.files import optional_json_object, read_json_object, read_text
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classes
 from trtserve.repository.programs import require_program
@@ -182,14 +182,9 @@ def _ignored(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:
 
 def _engine_config(folder: Path) -> EngineConfig:
     """Return the config.json of an engine, without any key where there is none."""
-    return EngineConfig.of(_json(folder / "config.json"), folder / "config.json", RepositoryError)
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        return read_json_object(path, RepositoryError)
-    except FileNotFoundError:
-        return {}
+    return EngineConfig.of(
+        optional_json_object(folder / "config.json", RepositoryError), folder / "config.json", RepositoryError
+    )
 
 
 Backend = Literal["tensorrtllm", "python", "llmapi"]

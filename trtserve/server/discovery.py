@@ -44,12 +44,12 @@ def find_server(name: str | None = None, *, store: Store | None = None, hint: st
     return living[0]
 
 
-def find_log(name: str | None = None, *, store: Store | None = None) -> Path:
+def find_log(name: str | None = None) -> Path:
     """Return the log of the server `name`, also when it has ended; `name@2` is the second instance of a server.
 
     Without a name: of the only server that runs, or when none runs of the last one that ran.
     """
-    store = store or Store()
+    store = Store()
     if name is not None:
         log: Path | None = log_file(name, store)
     else:
@@ -65,9 +65,9 @@ def find_log(name: str | None = None, *, store: Store | None = None) -> Path:
     return log
 
 
-def follow_log(log: Path, *, position: int, pause: Callable[[], None], store: Store | None = None) -> Iterator[str]:
+def follow_log(log: Path, *, position: int, pause: Callable[[], None]) -> Iterator[str]:
     """Yield what is added to a log after byte `position` until its server has ended."""
-    server = recorded_server(log.stem.split("@", maxsplit=1)[0], store or Store())
+    server = recorded_server(log.stem.split("@", maxsplit=1)[0], Store())
     return server_log.follow(log, position=position, ended=lambda: server is None or not server.alive(), pause=pause)
 
 

@@ -114,12 +114,12 @@ class LocalEngine:
         LocalClient(self.path, _model(self), timeout=math.inf).shutdown()
 
 
-def find_local_engine(text: str, tokenizer: Path | None, *, store: Store | None = None) -> LocalEngine:
+def find_local_engine(text: str, tokenizer: Path | None) -> LocalEngine:
     """Return the engine in the folder `text`, in the repository there, or of the imported model `text`.
 
     Raises RepositoryError for an incomplete or invalid engine and ModelNotFoundError for an unknown name.
     """
-    store = store or Store()
+    store = Store()
     folder = Path(text).expanduser()
     if folder.is_dir() and looks_like(ModelRepository, folder):
         path = folder / CORE / "1"

@@ -295,9 +295,9 @@ class Reading:
     """
 
 
-def find_source(name: str | None = None, *, store: Store | None = None) -> MetricsSource:
+def find_source(name: str | None = None) -> MetricsSource:
     """Return the running server `name`, or the only one; ServerNotFoundError or ServerAmbiguousError."""
-    store = store or Store()
+    store = Store()
     server = find_server(name, store=store, hint="Name one of them: trtserve metrics NAME")
     return MetricsSource(name=server.name, address=server.address, server=server, store=store)
 

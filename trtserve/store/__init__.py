@@ -10,7 +10,6 @@ $TRTSERVE_HOME (else $XDG_CACHE_HOME/trtserve, else ~/.cache/trtserve)
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -33,7 +32,7 @@ from trtserve.artifacts import (
     load_artifact,
     looks_like,
 )
-from trtserve.errors import ArtifactError, ModelNotFoundError, UsageError, listing
+from trtserve.errors import ArtifactError, ModelNotFoundError, UsageError, did_you_mean, listing
 from trtserve.files import child, locked, read_as, write_json, writing
 from trtserve.progress import SILENT, Progress
 from trtserve.store.integrity import Checksums, damages, with_checksums
@@ -304,8 +303,7 @@ class Store:
                 f"{text} is not a folder on this machine.",
                 hint=f"Give the folder of {nouns}, or one of these names: {listing(made) or 'none yet'}.",
             )
-        close = difflib.get_close_matches(text, made, n=3, cutoff=0.5)
-        known = f"Did you mean {' or '.join(close)}?" if close else f"Names here: {', '.join(made) or 'none'}."
+        known = did_you_mean(text, made, f"Names here: {', '.join(made) or 'none'}.", most=3, cutoff=0.5)
         commands = (f"trtserve {_MADE_BY[kind].format(name=text)}" for kind in kinds)
         return ModelNotFoundError(
             f"{text} is neither a folder nor the name of {nouns} in the store.",

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from trtserve import process
-from trtserve.errors import MissingDependencyError, TrtserveError, UnsupportedModelError, UsageError
+from trtserve.errors import MissingDependencyError, TrtserveError, UnsupportedModelError, UsageError, did_you_mean
 from trtserve.process import Command
 
 OPTION = "--vllm-python"
@@ -76,11 +76,10 @@ class VllmInstallation:
         """Raise UsageError for the first name of `--set` that is no keyword of this vLLM."""
         for name in names:
             if name not in self.arguments:
-                close = difflib.get_close_matches(name, self.arguments, n=3)
                 raise UsageError(
                     f"--set {name}: neither a parameter of a Triton model nor an engine argument of vLLM "
                     f"{self.version}.",
-                    hint=f"Did you mean {' or '.join(close)}?" if close else "`vllm serve --help` lists the arguments.",
+                    hint=did_you_mean(name, self.arguments, "`vllm serve --help` lists the arguments.", most=3),
                 )
 
     def require_architecture(self, name: str) -> None:

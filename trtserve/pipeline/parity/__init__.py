@@ -127,15 +127,13 @@ def find_artifact(text: str, store: Store | None = None, *, progress: Progress =
     )
 
 
-def find_original(
-    artifact: Artifact, text: str | None, store: Store | None = None, *, progress: Progress = SILENT
-) -> Model:
+def find_original(artifact: Artifact, text: str | None, *, progress: Progress = SILENT) -> Model:
     """Return the model named by `text`, or the one in the manifest of `artifact`.
 
     Raises UsageError when neither names one and ModelNotFoundError when it no longer exists.
     """
     if text is not None:
-        return (store or Store()).find(Model, text, progress=progress)
+        return Store().find(Model, text, progress=progress)
     recorded = (artifact.manifest.facts if artifact.manifest is not None else {}).get("model")
     if recorded is None:
         raise UsageError(f"{artifact.path} does not record its original.", hint="Name the original: --against MODEL")

@@ -184,11 +184,9 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
     return Brought(servers=tuple(servers), jobs=tuple(jobs))
 
 
-def bring_down(
-    setup: Setup, *, drain: float = 0.0, store: Store | None = None, progress: Progress = SILENT
-) -> list[Server]:
+def bring_down(setup: Setup, *, drain: float = 0.0, progress: Progress = SILENT) -> list[Server]:
     """Stop the servers of the file that run, the last one first, and return them."""
-    store = store or Store()
+    store = Store()
     named = [server.name for server in reversed(setup.servers) if recorded_server(server.name, store) is not None]
     return [stop_server(name, drain=drain, store=store, progress=progress) for name in named]
 

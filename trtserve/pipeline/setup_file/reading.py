@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import yaml
 
 from trtserve.bench.targets import Requirements, read_requirements
-from trtserve.errors import ArtifactError, UsageError
+from trtserve.errors import ArtifactError, UsageError, did_you_mean
 from trtserve.files import read_text
 from trtserve.pipeline.import_spec import recorded_spec
 from trtserve.pipeline.setup_file.content import (
@@ -106,8 +105,7 @@ class _Document:
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else str(key.tag)
             if known and name not in known:
-                close = get_close_matches(name.replace("-", "_"), known, n=1)
-                hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
+                hint = did_you_mean(name.replace("-", "_"), known, f"Known: {', '.join(sorted(known))}.")
                 raise self.error(key, f"{what} has no key {name!r}.", hint=hint)
             if name in found:
                 raise self.error(key, f"{what} has {name!r} twice.")
@@ -295,8 +293,7 @@ class _Document:
 
     def require_known(self, name: str, known: Collection[str], node: yaml.Node, what: str, kind: str) -> None:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"The file has: {', '.join(known) or f'no {kind}'}."
+            hint = did_you_mean(name, known, f"The file has: {', '.join(known) or f'no {kind}'}.")
             raise self.error(node, f"{what} is {name!r}, which is no {kind} of this file.", hint=hint)
 
     def require_own_ports(self, servers: Collection[ServerSetup], nodes: Mapping[str, yaml.Node]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
+from trtserve.errors import did_you_mean
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import runs_on_cpu
 from trtserve.nvidia.releases import RELEASES
@@ -229,10 +229,9 @@ def wrong_inner_models(repository: Repository, model: ModelFolder) -> Iterator[F
     for key, name in asked.items():
         found = repository.models.get(name)
         if name and found is None and name not in repository.unread:
-            close = difflib.get_close_matches(name, repository.models, n=1)
             yield model.finding(
                 f"{key} is {name!r}, which is not in the repository.",
-                f"Did you mean {close[0]}?" if close else "Add that model, or remove the parameter.",
+                did_you_mean(name, repository.models, "Add that model, or remove the parameter."),
             )
         elif found is not None and found.role not in _ROLES.get(key, (found.role,)):
             kind = "this model itself" if found is model else f"a model of the kind {found.role or 'unknown'}"
@@ -283,10 +282,8 @@ def unread_parameters(repository: Repository, model: ModelFolder) -> Iterator[Fi
                 old.answer if old is not None else "Remove it, or serve the repository with that release.",
             )
         else:
-            close = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
-            yield model.finding(
-                f"Nothing reads the parameter {key}.", f"Did you mean {close[0]}?" if close else f"Remove {key}."
-            )
+            fix = did_you_mean(key, names, f"Remove {key}.", cutoff=0.7)
+            yield model.finding(f"Nothing reads the parameter {key}.", fix)
 
 
 @model_rule("parameter-value", "every value is valid", every_model)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtserve.errors import did_you_mean
 from trtserve.nvidia.releases import order
 from trtserve.repository.check.repository import (
     LLMAPI,
@@ -109,9 +109,9 @@ def misspelt_tensors(repository: Repository, model: ModelFolder) -> Iterator[Fin
     known = {*expected[0], *expected[1]}
     declared = {tensor.name for tensor in (*model.config.input, *model.config.output)}
     for name in sorted(declared - known):
-        close = difflib.get_close_matches(name, known - declared, n=1, cutoff=0.85)
+        close = did_you_mean(name, known - declared, cutoff=0.85)
         if close and not any(name in tensor_names(model.role, each) for each in releases_of(model.role)):
-            yield model.finding(f"{model.name} does not read the tensor {name}.", f"Did you mean {close[0]}?")
+            yield model.finding(f"{model.name} does not read the tensor {name}.", close)
 
 
 @model_rule("tensor-twice", "no tensor is declared twice", every_model)
@@ -192,10 +192,9 @@ def absent_steps(repository: Repository, ensemble: ModelFolder) -> Iterator[Find
         yield ensemble.finding("It has no step.", "Copy the steps of NVIDIA's template.")
     for name in {step.model_name for step in ensemble.config.ensemble_scheduling.step}:
         if name not in repository.models and name not in repository.unread:
-            close = difflib.get_close_matches(name, repository.models, n=1)
             yield ensemble.finding(
                 f"A step names the model {name!r}, which is not in the repository.",
-                f"Did you mean {close[0]}?" if close else f"It has: {', '.join(sorted(repository.models))}.",
+                did_you_mean(name, repository.models, f"It has: {', '.join(sorted(repository.models))}."),
             )
 
 

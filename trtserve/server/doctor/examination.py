@@ -69,7 +69,6 @@ def examine(
     address: Address,
     *,
     runtime: RuntimeName = "auto",
-    store: Store | None = None,
     trtllm_version: str | None = None,
     online: bool = False,
     progress: Progress = SILENT,
@@ -82,7 +81,7 @@ def examine(
     """
     asked = installed(trtllm_version) if trtllm_version else None
     chosen, reason = automatic_runtime() if runtime == "auto" else (runtime, "asked for")
-    store, here = store or Store(), installed()
+    store, here = Store(), installed()
     progress.step("Checking the GPUs …")
     found_gpus, driver = _driver()
     facts = _Machine(gpus=found_gpus, here=here, wanted=asked or here)
