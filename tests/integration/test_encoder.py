@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.support import python_backend
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.client.tokenizer import TokenizerFiles
+from trtserve.client.tokenizer import SlowTemplateError, TokenizerFiles
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
 
@@ -72,3 +76,85 @@ def test_a_hostile_tokenizer_costs_a_bounded_time(
         return longest
 
     assert asyncio.run(both()) < 1.0
+
+
+SLOW = {"type": "Split", "pattern": {"Regex": r"\p{L}*\p{L}*\p{L}*\p{N}"}, "behavior": "Isolated", "invert": False}
+ENDLESS = (
+    "{% if messages[0].content == 'hostile' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}x"
+)
+
+
+def test_nobody_waits_for_what_others_send(encoder_of: Callable[..., Encoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten endless conversations and ten texts that a slow expression splits cost others the time of a first look."""
+    encoder = encoder_of(pre_tokenizer=SLOW)
+
+    async def other() -> None:
+        assert await encoder.render(ENDLESS, [{"role": "user", "content": "hi"}], {}, {}) == "x"
+        assert await encoder.encode(["hello"], special=False)
+
+    async def measured() -> tuple[float, float]:
+        await other()  # processes have started
+        hostile: list[asyncio.Future[Any]] = []
+        for _ in range(10):
+            asked = encoder.render(ENDLESS, [{"role": "user", "content": "hostile"}], {}, {})
+            hostile.append(asyncio.ensure_future(asked))
+            hostile.append(asyncio.ensure_future(encoder.encode(["a" * 300], special=False)))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        await other()
+        waited = time.monotonic() - began
+        results = await asyncio.gather(*hostile, return_exceptions=True)
+        assert all(isinstance(each, ApiError | SlowTemplateError) for each in results), results
+        return waited, time.monotonic() - began
+
+    waited, everything = asyncio.run(measured())
+    assert waited < everything / 4
+
+
+class Asked:
+    """A request to `preprocessing`, and what its sender was given."""
+
+    def __init__(self, text: str) -> None:
+        values = {"QUERY": np.array([[text.encode()]], dtype=object), "REQUEST_OUTPUT_LEN": np.array([[4]])}
+        self._tensors = [python_backend.Tensor(name, value) for name, value in values.items()]
+        self.response: Any = None
+        self.answered = threading.Event()
+
+    def inputs(self) -> list[python_backend.Tensor]:
+        return self._tensors
+
+    def get_response_sender(self) -> Asked:
+        return self
+
+    def send(self, response: Any, flags: int) -> None:
+        assert flags == python_backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        self.response = response
+        self.answered.set()
+
+
+def test_preprocessing_bounds_its_tokenizer_and_answers_others_first(
+    encoder_of: Callable[..., Encoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder_of(pre_tokenizer=SLOW)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", python_backend)
+    from trtserve.programs.preprocessing.model import TritonPythonModel
+
+    parameters = {"tokenizer_dir": {"string_value": str(tmp_path)}}
+    config = {"parameters": parameters, "output": [{"name": "INPUT_ID", "data_type": "TYPE_INT32"}]}
+    names = {"model_repository": str(tmp_path / "r" / "preprocessing"), "model_version": "1"}
+    model = TritonPythonModel()
+    model.initialize({"model_config": json.dumps(config), **names})
+    try:
+        hostile, other = [Asked("a" * 300) for _ in range(3)], Asked("hello")
+        assert model.execute([*hostile, other]) is None
+        assert other.answered.wait(30)
+        assert not hostile[0].answered.is_set()
+        assert other.response.output_tensors()[0].as_numpy().tolist() == [
+            [1, *TokenizerFiles(tmp_path).encode("hello", special=False)]
+        ]
+        for each in hostile:
+            assert each.answered.wait(60)
+            assert "cannot encode this text: it takes more than 1" in each.response.error().message()
+    finally:
+        model.finalize()

@@ -132,6 +132,18 @@ def test_nobody_waits_for_a_guide_that_takes_too_much(
     assert not answer(executor, executor.enqueue_request(request(GuideType.JSON_SCHEMA, ORDINARY))).has_error()
 
 
+def test_a_new_guide_waits_for_others_a_moment_each(executor: api.Executor) -> None:
+    others_wait(executor, guided=True)  # the process has started
+    ids = executor.enqueue_requests([multiple_of(10000019 * at) for at in range(1, 7)])
+    new = executor.enqueue_request(request(GuideType.REGEX, "[b-y]{3}"))
+    assert not answer(executor, new).has_error()
+    # Each of those takes ten times as long until it is refused.
+    finished = [number for number in ids if executor.await_responses(number, 0)]
+    assert len(finished) <= 3
+    for number in ids:
+        executor.cancel_request(number)
+
+
 def test_nobody_waits_for_many_guides_that_take_too_much(executor: api.Executor) -> None:
     others_wait(executor, guided=True)  # this guide is known from now on
     hostile = [

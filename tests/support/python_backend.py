@@ -36,6 +36,9 @@ class InferenceResponse:
     def has_error(self) -> bool:
         return self._error is not None
 
+    def error(self) -> TritonError | None:
+        return self._error
+
 
 class Logger:
     """The server's log, which is dropped."""

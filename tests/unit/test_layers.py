@@ -49,7 +49,7 @@ CONFINED = {
     "typer": ("cli",),
     "rich": ("cli",),
     "prompt_toolkit": ("cli",),
-    "subprocess": ("process",),
+    "subprocess": ("process", "programs/shared/encoding.py"),
     "openvino": ("executor", "server/doctor"),
     "aiohttp": ("gateway",),
     "fastapi": ("gateway",),
@@ -67,7 +67,14 @@ CONFINED = {
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # The only modules that a Triton container without trtserve is sure to have.
-IN_EVERY_CONTAINER = {"numpy", "transformers", "triton_python_backend_utils", "yaml", *sys.stdlib_module_names}
+IN_EVERY_CONTAINER = {
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "triton_python_backend_utils",
+    "yaml",
+    *sys.stdlib_module_names,
+}
 
 
 @functools.cache

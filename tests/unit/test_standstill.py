@@ -84,11 +84,12 @@ def beat(pid: int, time: float, moved: float) -> Heartbeat:
 def test_an_executor_hangs_when_it_neither_steps_nor_works(
     steps: int, beats: int, work: float, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, looker, found = Clock(monkeypatch), Hangs(15), {}
-    for second in range(60):
-        clock.now, clock.used = second, second * work
-        if found := dict(looker.among([beat(11, second * beats, second * steps)], ROOT)):
-            assert second >= 20
+    clock, looker, found = Clock(monkeypatch), Hangs(2), {}
+    for half in range(60):
+        clock.now, clock.used = half / 2, half / 2 * work
+        if found := dict(looker.among([beat(11, clock.now * beats, clock.now * steps)], ROOT)):
+            # What the executor itself shows is found at once; it may be a disk that keeps it from showing anything.
+            assert clock.now == (3.5 if beats else 8.0)
             break
     assert bool(found) == hangs
     assert not hangs or found["tensorrt_llm"].startswith("hangs: no step and no work for ")

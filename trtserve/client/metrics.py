@@ -177,7 +177,7 @@ class Heartbeat:
     model: str
     pid: int
     time: float
-    """When it was written, in seconds of the monotonic clock; an executor writes every second."""
+    """When it was written, in seconds of the monotonic clock; an executor writes twice a second."""
     moved: float
     """When the executor last made a step or had nothing to do."""
     open_requests: int

@@ -1,7 +1,8 @@
 """The process that renders chat templates: Jinja's sandbox, with bounds on time and memory that the kernel keeps.
 
 A template is a program by an unknown author. The sandbox keeps it from Python's internals, but not from loops without
-an end and texts of gigabytes, and one call of a filter can take hours. So it runs in a process that a timer ends.
+an end and texts of gigabytes, and one call of a filter can take hours. So it runs in a process that timers interrupt:
+the first one between two steps of Python, the others wherever it is, which ends the process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _SLOWEST = 10  # times as long as alone
+_COMPILING = 0.1  # seconds of computing, once for a template
+_LATEST = 1.5  # times as long, in one call of which Python sees no end
+
+
+class _Late(BaseException):
+    """The time is over. No Exception, which Jinja would look at."""
 
 
 class _GenerationTag(Extension):
@@ -38,14 +45,18 @@ class _GenerationTag(Extension):
 
 def main(memory: int) -> None:
     """Answer requests from stdin until it ends, in at most `memory` bytes."""
-    for timer in (signal.SIGPROF, signal.SIGALRM):  # end the process, whatever it does
+    for timer in (signal.SIGVTALRM, signal.SIGALRM):  # end the process, whatever it does
         signal.signal(timer, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, _late)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         full = False
         try:
             answer = _answer(**json.loads(line))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        except _Late:
+            answer = {"late": True}
         except MemoryError:
             answer, full = {"error": f"it needs more than {memory >> 20} MiB of memory"}, True
         _set_timers(0)
@@ -55,11 +66,17 @@ def main(memory: int) -> None:
             return  # the next process begins with all its memory
 
 
-def _answer(template: str, variables: dict[str, Any], seconds: float, most: int) -> dict[str, str]:
-    _set_timers(seconds)
+def _late(*_: object) -> None:
+    raise _Late
+
+
+def _answer(template: str, variables: dict[str, Any], seconds: float, most: int) -> dict[str, Any]:
     try:
+        _set_timers(max(seconds, _COMPILING))
+        compiled = _compiled(template)
+        _set_timers(seconds)
         text = io.StringIO()
-        for piece in _compiled(template).generate(variables):
+        for piece in compiled.generate(variables):
             if text.tell() + len(piece) > most:
                 return {"error": f"it makes more than {most} characters"}
             text.write(piece)
@@ -74,6 +91,7 @@ def _answer(template: str, variables: dict[str, Any], seconds: float, most: int)
 def _set_timers(seconds: float) -> None:
     """Allow this many seconds of computing; on a machine with other work they take longer, but not for ever."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds * _LATEST)
     signal.setitimer(signal.ITIMER_REAL, seconds * _SLOWEST)
 
 

@@ -36,6 +36,10 @@ _STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_tok
 Encode = Callable[[str], list[int]]
 
 
+class SlowTemplateError(UsageError):
+    """A chat template computes longer than it may."""
+
+
 def template_process() -> AnsweringProcess:
     """Return a process that renders templates, in at most 1 GiB of memory."""
     return AnsweringProcess((sys.executable, "-m", "trtserve.client.template_process", str(1 << 30)))
@@ -322,8 +326,8 @@ def render(
 ) -> str:
     """Render the conversation and open the model's turn; `variables` are further ones of the template, such as `tools`.
 
-    Raises UsageError with the reason the template gives, and for one that takes longer than `seconds` or makes more
-    than `most` characters.
+    Raises UsageError with the reason the template gives, and for one that makes more than `most` characters;
+    SlowTemplateError for one that takes longer than `seconds`.
     """
     if importlib.util.find_spec("jinja2") is None:
         raise MissingDependencyError(
@@ -341,11 +345,13 @@ def render(
     try:
         answer = process.ask({"template": template, "variables": given, "seconds": seconds, "most": most})
     except TimeoutError:
-        answer = {"error": f"it takes longer than {seconds:g} s"}
+        answer = {"late": True}
     except ChildProcessError as error:
         answer = {"error": f"the process that renders it {error}"}
+    if late := "late" in answer:
+        answer = {"error": f"it takes longer than {seconds:g} s"}
     if "error" in answer:
-        raise UsageError(
+        raise (SlowTemplateError if late else UsageError)(
             f"The model's chat template rejects this prompt: {answer['error']}",
             hint="--raw sends the prompt without a template.",
         )

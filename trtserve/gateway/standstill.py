@@ -15,7 +15,10 @@ from trtserve.client.metrics import Heartbeat
 from trtserve.process import ProcessId, arguments, tree, work_done
 
 _STUB = "triton_python_backend_stub"
-_STUCK = 5.0
+# An executor makes many steps in this time, and shows twice a second that it does.
+_STUCK = 0.9
+# It may show it late: what it writes can wait for a disk.
+_SILENT = 5.0
 # An idle executor uses less, with the threads of its model; one that computes uses a whole core.
 _LEAST = 0.05
 
@@ -79,7 +82,7 @@ class Hangs:
     def among(self, beats: Iterable[Heartbeat], root: ProcessId) -> Mapping[str, str]:
         """Return the models below `root` that hang → a sentence without its subject."""
         now = time.monotonic()
-        stuck = {each.pid: each for each in beats if now - min(each.time, each.moved) > _STUCK}
+        stuck = {each.pid: each for each in beats if each.time - each.moved > _STUCK or now - each.time > _SILENT}
         stubs = python_stubs(root) if stuck else {}
         self._found = {pid: self._found.get(pid) or Standstill(self._seconds, _LEAST * self._seconds) for pid in stuck}
         hung = {}

@@ -241,7 +241,7 @@ _LOG = logging.getLogger(__name__)
 _INTERVAL = 0.5
 # Seconds until a process that a signal has stopped counts as one that does not work, and one that hangs.
 _HALTED = 1.0
-_HUNG = 5.0
+_HUNG = 2.0
 
 
 class TritonHealth:

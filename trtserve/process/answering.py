@@ -36,7 +36,7 @@ class AnsweringProcess:
                 answer, code = self._answer(request)
         if code is None:
             return json.loads(answer)
-        if code in (-signal.SIGALRM, -signal.SIGPROF):
+        if code in (-signal.SIGALRM, -signal.SIGPROF, -signal.SIGVTALRM):
             raise TimeoutError
         raise ChildProcessError(how_it_ended(code))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from trtserve.errors import PortInUseError, ServerStartError
-from trtserve.gateway.standstill import Halts, Standstill
+from trtserve.gateway.standstill import Halts, Standstill, python_stubs
 from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, tree, wait_gone
 from trtserve.progress import Progress
@@ -161,24 +161,36 @@ class _Waiting:
                 )
             if planned.launch.ranks > 1:
                 self._look_for_ranks()
+                text = server_log.read(planned.log)
+                logs = {process: "\n".join(server_log.lines_of(text, rank)) for rank, process in self._seen.items()}
+                self._look_for_missed_stubs(logs)
             else:
                 self._look_for_stubs()
         return False
 
-    def _look_for_stubs(self) -> None:
-        """Raise ServerStartError when Triton 2.51 waits for ever for a stub, which was killed or not heard."""
-        text, stubs = server_log.read(self.planned.log), stubs_of(self.root)
-        loading = server_log.initializing(text)
-        lost = sorted(loading - {stub.model for stub in stubs})
-        # What a stub has started may load the model for it.
-        workers = set().union(*(tree(stub) | {stub} for stub in stubs if stub.model in loading))
-        if loading <= self._own and self._standstill.lasts(workers):
+    def _look_for_missed_stubs(self, logs: Mapping[ProcessId, str]) -> None:
+        """Raise ServerStartError when Triton 2.51 waits for ever for a stub that it has not heard.
+
+        `logs` is what each tritonserver, one for each rank, has written.
+        """
+        loading = {server: server_log.initializing(text) for server, text in logs.items()}
+        models = set().union(*loading.values())
+        stubs = [stub for server in logs for stub, model in python_stubs(server).items() if model in loading[server]]
+        # What a stub has started may load the model for it; a rank that waits for another one works as that one does.
+        workers = set().union(*(tree(stub) | {stub} for stub in stubs))
+        if models <= self._own and self._standstill.lasts(workers):
             raise ServerStartError(
-                f"Triton waits for the Python stub of {', '.join(sorted(loading))}, which has nothing left to do. Last "
+                f"Triton waits for the Python stub of {', '.join(sorted(models))}, which has nothing left to do. Last "
                 f"lines:\n{last_lines(self.planned.log)}",
                 log=self.planned.log,
                 by_chance=True,
             )
+
+    def _look_for_stubs(self) -> None:
+        """Raise ServerStartError when Triton 2.51 waits for ever for a stub, which was killed or not heard."""
+        text = server_log.read(self.planned.log)
+        self._look_for_missed_stubs({self.root: text})
+        lost = sorted(server_log.initializing(text) - {stub.model for stub in stubs_of(self.root)})
         # A model that fails by itself ends its stub too, but Triton says why.
         if not lost or not self.root.alive() or server_log.failures(text):
             self._stub_lost_since = None

@@ -15,7 +15,7 @@ from trtserve.store import Store
 
 # Seconds until a part is ended. Health pages fail before that.
 _HALTED = 3.0
-_HUNG = 15.0
+_HUNG = 8.0
 _SILENT = 60.0
 _GATEWAY_SILENT = 15.0
 # Looking for processes that parts have started reads all of /proc.

@@ -186,6 +186,8 @@ def _plain_escape(escape: re.Match[str], special: str) -> str:
     return character if character >= " " else f"\\x{ord(character):02x}"
 
 
+FIRST_LOOK_SECONDS = 0.2
+"""Seconds of CPU time for which other guides wait while one is compiled."""
 GUIDE_SECONDS = 2.0
 """Seconds of CPU time in which a guide must be compiled."""
 GUIDE_MEMORY = 256 << 20
@@ -193,7 +195,7 @@ GUIDE_MEMORY = 256 << 20
 KEPT_MEMORY = 64 << 20
 """Bytes of memory that a compiled guide may keep."""
 
-_WAITED = 10  # times GUIDE_SECONDS, where other processes have the CPU
+_WAITED = 10  # times as long, where other processes have the CPU
 _STACK = 2 << 20  # less than any thread of the engine that uses guides has
 _NICENESS = 5  # requests that run already come first
 
@@ -211,19 +213,22 @@ def main() -> None:
             answer: dict[str, Any] = {}
         else:
             assert tokenizer is not None
-            answer = _try_in_fork(tokenizer, GuideType[request["kind"]], request["guide"])
+            answer = _try_in_fork(tokenizer, GuideType[request["kind"]], request["guide"], request["seconds"])
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _try_in_fork(tokenizer: LLTokenizer, kind: GuideType, guide: str) -> dict[str, Any]:
-    """Return `grammar` and `bytes` of a guide within the bounds; else `invalid` or `excess` (a reason), or `died`."""
+def _try_in_fork(tokenizer: LLTokenizer, kind: GuideType, guide: str, seconds: float) -> dict[str, Any]:
+    """Return `grammar` and `bytes` of a guide within the bounds.
+
+    Else `late` after `seconds`, `invalid` or `excess` (a reason), or `died`.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         try:
-            _bound()
+            _bound(seconds)
             answer = json.dumps(try_guide(tokenizer, kind, guide)).encode()
             with os.fdopen(writing, "wb") as pipe:
                 pipe.write(answer)
@@ -233,8 +238,8 @@ def _try_in_fork(tokenizer: LLTokenizer, kind: GuideType, guide: str) -> dict[st
     with os.fdopen(reading, "rb") as pipe:
         given = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == -signal.SIGPROF:
-        return {"excess": f"more than {GUIDE_SECONDS:g} s of CPU time"}
+    if code in (-signal.SIGPROF, -signal.SIGALRM):
+        return {"late": True}
     if code == -signal.SIGABRT or (code == 0 and not given):
         return {"excess": f"more than {GUIDE_MEMORY >> 20} MiB of memory"}
     if code == -signal.SIGSEGV:
@@ -245,12 +250,12 @@ def _try_in_fork(tokenizer: LLTokenizer, kind: GuideType, guide: str) -> dict[st
     return answered
 
 
-def _bound() -> None:
+def _bound(seconds: float) -> None:
     """Let this process end when it exceeds the bounds from now on."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it does
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, GUIDE_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, GUIDE_SECONDS * _WAITED)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds * _WAITED)
     resource.setrlimit(resource.RLIMIT_AS, (_memory()[0] + GUIDE_MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 

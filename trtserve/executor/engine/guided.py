@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.engine.guide_trial import (
+    FIRST_LOOK_SECONDS,
     FIRST_SECONDS,
+    GUIDE_SECONDS,
     TOKEN_SECONDS,
     compiled,
     limit_reason,
@@ -35,6 +38,7 @@ from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.requests import GuideSource, GuideType
 from trtserve.process import how_it_ended
 from trtserve.process.answering import AnsweringProcess
+from trtserve.programs.shared.encoding import python
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -52,9 +56,10 @@ _NOT_SET_UP = (
     "Request is specified with GuidedDecodingParams, but GuidedDecoder is not setup. "
     "Please provide a valid GuidedDecodingConfig to setup GuidedDecoder."
 )
-_AT_ONCE = 2  # guides that are compiled at the same time
+_MOST_LATE = 16  # guides that take long and wait for each other
 _LEAST_BYTES = 128 << 10  # what a compiled guide takes, at least
 _NO_BITS = np.zeros(0, dtype=np.uint8)
+_TOO_LONG = f"more than {GUIDE_SECONDS:g} s of CPU time"
 _REMEMBERED = 4096  # refused guides
 _STACK = 16 << 20  # of the threads that compile: more than in the process that tried the guide
 _RUN = """import json, sys
@@ -86,6 +91,8 @@ class _Job:
     source: GuideSource
     waiting: list[tuple[Done, Wanted]] = field(default_factory=list)
     begun: bool = False
+    late: bool = False
+    """Whether it takes longer than others may wait for it."""
 
 
 class GuideFactory:
@@ -104,7 +111,7 @@ class GuideFactory:
         self._refused: OrderedDict[_Key, CompiledGuide] = OrderedDict()
         self._bytes = 0
         self._jobs: OrderedDict[_Key, _Job] = OrderedDict()
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[bool, threading.Thread] = {}
         self._closed = False
 
     def prepare(self) -> None:
@@ -149,9 +156,8 @@ class GuideFactory:
                     )
                 job = self._jobs[key] = _Job(source)
             job.waiting.append((done, wanted))
-            if len(self._threads) < min(_AT_ONCE, len(self._jobs)):
-                self._threads.append(_thread(self._work, f"guides-{len(self._threads)}"))
-            self._lock.notify()
+            self._start_thread(late=False)
+            self._lock.notify_all()
 
     def guide(self, source: GuideSource, *, end_id: int = -1, guide: CompiledGuide | None = None) -> Guide:
         """Return the guide of `source` for a sequence that ends with `end_id` (-1: the tokenizer's end token).
@@ -183,13 +189,22 @@ class GuideFactory:
         event.wait()
         return found[0]
 
-    def _work(self) -> None:
-        """Compile guides, one after the other."""
+    def _start_thread(self, *, late: bool) -> None:
+        if late not in self._threads:
+            self._threads[late] = _thread(partial(self._work, late=late), "late guides" if late else "guides")
+
+    def _work(self, *, late: bool) -> None:
+        """Compile guides one after the other: each for a moment, and in another thread those that take longer."""
         trial: AnsweringProcess | None = None
-        while (job := self._next()) is not None:
+        while (job := self._next(late=late)) is not None:
             try:
                 trial = trial or _trial(self._settings)
-                guide, lasting = self._compile(job.source, trial)
+                found = self._compile(job.source, trial, GUIDE_SECONDS if late else FIRST_LOOK_SECONDS)
+                if found is None and not late:
+                    found = self._postpone(job)
+                    if found is None:
+                        continue
+                guide, lasting = found or (CompiledGuide(error=_excess(job.source, _TOO_LONG)), True)
             except BaseException as error:  # noqa: BLE001 - a panic of llguidance must not end the thread
                 guide, lasting = CompiledGuide(error=f"The guide could not be compiled: {error}"), False
             for done, _ in self._finish(job.source, guide, lasting=lasting):
@@ -197,13 +212,24 @@ class GuideFactory:
         if trial is not None:
             trial.close()
 
-    def _next(self) -> _Job | None:
+    def _postpone(self, job: _Job) -> tuple[CompiledGuide, bool] | None:
+        """Leave a guide to the thread for those that take long, unless too many wait for it."""
+        with self._lock:
+            if sum(each.late for each in self._jobs.values()) >= _MOST_LATE:
+                reason = f"{_MOST_LATE} guides that take as long wait already. Please try again later"
+                return CompiledGuide(error=f"The guide takes more than {FIRST_LOOK_SECONDS:g} s: {reason}"), False
+            job.late, job.begun = True, False
+            self._start_thread(late=True)
+            self._lock.notify_all()
+        return None
+
+    def _next(self, *, late: bool) -> _Job | None:
         with self._lock:
             while True:
                 if self._closed:
                     return None
                 for key, job in list(self._jobs.items()):
-                    if job.begun:
+                    if job.begun or job.late != late:
                         continue
                     if any(wanted() for _, wanted in job.waiting):
                         job.begun = True
@@ -226,22 +252,25 @@ class GuideFactory:
                     self._refused.popitem(last=False)
             return self._jobs.pop(key).waiting
 
-    def _compile(self, source: GuideSource, trial: AnsweringProcess) -> tuple[CompiledGuide, bool]:
-        """Return the guide, and whether another attempt would give the same."""
+    def _compile(
+        self, source: GuideSource, trial: AnsweringProcess, seconds: float
+    ) -> tuple[CompiledGuide, bool] | None:
+        """Return the guide, and whether another attempt would give the same; None: it takes more than `seconds`."""
         kind, text = source.kind.name, source.text
         try:
             tokenizer = self._read_tokenizer()
         except RuntimeError as error:
             return CompiledGuide(error=str(error)), False
         try:
-            answer = trial.ask({"kind": kind, "guide": text})
+            answer = trial.ask({"kind": kind, "guide": text, "seconds": seconds})
         except ChildProcessError as error:
             return CompiledGuide(error=f"The guide could not be compiled: the process that tries it {error}"), False
         if "invalid" in answer:
             return CompiledGuide(error=f"The guide of type {kind} is invalid: {answer['invalid']}"), True
+        if "late" in answer:
+            return None
         if "excess" in answer:
-            reason = f"The guide of type {kind} takes too much: it needs {answer['excess']}. Make it simpler"
-            return CompiledGuide(error=reason), True
+            return CompiledGuide(error=_excess(source, answer["excess"])), True
         if "died" in answer:
             reason = f"The guide of type {kind} could not be compiled: the attempt {how_it_ended(answer['died'])}"
             return CompiledGuide(error=reason), False
@@ -254,6 +283,10 @@ class GuideFactory:
                 assert self._settings is not None
                 self._tokenizer = read_tokenizer(self._settings)
             return self._tokenizer
+
+
+def _excess(source: GuideSource, needed: str) -> str:
+    return f"The guide of type {source.kind.name} takes too much: it needs {needed}. Make it simpler"
 
 
 def _length(source: GuideSource) -> int:
@@ -270,16 +303,8 @@ def _trial(settings: GuideTokenizer | None) -> AnsweringProcess:
     """Return a process that tries guides; it starts with the first."""
     assert settings is not None
     places = [place for place in sys.path if Path(place).is_absolute()]
-    argv = (_python(), "-c", _RUN, json.dumps(places))
+    argv = (python(), "-c", _RUN, json.dumps(places))
     return AnsweringProcess(argv, lambda: {"tokenizer": asdict(settings)})
-
-
-def _python() -> str:
-    """Return the interpreter: `sys.executable` names another program where Python is embedded, as in Triton's stub."""
-    running = Path(sys.executable or "")
-    if running.name.startswith("python"):
-        return str(running)
-    return str(Path(sys.prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def _thread(target: Callable[[], Any], name: str) -> threading.Thread:

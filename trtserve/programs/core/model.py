@@ -38,7 +38,7 @@ from .settings import executor_config, guided_decoding_config, load_executor_mod
 # The longest wait before the awaiting thread checks whether the model is being unloaded. Responses wake it at once, so
 # this is not a polling period.
 _AWAIT = timedelta(seconds=0.5)
-_BEAT = 1.0
+_BEAT = 0.5
 # The process of an executor that has stopped ends after this many seconds: its requests are answered by then, and the
 # supervisor has read why.
 _LAST_WORDS = 2.0
