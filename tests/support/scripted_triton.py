@@ -63,6 +63,8 @@ class ScriptedTriton(Backend):
         """Whether it returns logits of prompts."""
         self.requests: list[dict[str, Any]] = []
         self.stops: list[str] = []
+        self.running = self.most_running = 0
+        """Requests now, and the most at once."""
 
     async def close(self) -> None:
         """Wait for what runs beside the requests."""
@@ -79,6 +81,15 @@ class ScriptedTriton(Backend):
             self.stops.append(request_id)
             return
         self.requests.append(inputs)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            async for reply in self._replies(inputs, request_id):
+                yield reply
+        finally:
+            self.running -= 1
+
+    async def _replies(self, inputs: dict[str, Any], request_id: str) -> AsyncIterator[Reply]:
         steps = self._steps()
         if not (inputs.get("streaming") or inputs.get("stream") or [False])[0]:
             errors = [step for step in steps if isinstance(step, Exception)]

@@ -148,6 +148,22 @@ def test_prompts_of_token_ids(client: TestClient, triton: ScriptedTriton) -> Non
     assert [sent["input_ids"] for sent in triton.requests] == [[5, 6, 7], [5, 6], [7]]
 
 
+def test_many_answers_hold_up_nobody_else(client: TestClient, triton: ScriptedTriton) -> None:
+    """Those that wait do so outside the engine, whose queue is for all clients."""
+    answer = complete(client, prompt=["a", "b"], n=128).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["Hello"] * 256
+    assert triton.most_running == 64
+    streamed = events(complete(client, prompt=["a"], n=100, stream=True))
+    assert len({choice["index"] for each in streamed for choice in each["choices"]}) == 100
+    assert triton.most_running == 64
+
+
+def test_a_large_body_is_read_as_a_small_one(client: TestClient, triton: ScriptedTriton) -> None:
+    answers = [complete(client, prompt=["a"], seed=1, **more).json() for more in ({}, {"metadata": {"a": "b" * 100_000}})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert triton.requests[0] == triton.requests[1]
+
+
 def test_the_best_of_several(client: TestClient, triton: ScriptedTriton) -> None:
     answer = complete(client, best_of=3, n=2).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]

@@ -34,6 +34,7 @@ from trtserve.gateway.openai.generation import generate
 from trtserve.gateway.openai.request import EngineRequest
 from trtserve.gateway.openai.served import Backend, ServedModel
 
+_AT_ONCE = 64  # sequences of one answer; others of it wait outside the engine, where they hold up nobody else
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 T = TypeVar("T")
 A = TypeVar("A", bound=Completion | Message)
@@ -215,7 +216,8 @@ class Answering:
                     yield each
             return
         arrived: asyncio.Queue[tuple[Sequenced[Any], TextPiece] | Exception | None] = asyncio.Queue()
-        readers = [asyncio.create_task(_read(self._pieces_of(sequence), arrived)) for sequence in self.sequences]
+        turns = asyncio.Semaphore(_AT_ONCE)
+        readers = [asyncio.create_task(_read(self._pieces_of(each), arrived, turns)) for each in self.sequences]
         try:
             for _ in readers:  # each ends with None or with an error
                 while (item := await arrived.get()) is not None:
@@ -236,10 +238,11 @@ class Answering:
 async def _read(
     pieces: AsyncGenerator[tuple[Sequenced[Any], TextPiece], None],
     arrived: asyncio.Queue[tuple[Sequenced[Any], TextPiece] | Exception | None],
+    turns: asyncio.Semaphore,
 ) -> None:
-    """Put all pieces into the queue, then None, or the error that ended them."""
+    """Put all pieces into the queue, then None, or the error that ended them. They begin when it is their turn."""
     try:
-        async with aclosing(pieces):
+        async with turns, aclosing(pieces):
             async for each in pieces:
                 arrived.put_nowait(each)
     except Exception as error:  # noqa: BLE001 - the reader of the queue raises it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -23,6 +24,7 @@ _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # characters
 _MOST_STOP_IDS = 1024
 _MOST_BIASES = 4096
+_LONGEST_GUIDE = 128 << 10  # the engine takes no longer ones
 _LONGEST_ID = 10  # digits
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -152,8 +154,11 @@ class Sampling(_Body):
     def _consistent(self) -> Sampling:
         if not self.stream and (self.stream_options or StreamOptions()) != StreamOptions():
             raise ValueError("stream_options is only allowed when stream is true")
-        if len(self._guides()) > 1:
+        if len(self._guides) > 1:
             raise ValueError("give only one of response_format and the guided_ parameters")
+        if self.guide is not None and len(self.guide[1]) > _LONGEST_GUIDE:
+            found = len(self.guide[1])
+            raise ValueError(f"the guide has {found} characters; at most {_LONGEST_GUIDE} are allowed")
         return self
 
     @property
@@ -161,11 +166,12 @@ class Sampling(_Body):
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    @property
+    @cached_property
     def guide(self) -> Guide | None:
         """What the answer must match, in TensorRT-LLM's words."""
-        return next(iter(self._guides()), None)
+        return next(iter(self._guides), None)
 
+    @cached_property
     def _guides(self) -> list[Guide]:
         other = self.structured_outputs or StructuredOutputs.model_construct()
         schemas = (self.guided_json, other.json_schema, _ANY_OBJECT if other.json_object else None)
@@ -340,7 +346,7 @@ class ChatBody(Sampling):
             raise ValueError("continue_final_message needs a text in the last message")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice is 'required', but there are no tools")
-        if self.must_call and self._guides():
+        if self.must_call and self._guides:
             raise ValueError("tool_choice prescribes the answer; leave response_format and guided_ parameters out")
         return self
 
@@ -392,11 +398,11 @@ class ChatBody(Sampling):
             return choice.allowed_tools.mode == "required"
         return isinstance(choice, NamedTool) or choice == "required"
 
-    @property
+    @cached_property
     def guide(self) -> Guide | None:
         """What the answer must match; a call that is required is a JSON object with a name and arguments."""
         if not self.must_call:
-            return super().guide
+            return next(iter(self._guides), None)
         tools = [tool.function for tool in self.usable_tools]
         calls = [
             {

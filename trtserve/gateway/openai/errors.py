@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -18,6 +19,8 @@ from trtserve.errors import ServerUnreachableError, TrtserveError
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.openai.other_keys import reason_against
 
+_SMALL = 1 << 15  # bytes of a body that is checked in some milliseconds
+_MOST_VALUES = 1 << 19
 _LOG = logging.getLogger(__name__)
 _TYPES = {
     401: "authentication_error",
@@ -41,6 +44,9 @@ _ENGINE_ERRORS: tuple[tuple[re.Pattern[str], int, str | None], ...] = (
 def error_type(status: int) -> str:
     """Return OpenAI's name for errors with this status."""
     return _TYPES.get(status, "invalid_request_error")
+
+
+Validate = Callable[..., tuple[Any, Sequence[Any] | None]]
 
 
 class ApiError(Exception):
@@ -83,8 +89,8 @@ class OpenAIRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
-                if self.body_field is not None and (body := await request.body()):
-                    _require_readable(body)
+                if self.body_field is not None:
+                    await _prepare(request, self.body_field.validate)
                 return await handler(request)
             except RequestValidationError as error:
                 return _of_validation(error.errors(), error.body).response()
@@ -106,10 +112,29 @@ class OpenAIRoute(APIRoute):
         return answer
 
 
-def _require_readable(body: bytes) -> None:
-    """Raise ApiError for JSON that other code would trip over: nested too deeply, or text that is not Unicode."""
+async def _prepare(request: Request, validate: Validate) -> None:
+    """Check the body of a request. A large one is checked in a thread, and FastAPI gets what comes out.
+
+    Raises ApiError and RequestValidationError.
+    """
+    body = await request.body()
+    if len(body) <= _SMALL:
+        _readable(body or b"{}")
+        return
+    if body.count(b",") > _MOST_VALUES:
+        raise ApiError(f"The body has more than {_MOST_VALUES} values, counted by its commas.")
+    content = await asyncio.to_thread(_readable, body)
+    if "json" in request.headers.get("content-type", ""):
+        checked, errors = await asyncio.to_thread(validate, content, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors, body=content)
+        request._json = checked  # noqa: SLF001 - where Starlette keeps it
+
+
+def _readable(body: bytes) -> Any:
+    """Return JSON. Raises ApiError for what other code would trip over: nested too deeply, or not Unicode."""
     try:
-        from_json(body, allow_inf_nan=False)
+        return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(f"The body is not valid JSON: {str(error)[:200]}.") from None
 
