@@ -159,7 +159,8 @@ def test_many_answers_hold_up_nobody_else(client: TestClient, triton: ScriptedTr
 
 
 def test_a_large_body_is_read_as_a_small_one(client: TestClient, triton: ScriptedTriton) -> None:
-    answers = [complete(client, prompt=["a"], seed=1, **more).json() for more in ({}, {"metadata": {"a": "b" * 100_000}})]
+    bodies: list[dict[str, Any]] = [{}, {"metadata": {"a": "b" * 100_000}}]
+    answers = [complete(client, prompt=["a"], seed=1, **more).json() for more in bodies]
     assert answers[0]["choices"] == answers[1]["choices"]
     assert triton.requests[0] == triton.requests[1]
 
