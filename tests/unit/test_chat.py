@@ -21,6 +21,7 @@ from trtserve.client.answer import Generation
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import Conversation
 from trtserve.client.spec import QuerySpec
+from trtserve.client.tensors import ModelDescription
 from trtserve.errors import RequestError, ServerNotFoundError, UsageError
 
 
@@ -46,6 +47,23 @@ class ScriptedModel:
         """Refuse a system message, as the template of some models does."""
         if spec.system is not None and not self.takes_system:
             raise UsageError("no place for a system message")
+
+
+class Served:
+    """A server with these models, as far as `/model` asks it."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def model_names(self) -> list[str]:
+        return self.names
+
+    def describe(self, name: str) -> ModelDescription:
+        text = {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}
+        return ModelDescription.from_config({"name": name, "input": [text]})
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -135,6 +153,54 @@ def test_lines_of_the_standard_input(
     assert [spec.system for spec in model.asked] == [None, "Be brief"]
     assert model.asked[0].options["max_tokens"] == 5
     assert (tmp_path / "a.md").exists()
+
+
+def test_options_are_set_and_removed_and_a_question_is_asked_again(
+    model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.answers = [["one"], ["two"], ["three"]]
+    lines = (
+        "/retry\nHi\n/set temperature 0.5\n/set --top-k 3\n/set stop_words END\n/set temprature 1\n/set max_tokens x\n"
+        '/set\n/retry\n/set temperature\n/sett\n"""\nfirst\n\n  second """\n'
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert run(["chat", "--url", "gpu-box:8001"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[2:] == [
+        *("max_tokens 1024", "temperature 0.5", "top_k 3", "stop_words ('END',)"),
+        *("two", "three"),
+    ]
+    for said in ("no question to ask again", "'temperature'", "--max-tokens is 'x'", "did you mean /set?"):
+        assert said in captured.err
+    assert [spec.prompts for spec in model.asked] == [("Hi",), ("Hi",), ("first\n\n  second ",)]
+    assert (model.asked[1].history, len(model.asked[2].history)) == ((), 2)
+    assert [spec.options.get("temperature") for spec in model.asked] == [None, 0.5, None]
+    assert model.asked[2].options["stop_words"] == ("END",)
+
+
+def test_a_retry_that_fails_keeps_the_answer_before(model: ScriptedModel, talk: Conversation) -> None:
+    model.answers = [["one"], [RequestError("gone")], ["two"]]
+    talk.ask("Hi", lambda _: None)
+    with pytest.raises(RequestError):
+        talk.retry(lambda _: None)
+    assert talk.history[-1]["content"] == "one"
+    talk.retry(lambda _: None)
+    assert [turn["content"] for turn in talk.history] == ["Hi", "two"]
+
+
+def test_another_model_of_the_server_answers(
+    model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served(["ensemble", "small", "large"])
+    monkeypatch.setattr(query, "connect", lambda *_: served)
+    model.answers = [["one"]]
+    monkeypatch.setattr("sys.stdin", io.StringIO("/model\n/model other\n/model large\nHi\n"))
+    assert run(["chat", "small", "--url", "gpu-box:8001"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == ["* small", "  large", "one"]
+    assert "other" in captured.err
+    assert "large answers from now on" in captured.err
+    assert model.asked[0].model == "large"
 
 
 def test_an_unknown_server_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,18 +8,21 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trtserve.cli import query_output
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import Fields, servers
-from trtserve.cli.output import print_data, print_error, print_piece, say, terminal, visible
-from trtserve.client.spec import QuerySpec, RequestOptions
+from trtserve.cli.output import print_block, print_data, print_error, print_piece, say, terminal, visible
+from trtserve.client.spec import QuerySpec, RequestOptions, option_value, request_option
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
 from trtserve.store import Store
 
@@ -149,13 +152,19 @@ def complete_blocks(text: str) -> int:
 
 
 MAX_TOKENS = 1024
+_QUOTES = '"""'
+_USER, _MODEL = "bold cyan", "bold magenta"
 _COMMANDS = {
     "/system": "TEXT: set the system message; without a text, remove it",
+    "/set": "NAME VALUE: set an option such as temperature; without a value, remove it; alone, list them",
+    "/model": "NAME: ask another model or server from now on; alone, list them",
+    "/retry": "ask the last question again",
     "/reset": "forget what was said",
     "/save": "FILE: write the conversation, as Markdown or as messages in a .json file",
     "/stats": "what the answers took",
     "/help": "this list",
     "/exit": "end; Ctrl-D does the same",
+    _QUOTES: "begins and ends a message of several lines; Alt-Enter starts a new line too",
 }
 
 
@@ -172,7 +181,7 @@ def chat(
     request: Annotated[RequestOptions, Fields(defaults={"max_tokens": MAX_TOKENS})],
     plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without Markdown.")] = False,
 ) -> None:
-    """Talk to a served model. Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, /help lists the rest.
+    """Talk to a served model. Enter sends, Ctrl-C stops an answer, /help lists the rest.
 
     Without a terminal, every line of the standard input is a question.
 
@@ -195,16 +204,29 @@ def converse(
     if system is not None:
         conversation.set_system(system)
     interactive = question is None and sys.stdin.isatty() and sys.stdout.isatty()
+    talk = _Talk(conversation, interactive=interactive, markdown=interactive and not plain)
     if interactive:
-        say(f"{server.model or spec.model or server.grpc}: /help lists the commands, Ctrl-D ends.")
+        say(f"{talk.name}: /help lists the commands, Ctrl-D ends.")
     lines = _typed() if interactive else map(str.rstrip, sys.stdin) if question is None else [question]
-    for line in lines:
+    for line in joined(iter(lines)):
         if line.startswith("/"):
-            if not _obey(conversation, line):
+            if not talk.obey(line):
                 return
         elif line.strip():
-            answer = MarkdownAnswer(terminal()) if interactive and not plain else PlainAnswer()
-            _ask(conversation, line, answer, talkative=interactive)
+            talk.ask(partial(conversation.ask, line))
+
+
+def joined(lines: Iterator[str]) -> Iterator[str]:
+    """Yield messages: a line, or what stands between three quotes on several lines."""
+    for line in lines:
+        if not line.startswith(_QUOTES):
+            yield line
+            continue
+        text = line.removeprefix(_QUOTES)
+        while not text.rstrip().endswith(_QUOTES):
+            more = next(lines, None)
+            text += _QUOTES if more is None else f"\n{more}"
+        yield text.rstrip().removesuffix(_QUOTES).strip("\n")
 
 
 def _endpoint(model: str | None, connection: Connection) -> tuple[str | None, Endpoint]:
@@ -222,22 +244,136 @@ def _endpoint(model: str | None, connection: Connection) -> tuple[str | None, En
             raise ServerNotFoundError(error.message, hint=f"Start it: {first}trtserve start {model} --detach") from None
 
 
-def _ask(conversation: Conversation, question: str, printing: MarkdownAnswer | PlainAnswer, *, talkative: bool) -> None:
-    """Print the answer. Ctrl-C stops it, and an error ends it; the conversation goes on in a terminal."""
-    try:
-        with silent_keyboard(), printing as answer:
-            times = conversation.ask(question, answer.add)
-    except KeyboardInterrupt:
-        if not talkative:
-            raise
-        say("stopped")
-    except TrtserveError as error:
-        if not talkative:
-            raise
-        print_error(error)
-    else:
-        if talkative:
-            say(_described(times))
+class _Talk:
+    """Answers questions and carries out commands in the terminal."""
+
+    def __init__(self, conversation: Conversation, *, interactive: bool, markdown: bool) -> None:
+        self._conversation, self._interactive, self._markdown = conversation, interactive, markdown
+
+    @property
+    def name(self) -> str:
+        """Name of the model that answers."""
+        asked = self._conversation
+        return asked.spec.model or asked.server.model or asked.server.grpc
+
+    def ask(self, ask: Callable[[Callable[[str], None]], AnswerTimes]) -> None:
+        """Print an answer. Ctrl-C stops it, and an error ends it; the conversation goes on in a terminal."""
+        try:
+            with silent_keyboard(), self._printing() as add:
+                times = ask(add)
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            _remark("stopped")
+        except TrtserveError as error:
+            if not self._interactive:
+                raise
+            print_error(error)
+        else:
+            if self._interactive:
+                _remark(_described(times))
+
+    @contextmanager
+    def _printing(self) -> Iterator[Callable[[str], None]]:
+        """Yield what prints the pieces of an answer; in a terminal, a sign of life and who answers come first."""
+        console = terminal()
+        printing = MarkdownAnswer(console) if self._markdown else PlainAnswer()
+        if not self._interactive:
+            with printing:
+                yield printing.add
+            return
+        from rich.text import Text
+
+        name = Text(visible(self.name), _MODEL)
+        with ExitStack() as stack:
+            sign = stack.enter_context(console.status(name, spinner_style=_MODEL))
+            begun = False
+
+            def add(piece: str) -> None:
+                nonlocal begun
+                if not begun:
+                    sign.stop()
+                    console.print(name)
+                    stack.enter_context(printing)
+                begun = True
+                printing.add(piece)
+
+            yield add
+
+    def obey(self, line: str) -> bool:
+        """Carry out a command; return False to end."""
+        command, _, rest = line.partition(" ")
+        if command in ("/exit", "/quit", "/bye"):
+            return False
+        conversation, text = self._conversation, rest.strip()
+        actions: dict[str, Callable[[], object]] = {
+            "/system": lambda: conversation.set_system(text),
+            "/set": lambda: self._set(text),
+            "/model": lambda: self._switch(text),
+            "/retry": lambda: self.ask(conversation.retry),
+            "/reset": conversation.reset,
+            "/save": lambda: self._save(text),
+            "/stats": self._print_stats,
+            "/help": lambda: print_block("\n".join(f"{name:<8}  {text}" for name, text in _COMMANDS.items())),
+        }
+        if command not in actions:
+            close = get_close_matches(command, actions, n=1)
+            say(f"There is no command {command}{f'; did you mean {close[0]}?' if close else '; /help lists them.'}")
+            return True
+        try:
+            actions[command]()
+        except TrtserveError as error:
+            print_error(error)
+        return True
+
+    def _set(self, text: str) -> None:
+        """Set or remove an option of the requests that follow, or list what is set."""
+        name, _, value = text.partition(" ")
+        name = name.lstrip("-").replace("-", "_")
+        options = dict(self._conversation.spec.options)
+        if value:
+            options[name] = option_value(name, value.strip())
+        elif name:
+            options.pop(request_option(name).name, None)
+        self._conversation.spec = replace(self._conversation.spec, options=options)
+        if value:
+            query_output.say_greedy(self._conversation.spec)
+        if not name:
+            print_data("\n".join(f"{each} {value}" for each, value in options.items()) or "Nothing is set.")
+
+    def _switch(self, name: str) -> None:
+        """Ask another model of this server, or another server that was started here; or list both."""
+        from trtserve.client.query import STANDARD_MODELS
+        from trtserve.server.state import list_servers
+
+        models = self._conversation.models()
+        if not name:
+            others = [server.name for server in list_servers() if server.name != self.name]
+            answering = [each for each in models if each not in STANDARD_MODELS] or models
+            known = dict.fromkeys([self.name, *answering, *others])
+            print_data("\n".join(f"{'*' if each == self.name else ' '} {each}" for each in known))
+            return
+        model, server = (name, self._conversation.server) if name in models else _endpoint(name, Connection())
+        self._conversation.switch(model, server)
+        say(f"{self.name} answers from now on.")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UsageError("/save needs the name of a file.")
+        path = Path(name).expanduser()
+        self._conversation.save(path)
+        say(f"Saved to {path}")
+
+    def _print_stats(self) -> None:
+        if not self._conversation.times:
+            say("There was no answer yet.")
+        for number, times in enumerate(self._conversation.times, 1):
+            print_data(f"answer {number}: {_described(times)}")
+
+
+def _remark(text: str) -> None:
+    """Write what is neither a question nor an answer."""
+    terminal(stderr=True).print(text, style="dim", markup=False)
 
 
 def _described(times: AnswerTimes) -> str:
@@ -250,58 +386,30 @@ def _described(times: AnswerTimes) -> str:
     return ", ".join(parts)
 
 
-def _obey(conversation: Conversation, line: str) -> bool:
-    """Carry out a command; return False to end."""
-    command, _, rest = line.partition(" ")
-    if command in ("/exit", "/quit", "/bye"):
-        return False
-    actions: dict[str, Callable[[], object]] = {
-        "/system": lambda: conversation.set_system(rest.strip()),
-        "/reset": conversation.reset,
-        "/save": lambda: _save(conversation, rest.strip()),
-        "/stats": lambda: _print_stats(conversation),
-        "/help": lambda: print_data("\n".join(f"{name:<8} {text}" for name, text in _COMMANDS.items())),
-    }
-    if command not in actions:
-        say(f"There is no command {command}; /help lists them.")
-        return True
-    try:
-        actions[command]()
-    except TrtserveError as error:
-        print_error(error)
-    return True
-
-
-def _save(conversation: Conversation, name: str) -> None:
-    if not name:
-        raise UsageError("/save needs the name of a file.")
-    path = Path(name).expanduser()
-    conversation.save(path)
-    say(f"Saved to {path}")
-
-
-def _print_stats(conversation: Conversation) -> None:
-    if not conversation.times:
-        say("There was no answer yet.")
-    for number, times in enumerate(conversation.times, 1):
-        print_data(f"answer {number}: {_described(times)}")
-
-
 def _typed() -> Iterator[str]:
     """Yield what the user types, until Ctrl-D; Ctrl-C clears the line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings
+    from rich.text import Text
 
     keys: Any = KeyBindings()
-    keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
+
+    def send(event: Any) -> None:
+        text = event.current_buffer.text
+        if text.startswith(_QUOTES) and not text[len(_QUOTES) :].rstrip().endswith(_QUOTES):
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
+
+    keys.add("enter")(send)
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     keys.add("c-j")(lambda event: event.current_buffer.insert_text("\n"))
     file = Store().root / "chat-history"
     file.parent.mkdir(parents=True, exist_ok=True)
     session: PromptSession[str] = PromptSession(
-        "› ",
+        [(_USER.replace("cyan", "ansicyan"), "› ")],
         multiline=True,
         prompt_continuation="  ",
         key_bindings=keys,
@@ -311,7 +419,7 @@ def _typed() -> Iterator[str]:
     )
     while True:
         for line in typed_ahead(sys.stdin.fileno()):
-            say(f"› {line}")
+            terminal(stderr=True).print(Text.assemble(("› ", _USER), visible(line)))
             yield line
         answer = _read(session.prompt)
         if answer is None:

@@ -215,6 +215,8 @@ class Conversation:
     server: Endpoint
     history: list[Mapping[str, str]] = field(default_factory=list)
     times: list[AnswerTimes] = field(default_factory=list)
+    asked: str | None = None
+    """The last question, whether it was answered or not."""
 
     def ask(self, question: str, on_text: Callable[[str], None]) -> AnswerTimes:
         """Send a question with all that was said before, and return what the answer took.
@@ -222,7 +224,7 @@ class Conversation:
         An interrupt (KeyboardInterrupt) stops the answer in the engine; the text so far stays in the conversation.
         Any other error leaves the conversation as it was.
         """
-        begin, first, pieces = time.monotonic(), None, list[str]()
+        begin, first, pieces, self.asked = time.monotonic(), None, list[str](), question
 
         def add(piece: str) -> None:
             nonlocal first
@@ -240,6 +242,31 @@ class Conversation:
         self.times.append(AnswerTimes(seconds=time.monotonic() - begin, first=first, tokens=tokens))
         return self.times[-1]
 
+    def retry(self, on_text: Callable[[str], None]) -> AnswerTimes:
+        """Ask the last question again; its answer so far is forgotten unless this fails."""
+        if self.asked is None:
+            raise UsageError("There is no question to ask again.")
+        before = list(self.history)
+        if self.history and self.history[-2]["content"] == self.asked:
+            del self.history[-2:]
+        try:
+            return self.ask(self.asked, on_text)
+        except TrtserveError:
+            self.history = before
+            raise
+
+    def models(self) -> list[str]:
+        """Return the names of the server's models."""
+        with closing(connect(self.spec, self.server)) as client:
+            return sorted(client.model_names())
+
+    def switch(self, model: str | None, server: Endpoint) -> None:
+        """Ask another model from now on, with what was said. Raises RequestError when it takes no questions."""
+        spec = replace(self.spec, model=model)
+        with closing(connect(spec, server)) as client:
+            describe_model(client, model or server.model)
+        self.spec, self.server = spec, server
+
     def _remember(self, question: str, answer: str) -> None:
         self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -254,6 +281,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said; the system message stays."""
         self.history.clear()
+        self.asked = None
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON if the name ends with .json, else as Markdown. Raises UsageError on failure."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.errors import UsageError
-from trtserve.specs.options import UINT64, Option, Spec, option, options_of
+from trtserve.specs.options import UINT64, Option, Spec, option, options_of, read_value
 
 LENGTH = "Length and words"
 SAMPLING = "Sampling"
@@ -305,6 +305,20 @@ def tensors_of(name: str) -> tuple[str, ...]:
     return tuple(REQUEST_OPTIONS[name].declared.extra.get("tensors", (name,)))
 
 
+def option_value(name: str, text: str) -> Any:
+    """Return the value that `text` gives the option `name` of a request. Raises UsageError for any other."""
+    option = request_option(name)
+    return option.value_of([text]) if option.repeatable else read_value(option.type, text, name)
+
+
+def request_option(name: str) -> Option:
+    """Return the option `name` of a request. Raises UsageError with the closest name when there is none."""
+    if name not in REQUEST_OPTIONS:
+        near = get_close_matches(name, REQUEST_OPTIONS, n=1)
+        raise UsageError(f"There is no option {name!r}.", hint=f"Did you mean {near[0]!r}?" if near else None)
+    return REQUEST_OPTIONS[name]
+
+
 def is_direct(name: str) -> bool:
     """Return whether the value of the option `name` is the value of its input."""
     return bool(REQUEST_OPTIONS[name].declared.extra.get("direct", True))
@@ -391,10 +405,7 @@ class QuerySpec(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in self.options.items():
-            if name not in REQUEST_OPTIONS:
-                near = get_close_matches(name, REQUEST_OPTIONS, n=1)
-                raise UsageError(f"There is no option {name!r}.", hint=f"Did you mean {near[0]!r}?" if near else None)
-            REQUEST_OPTIONS[name].check(value)
+            request_option(name).check(value)
         if self.compression is not None and self.protocol == "http":
             raise UsageError(
                 "--grpc-compression-algorithm needs --protocol grpc: Triton's generate endpoint takes none."
