@@ -49,7 +49,7 @@ class Logger:
 class TritonError(Exception):
     """An error for a client."""
 
-    INTERNAL, UNAVAILABLE = 1, 5
+    INTERNAL, INVALID_ARG, UNAVAILABLE = 1, 3, 5
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
         super().__init__(message)

@@ -20,11 +20,13 @@ from trtserve.server.state import (
     Stub,
     change_state,
     failure_of,
+    is_stopping,
     last_record,
     list_servers,
     log_file,
     recorded_server,
     recorded_servers,
+    run_folder,
     state_file,
     write_state,
 )
@@ -160,6 +162,22 @@ def test_a_server_that_is_being_stopped_stays_so(store: Store) -> None:
     assert change_state(one, store, state="stopped").state == "stopped"
     assert recorded_server("demo", store) is None
     assert last_record("demo", store) is not None
+
+
+def test_a_server_whose_state_cannot_be_read_is_not_stopped(store: Store) -> None:
+    running = server(store, "demo")
+    file, folder = state_file("demo", store), run_folder("demo", store)
+    folder.mkdir(parents=True)
+    for damage in (lambda: file.write_text("{"), file.unlink):
+        damage()
+        assert not is_stopping(running, store)
+    folder.rmdir()
+    assert is_stopping(running, store)  # nothing of it is left
+    file.write_text("{")  # between two starts
+    assert not is_stopping(running, store)
+    for state, stopping in (("ready", False), ("draining", True), ("stopped", True), ("failed", False)):
+        write_state(replace(running, state=state), store)
+        assert is_stopping(running, store) == stopping
 
 
 def test_the_record_of_a_later_server_is_left_alone(store: Store) -> None:

@@ -284,8 +284,10 @@ def list_servers(store: Store | None = None) -> list[Server]:
 
 def is_stopping(server: Server, store: Store) -> bool:
     """Return whether `trtserve stop` is ending the server, or has ended it."""
-    recorded = recorded_server(server.name, store)
-    return recorded is None or recorded.state == "draining"
+    recorded = last_record(server.name, store)
+    if recorded is None:  # damaged, or removed under a server that runs: its supervisor writes it again
+        return not (run_folder(server.name, store).is_dir() or state_file(server.name, store).exists())
+    return recorded.state in ("stopped", "draining")
 
 
 def forget(server: Server, store: Store, *, failure: Failure | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..shared.arrays import Tensors
+from ..shared.files import read_json
 from ..shared.inner_models import InnerModelError, call, call_streamed, stop_request
 from ..shared.lora_names import NOT_CACHED, LoraNames, name_of
 
@@ -60,7 +60,7 @@ class BlsSettings:
 def engine_length(repository: Path, model: str) -> int | None:
     """Return max_seq_len of the engine in the folder of `model`, or None when it is in another place."""
     try:
-        config = json.loads((repository / model / "1" / "config.json").read_text(encoding="utf-8"))
+        config = read_json(repository / model / "1" / "config.json")
         return int(config["build_config"]["max_seq_len"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

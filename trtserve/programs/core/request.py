@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..shared.files import read_json
 from ..shared.parameters import ModelParameters
 from .settings import ExecutorModule
 
@@ -379,7 +379,7 @@ def vocabulary_to_wrap(parameters: ModelParameters, engine: Path) -> int | None:
         raise ValueError(f"Parameter out_of_vocabulary_ids is {asked!r}; expected refuse or wrap.")
     if asked == "refuse":
         return None
-    config = json.loads((engine / "config.json").read_text(encoding="utf-8"))
+    config = read_json(engine / "config.json")
     return int(config["pretrained_config"]["vocab_size"])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..shared.files import MOST_TOKENIZER, read_json, read_object, read_text
 from ..shared.parameters import ModelParameters
 from ..shared.tokenizer import token_ids
 
@@ -205,7 +206,7 @@ def _tokenizer(parameters: ModelParameters) -> dict[str, Any]:
             "Parameter guided_decoding_backend is set; it needs a tokenizer_dir with the file tokenizer.json, "
             f"and {str(folder)!r} has none."
         )
-    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    text = read_text(folder / "tokenizer.json", MOST_TOKENIZER)
     ids = token_ids(json.loads(text))
     vocabulary = sorted(ids, key=lambda token: ids[token])
     return {"encoded_vocab": vocabulary, "tokenizer_str": text, "stop_token_ids": _stop_ids(folder, ids)}
@@ -213,7 +214,7 @@ def _tokenizer(parameters: ModelParameters) -> dict[str, Any]:
 
 def _of_file(info: Path) -> dict[str, Any]:
     try:
-        content = json.loads(info.read_text(encoding="utf-8"))
+        content = read_json(info, MOST_TOKENIZER)
         return {name: content[name] for name in ("encoded_vocab", "tokenizer_str", "stop_token_ids")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
@@ -224,24 +225,17 @@ def _of_file(info: Path) -> dict[str, Any]:
 
 def _stop_ids(folder: Path, ids: dict[str, int]) -> list[int]:
     """Return the tokenizer's EOS id and the end ids of `generation_config.json`."""
-    eos = _read(folder / "tokenizer_config.json").get("eos_token")
+    eos = read_object(folder / "tokenizer_config.json").get("eos_token")
     token = eos.get("content") if isinstance(eos, dict) else eos
     found = [ids[token]] if token in ids else []
-    ends = _read(folder / "generation_config.json").get("eos_token_id")
+    ends = read_object(folder / "generation_config.json").get("eos_token_id")
     found += ends if isinstance(ends, list) else [] if ends is None else [ends]
     return list(dict.fromkeys(found))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return content
-
-
 def runs_on_gpu(engine: Path) -> bool:
     """Return whether an engine of the embedded executor runs on a GPU."""
-    path = engine / "config.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return (content.get("trtserve") or {}).get("device") == "cuda"
+    return (read_object(engine / "config.json").get("trtserve") or {}).get("device") == "cuda"
 
 
 # NumPy has no bfloat16: the two bytes of a value, on their way from Triton to PyTorch.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..shared.files import read_text
 from .requests import LlmRequest
 
 _JOB_VARIABLES = (
@@ -37,7 +38,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     import yaml
 
     path = folder / os.environ.get("LLM_CONFIG_PATH", "model.yaml")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = yaml.safe_load(read_text(path))
     if not isinstance(content, dict) or "model" not in content:
         raise ValueError(f"{path} names no model.")
     return content

@@ -48,8 +48,8 @@ class TritonPythonModel:
         try:
             texts = self._decoder.decode(_rows(inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]))
         except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
-            message = f"The tokens cannot be decoded: {error}"
-            return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
+            failure = pb_utils.TritonError(f"The tokens cannot be decoded: {error}", pb_utils.TritonError.INVALID_ARG)
+            return pb_utils.InferenceResponse(output_tensors=[], error=failure)
         encoded = np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
         tensors = [pb_utils.Tensor("OUTPUT", encoded)]
         tensors += [pb_utils.Tensor(f"OUT_{name}", inputs[name]) for name in self._passed_on if name in inputs]

@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from ..shared.encoding import Allowance, EncodingProcess
+from ..shared.files import read_object
 from ..shared.lora_names import LoraNames, name_of
 from ..shared.parameters import ModelParameters, check_classes
 from ..shared.run_folder import require_not_draining
@@ -83,6 +84,10 @@ class TritonPythonModel:
         except ValueError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         try:
+            engine = _engine_config(parameters.path("gpt_model_path"))
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"The engine's configuration cannot be read: {error}.") from error
+        try:
             self._tokenizer = load_tokenizer(folder)
         except ValueError as error:
             raise pb_utils.TritonModelException(f"The tokenizer cannot be loaded: {error}.") from error
@@ -91,7 +96,6 @@ class TritonPythonModel:
         self._end_id, *self._more_ends = end_ids(self._tokenizer, folder) or [-1]
         self._pad_id = pad_id(self._tokenizer, self._end_id)
         self._spellings = Spellings(lambda word: self._encode(word, False))
-        engine = _engine_config(parameters.path("gpt_model_path"))
         self._vocab_size = int(engine.get("pretrained_config", {}).get("vocab_size") or len(self._tokenizer))
         self._most_tokens: int | None = engine.get("build_config", {}).get("max_seq_len")
         longest = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
@@ -132,19 +136,22 @@ class TritonPythonModel:
         try:
             response = self._answer(request, _allowed(self._lanes[1], seconds))
         except TimeoutError as error:
-            response = _failed(f"The tokenizer cannot encode this text: {error}.")
+            response = _failed(f"The tokenizer cannot encode this text: {error}.", pb_utils.TritonError.INVALID_ARG)
         sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _answer(self, request: Any, encode: Encode) -> Any:
         """Return the response. Raises TimeoutError when `encode` does."""
         try:
             require_not_draining()
+        except ValueError as error:
+            return _failed(str(error), pb_utils.TritonError.UNAVAILABLE)
+        try:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             outputs = self._process(inputs, encode)
         except TimeoutError:
             raise
         except Exception as error:  # noqa: BLE001 - a request without an answer would wait for ever
-            return _failed(str(error))
+            return _failed(str(error), pb_utils.TritonError.INVALID_ARG)
         tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in self._outputs]
         return pb_utils.InferenceResponse(output_tensors=tensors)
 
@@ -269,17 +276,13 @@ def _allowed(lane: _Lane, seconds: float) -> Encode:
     return allowed
 
 
-def _failed(message: str) -> Any:
-    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
+def _failed(message: str, code: int) -> Any:
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message, code))
 
 
 def _engine_config(engine: Path | None) -> dict[str, Any]:
     """Return the engine's config: its vocabulary may exceed the tokenizer's. Empty where the engine is not known."""
-    path = engine and engine / "config.json"
-    if path is None or not path.is_file():
-        return {}
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config
+    return {} if engine is None else read_object(engine / "config.json")
 
 
 def _word_rows(inputs: Inputs, name: str, client_name: str) -> list[list[str]]:

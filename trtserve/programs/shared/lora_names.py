@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import read_array
+from .files import read_json
 
 NOT_CACHED = "not found in cache"
 """Part of the core model's error for a task id whose adapter is not in its cache."""
@@ -82,7 +82,7 @@ def _adapters(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
-        adapters = json.loads(path.read_text(encoding="utf-8"))["adapters"]
+        adapters = read_json(path)["adapters"]
         found = {str(name): {"task_id": int(entry["task_id"]), **entry} for name, entry in adapters.items()}
         outside = [name for name, entry in found.items() if {"..", "/"} & set(PurePosixPath(entry["folder"]).parts)]
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .files import read_object
+
 _PLACEHOLDER = re.compile(r"^\$\{.*\}$")
 _TRUE = ("true", "1", "t", "y", "yes")
 _FALSE = ("false", "0", "f", "n", "no")
@@ -122,8 +124,4 @@ def refusal(name: str, value: str | None, entry: dict[str, Any]) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {"refused": {}, "ignored": {}}
-    return content
+    return read_object(path) or {"refused": {}, "ignored": {}}

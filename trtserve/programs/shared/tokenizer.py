@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import os
 import sys
@@ -14,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_LARGEST_FILE = 64 << 20  # the largest known tokenizer has 34 MB
+from .files import MOST_TOKENIZER, read_json
+
 _MOST_ADDED = 1 << 17  # tokens; each takes 0.1 ms whenever the tokenizer is loaded
 _MOST_GROWTH = 16  # characters that a normalizer or a decoder may make of one
 _MODULES = {"protobuf": "google.protobuf"}
@@ -79,8 +79,8 @@ def require_packages(folder: Path) -> None:
 def require_bounded(folder: Path) -> None:
     """Raise ValueError for tokenizer files that take minutes to load, or that make megabytes of a short text."""
     for path in folder.glob("*.json"):
-        if path.name.startswith(("tokenizer", "added_tokens")) and (size := path.stat().st_size) > _LARGEST_FILE:
-            raise ValueError(f"{path.name} has {size >> 20} MiB; at most {_LARGEST_FILE >> 20} MiB are allowed")
+        if path.name.startswith(("tokenizer", "added_tokens")) and (size := path.stat().st_size) > MOST_TOKENIZER:
+            raise ValueError(f"{path.name} has {size >> 20} MiB; at most {MOST_TOKENIZER >> 20} MiB are allowed")
     content = _json(folder / "tokenizer.json")
     further = _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     for added in (content.get("added_tokens") or [], further, _json(folder / "added_tokens.json")):
@@ -103,8 +103,8 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():  # a pipe would block
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path, MOST_TOKENIZER)
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -176,7 +176,7 @@ def configured_end_ids(folder: Path) -> list[int]:
     """Return the end ids of `generation_config.json`, else those of `config.json`. Raises ValueError for other JSON."""
     for name in ("generation_config.json", "config.json"):
         try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            content = read_json(folder / name)
         except FileNotFoundError:
             continue
         value = content.get("eos_token_id") if isinstance(content, dict) else None
