@@ -17,6 +17,7 @@ from trtserve.server.shutdown import stop_server
 from trtserve.server.state import (
     GatewayState,
     Server,
+    State,
     Stub,
     change_state,
     failure_of,
@@ -175,7 +176,8 @@ def test_a_server_whose_state_cannot_be_read_is_not_stopped(store: Store) -> Non
     assert is_stopping(running, store)  # nothing of it is left
     file.write_text("{")  # between two starts
     assert not is_stopping(running, store)
-    for state, stopping in (("ready", False), ("draining", True), ("stopped", True), ("failed", False)):
+    states: list[tuple[State, bool]] = [("ready", False), ("draining", True), ("stopped", True), ("failed", False)]
+    for state, stopping in states:
         write_state(replace(running, state=state), store)
         assert is_stopping(running, store) == stopping
 
