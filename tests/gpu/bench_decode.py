@@ -7,6 +7,7 @@ are results as JSON.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import threading
@@ -105,7 +106,7 @@ def replay(name: str, model: Any, streams: int) -> None:
     figure(f"{name}, captured step of {size} rows: ms", round(statistics.median(times), 3))
 
 
-def prefill(name: str, model: Any, tokens: int, sequences: int) -> None:
+def prefill(name: str, sizes: dict[str, Any], model: Any, tokens: int, sequences: int) -> None:
     """TFLOP/s of a step of whole prompts: matrices and causal attention, without the head."""
     each = tokens // sequences
     blocks = -(-each // model.tokens_per_block)
@@ -128,7 +129,6 @@ def prefill(name: str, model: Any, tokens: int, sequences: int) -> None:
             model.compute(inputs)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-    sizes = HF_SIZES[name]
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     matrices = hidden * (2 * hidden + 2 * hidden * kv_heads // heads + 3 * sizes["intermediate_size"])
     operations = sizes["num_hidden_layers"] * (2 * matrices * tokens + 2 * each * tokens * hidden)
@@ -239,15 +239,16 @@ def peer(name: str) -> None:
     figure(f"transformers {name}, generate_batch with CUDA graphs, 64 streams: tokens/s", round(rate, 1))
 
 
-def measure(name: str, streams_of: list[int], parts: list[str], traces: Path | None) -> None:
+def measure(size: str, streams_of: list[int], parts: list[str], traces: Path | None, bits: Any) -> None:
     """Measure the parts of one model that run in its executor."""
     begin = time.perf_counter()
-    model = random_model(name, batch=max(streams_of), seq_len=SEQ_LEN)
+    name = size if bits is None else f"{size} int{bits}"
+    model = random_model(size, batch=max(streams_of), seq_len=SEQ_LEN, bits=bits)
     with start(model, batch=max(streams_of)) as executor:
         print(f"{name}: ready after {time.perf_counter() - begin:.1f} s", flush=True)
         if "prefill" in parts:
-            prefill(name, model, 2048, 1)
-            prefill(name, model, 8192, 16)
+            prefill(name, HF_SIZES[size], model, 2048, 1)
+            prefill(name, HF_SIZES[size], model, 8192, 16)
         for streams in streams_of:
             if "decode" in parts:
                 decode(name, model, executor, streams)
@@ -270,12 +271,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(HF_SIZES))
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--bits", nargs="*", type=int, choices=[0, 8, 4], default=[0], help="of the codes; 0: floats")
     parser.add_argument("--traces", type=Path, help="where the part idle keeps the profiler's traces")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for name in options.models:
-        measure(name, options.streams, options.parts, options.traces)
-        torch.cuda.empty_cache()
+        for bits in options.bits:
+            measure(name, options.streams, options.parts, options.traces, bits or None)
+            gc.collect()
+            torch.cuda.empty_cache()
     for name in options.models if "peer" in options.parts else ():
         peer(name)
         torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, c
 from trtserve.executor.torch import kernels
 from trtserve.executor.torch.draw_words import DrawWriter
 from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
+from trtserve.executor.torch.packed import join_packed, quantize
 from trtserve.executor.torch.step_kernels import KernelSampler
 
 Tensor = Any
@@ -316,6 +318,21 @@ def frequencies() -> float:
     return float(((found - expected) ** 2 / expected).sum() / (vocabulary - 1))
 
 
+def packed(dtype: Any, bits: Any, columns: int, rows: int) -> float:
+    """A product with codes, and one with norm and gate; half of the zero points of int4 are not 8."""
+    weight = quantize(random(2 * 301, columns, dtype=dtype) / columns**0.5, bits)
+    if bits == 4:
+        zeros = torch.randint(0, 17, weight.scales.shape, dtype=torch.uint8, device="cuda")
+        weight = join_packed([replace(weight, zeros=zeros)])
+    x, norm, bias = random(rows, columns, dtype=dtype), random(columns, dtype=dtype), random(602, dtype=dtype)
+    wide = weight.floats(torch.float64)
+    plain = error(kernels.linear(x, weight, bias), x.double() @ wide.T + bias.double())
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+    first, second = (normed @ wide.T + bias.double()).chunk(2, -1)
+    found, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, bias, "silu")
+    return max(plain, error(found, torch.nn.functional.silu(first) * second))
+
+
 def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     """All cases: name, error, and its bound."""
     ragged, parts = [1, 5, 16, 17, 777, 100, 300], [(0, 130), (33, 1), (100, 65), (0, 1), (513, 40), (0, 16)]
@@ -337,6 +354,8 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
             yield f"gated {activation} {first} {kind}", partial(gate, dtype, activation, factor_first=first), bound
         for columns in (2048, 5632, 100):
             yield f"linear {columns} {kind}", partial(product, dtype, columns, 301), 2 * bound
+        for bits, columns, rows in itertools.product((8, 4), (4096, 11_008, 896, 104), (1, 7, 40, 200, 300)):
+            yield f"packed int{bits} {rows}x{columns} {kind}", partial(packed, dtype, bits, columns, rows), 2 * bound
         for tokens in (1, 9, 150):
             yield f"experts {tokens} {kind}", partial(experts, dtype, tokens), 2 * bound
     for vocabulary in (50, 32_000, 128_256):

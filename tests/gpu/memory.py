@@ -5,6 +5,7 @@ Prints a line for each check and ends with 1 if one fails.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from trtserve.executor.engine.limits import EngineOptions
 from trtserve.executor.engine.model import single_sequence
 from trtserve.executor.torch.ranked_model import load_model
 from trtserve.specs import BuildSpec
+from trtserve.specs.convert import Quantization
 
 SMALL = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "intermediate_size": 2816}
 LLAMA: dict[str, Any] = LLAMA_8B | SMALL | {"num_key_value_heads": 4}
@@ -51,10 +53,15 @@ def used(gpu: int) -> int:
     return int(total - free)
 
 
-def check(name: str, hf: dict[str, Any], folder: Path, gpu: int) -> list[tuple[str, bool]]:
+def check(
+    name: str, hf: dict[str, Any], folder: Path, gpu: int, quantize: Quantization = "none"
+) -> list[tuple[str, bool]]:
     """Load a model on a GPU, warm it up, and run the largest step."""
+    gc.collect()
+    torch.cuda.empty_cache()
     before = [used(each) for each in range(torch.cuda.device_count())]
-    model: Any = load_model(write_engine(folder / f"{name}{gpu}", hf, BUILD).path, EngineOptions(device_ids=(gpu,)))
+    engine = write_engine(folder / f"{name}{gpu}", hf, BUILD, quantize=quantize)
+    model: Any = load_model(engine.path, EngineOptions(device_ids=(gpu,)))
     model.allocate(BLOCKS)
     torch.cuda.empty_cache()
     held, planned = used(gpu), model._step_bytes
@@ -80,6 +87,8 @@ def main() -> int:
         for gpu in range(min(2, torch.cuda.device_count())):
             results += check("llama", LLAMA, Path(folder), gpu)
             results += check("experts", EXPERTS, Path(folder), gpu)
+            results += check("int4", LLAMA, Path(folder), gpu, "int4")
+            results += check("int8", LLAMA, Path(folder), gpu, "int8")
     for name, right in results:
         print(f"{'ok' if right else 'WRONG'}: {name}", flush=True)
     return 0 if all(right for _, right in results) else 1

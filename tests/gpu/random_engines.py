@@ -18,6 +18,7 @@ from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.repository.assembling import plan_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs.convert import Quantization
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,9 +38,17 @@ LLAMA_8B: dict[str, Any] = {
 }
 
 
-def write_engine(folder: Path, hf: dict[str, Any], build: BuildSpec, *, tp_size: int = 1, pp_size: int = 1) -> Engine:
+def write_engine(
+    folder: Path,
+    hf: dict[str, Any],
+    build: BuildSpec,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    quantize: Quantization = "none",
+) -> Engine:
     """Write the engine of a model with random weights of bfloat16."""
-    config = checkpoint_config(hf, ConvertSpec(dtype="bfloat16", tp_size=tp_size, pp_size=pp_size))
+    config = checkpoint_config(hf, ConvertSpec(dtype="bfloat16", tp_size=tp_size, pp_size=pp_size, quantize=quantize))
     placement = Placement(
         family(config.architecture).targets(config),
         layers=config.num_hidden_layers,

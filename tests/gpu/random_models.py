@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.quantized import is_quantised
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+from trtserve.executor.torch.packed import PackedWeight, quantize
 
 HF_SIZES: dict[str, dict[str, Any]] = {
     "8B": {
@@ -38,7 +40,8 @@ MAX_NUM_TOKENS = 8192
 class RandomWeights:
     """`Weights` of a whole Llama: matrices keep the size of their inputs, so that hidden states stay in range."""
 
-    def __init__(self, config: CheckpointConfig, device: str, dtype: Any) -> None:
+    def __init__(self, config: CheckpointConfig, device: str, dtype: Any, bits: Literal[8, 4] | None) -> None:
+        self._bits = bits
         self._targets = {each.name: each for each in family(config.architecture).targets(config)}
         self._device, self.dtype = device, dtype
 
@@ -57,6 +60,11 @@ class RandomWeights:
     def fp8_scales(self, name: str) -> None:
         assert name in self._targets
 
+    def packed(self, name: str) -> tuple[PackedWeight, None] | None:
+        if self._bits is None or not is_quantised(self._targets[name]):
+            return None
+        return quantize(self.tensor(name), self._bits), None
+
     def split(self, name: str) -> Any:
         return self._targets[name].split
 
@@ -67,9 +75,16 @@ class RandomWeights:
 
 
 def random_model(
-    name: str, *, batch: int, seq_len: int, device: str = "cuda", dtype: str = "bfloat16", layers: int | None = None
+    name: str,
+    *,
+    batch: int,
+    seq_len: int,
+    device: str = "cuda",
+    dtype: str = "bfloat16",
+    layers: int | None = None,
+    bits: Literal[8, 4] | None = None,
 ) -> ChoosingTorchModel:
-    """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens."""
+    """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens; `bits` are those of its codes."""
     import torch
 
     sizes = HF_SIZES[name] | ({} if layers is None else {"num_hidden_layers": layers})
@@ -84,7 +99,7 @@ def random_model(
     }
     config = {"pretrained_config": model, "build_config": build, "trtserve": {"compute_precision": "bf16"}}
     typed = CheckpointConfig.of(model)
-    weights = RandomWeights(typed, device, getattr(torch, dtype))
+    weights = RandomWeights(typed, device, getattr(torch, dtype), bits)
     decoder = family(architecture).decoder(typed)
     return ChoosingTorchModel(
         EngineConfig.of(config), decoder, weights, layers=range(sizes["num_hidden_layers"]), device=device

@@ -5,6 +5,7 @@ Both calculate in float32: what is compared is the reading, splitting, packing, 
 
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,16 @@ import numpy as np
 import pytest
 
 from tests.support.paged_steps import PagedSteps
-from tests.support.quantised_models import EXPERT_SIZES, ROUTERS, QuantisedModel, write_quantised_model
+from tests.support.quantised_models import (
+    EXPERT_SIZES,
+    ROUTERS,
+    SIZES,
+    QuantisedModel,
+    write_any_safetensors,
+    write_quantised_model,
+)
 from tests.support.stages import build_engine, convert_model
+from tests.support.tiny_models import read_safetensors, write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of
 from trtserve.artifacts import Model
 from trtserve.executor import api
@@ -83,6 +92,54 @@ def test_fp8_on_torch_stays_within_bounds(family: str, spec: ConvertSpec, tmp_pa
     assert (shares > 0.2).mean() <= (0.1 if family != "llama" else 0)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "spec"),
+    [
+        ("awq", ConvertSpec(tp_size=2)),
+        ("gptq", ConvertSpec(gpu_sm=90)),
+        ("gptq_asym", ConvertSpec(tp_size=2, pp_size=2)),
+    ],
+)
+def test_codes_of_4_bits_on_torch(scheme: str, spec: ConvertSpec, tmp_path: Path) -> None:
+    """Codes, scales and zero points are those of the files; the arithmetic is that of float16."""
+    model = write_quantised_model(tmp_path, scheme, gain=1.0)
+    require_equal_logits(model.folder, model.dequantised, spec, tmp_path, within=5e-3)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_weight_only_on_torch(kind: Any, bits: Any, tp_size: int, tmp_path: Path) -> None:
+    import torch
+
+    from trtserve.executor.torch.packed import quantize
+
+    folder = write_tiny_model(tmp_path / "model", gain=1.0, **SIZES)
+    same = tmp_path / "same"
+    shutil.copytree(folder, same)
+    tensors = read_safetensors(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if ".layers." in name and weight.ndim == 2:
+            # Ranks share the inputs of these two, and each chooses the groups of its own.
+            parts = tp_size if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+            shards = torch.from_numpy(weight.copy()).chunk(parts, 1)
+            tensors[name] = torch.cat([quantize(part, bits).floats(torch.float32) for part in shards], 1).numpy()
+    write_any_safetensors(same / "model.safetensors", tensors)
+    spec = ConvertSpec(dtype="float32", quantize=kind, tp_size=tp_size)
+    require_equal_logits(folder, same, spec, tmp_path, within=1e-5)
+
+
+def require_equal_logits(folder: Path, same: Path, spec: ConvertSpec, tmp_path: Path, *, within: float) -> None:
+    """The logits of an engine on PyTorch are those of transformers with the weights that its codes stand for."""
+    from tests.support.torch_ranks import ThreadRanks
+
+    engine = engine_of(folder, tmp_path, spec, BuildSpec(max_seq_len=128, **ENGINES["torch"]))
+    ids = np.random.default_rng(1).integers(3, 259, 60).tolist()
+    ranks: Any = ThreadRanks(engine.path, spec.tp_size, spec.pp_size)
+    found = PagedSteps(ranks, {"a": ids}).run([{"a": 40}, {"a": 1}, {"a": 19}])["a"]
+    expected = Oracle(same).logits(ids)
+    assert np.sqrt(np.square(found - expected).mean(axis=-1)).max() < within * expected.std()
+
+
 def test_fp8_matrices_with_different_scales_are_joined() -> None:
     import torch
 
@@ -94,7 +151,8 @@ def test_fp8_matrices_with_different_scales_are_joined() -> None:
     scales = {name: weight.abs().max().reshape(1) / 448 for name, weight in floats.items()}
     inputs = torch.tensor([1 / 64])
     codes = {name: (weight / scales[name]).to(torch.float8_e4m3fn) for name, weight in floats.items()}
-    weights: Any = SimpleNamespace(tensor=codes.__getitem__, fp8_scales=lambda name: (scales[name], inputs))
+    scale: Any = lambda name: (scales[name], inputs)  # noqa: E731
+    weights: Any = SimpleNamespace(tensor=codes.__getitem__, fp8_scales=scale, packed=lambda name: None)
     x, bias = torch.randn(5, 64, generator=random), torch.randn(64, generator=random)
     found = load_matrix(weights, ["a", "b"], plain_operations)(x, bias)
     rounded = (x / inputs).to(torch.float8_e4m3fn).float() * inputs

@@ -40,6 +40,9 @@ class TinyWeights:
     def fp8_scales(self, name: str) -> None:
         assert name in self._tensors
 
+    def packed(self, name: str) -> None:
+        assert name in self._tensors
+
     def split(self, name: str) -> Split:
         assert name in self._tensors
         return "replicated"

@@ -30,7 +30,7 @@ def gpu_bytes(**model: Any) -> int:
     from trtserve.executor.torch.model import _gpu_bytes
 
     found = config(**model)
-    return _gpu_bytes(found, Sizes.of(found.model))
+    return _gpu_bytes(found, Sizes.of(found.model), 2)
 
 
 def test_memory_of_a_step_on_a_gpu() -> None:

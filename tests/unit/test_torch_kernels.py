@@ -257,3 +257,63 @@ def test_a_decode_step_is_unpacked() -> None:
     }
     assert lengths.tolist() == [35, 1, 0]
     assert tables.tolist() == [[5, 9, 2, -1, -1, -1], [8, -1, -1, -1, -1, -1], [-1] * 6]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 with zero points"])
+def test_packed_matrices(kind: str) -> None:
+    """Blocks have 16 words for 384 inputs and 4 for 96; one row has a kernel of its own."""
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+    from trtserve.executor.torch.packed import join_packed, quantize
+
+    for inputs, outputs in ((384, 9), (96, 5)):
+        weight = torch.randn(2 * outputs, inputs)
+        packed = quantize(weight, 8 if kind == "int8" else 4)
+        if kind == "int4 with zero points":
+            zeros = torch.randint(0, 17, packed.scales.shape, dtype=torch.uint8)
+            packed = join_packed([replace(packed, zeros=zeros)])
+        norm, bias = torch.randn(inputs), torch.randn(2 * outputs)
+        for rows in (1, 20):
+            x = torch.randn(rows, inputs)
+            found, expected = (each.linear(x, packed, bias) for each in (kernels, plain_operations))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+            for activation, first in ((None, False), ("silu", False), ("gelu", True))[: 1 if rows > 1 else 3]:
+                both = [
+                    each.norm_linear(x, torch.ones_like(x), norm, 1e-5, packed, bias, activation, factor_first=first)
+                    for each in (kernels, plain_operations)
+                ]
+                for pair in zip(*both, strict=True):
+                    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-3)
+
+
+def test_many_rows_take_a_copy_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from trtserve.executor.torch import packed_kernels
+    from trtserve.executor.torch.packed import quantize
+
+    monkeypatch.setattr(packed_kernels, "_MOST_ROWS", 8)
+    for bits in (8, 4):
+        packed, x = quantize(torch.randn(40, 96), bits), torch.randn(9, 96)
+        expected = x @ packed.floats(torch.float32).T
+        torch.testing.assert_close(packed_kernels.multiply_packed(x, packed, None), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("inputs", [256, 96, 40])
+def test_weights_are_quantised_as_on_openvino(inputs: int) -> None:
+    import torch
+
+    from trtserve.checkpoint.quantized import group_size
+    from trtserve.executor.openvino.weight_quantization import quantize_in_groups, quantize_per_channel
+    from trtserve.executor.torch.packed import pack, quantize
+
+    weight = torch.randn(64, inputs)
+    weight[3] = 0
+    theirs = pack(quantize_in_groups(weight.numpy(), group_size(inputs)), "cpu")
+    ours = quantize(weight, 4)
+    assert torch.equal(ours.codes, theirs.codes)
+    assert torch.equal(ours.scales, theirs.scales)
+    codes, scales = quantize_per_channel(weight.numpy())
+    ours = quantize(weight, 8)
+    assert np.array_equal(ours.floats(torch.float32).numpy(), codes * scales)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import expert_size
-from trtserve.checkpoint.quantized import FP8, is_excluded, is_quantised
+from trtserve.checkpoint.quantized import FP8, group_size, is_excluded, is_quantised
 from trtserve.checkpoint.sharding import matrix, shard, stage_layers, stage_of
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, Limits, weights_precision
 
@@ -37,9 +37,10 @@ class RankWeights:
     kept: int
 
 
-def rank_weights(config: CheckpointConfig) -> RankWeights:
+def rank_weights(config: CheckpointConfig, *, packed: bool = False) -> RankWeights:
     """Return the weights of a checkpoint `config` with its mapping.
 
+    `packed`: int8 and int4 codes as the torch runtime keeps them, with scales in float32.
     Raises UnsupportedModelError for an unknown family.
     """
     tp_size, pp_size = config.mapping.tp_size, config.mapping.pp_size
@@ -53,7 +54,8 @@ def rank_weights(config: CheckpointConfig) -> RankWeights:
         item = ITEM_SIZE[target.dtype or config.dtype]
         floats = held = math.prod(shape) * item
         if bits is not None and is_quantised(target) and not is_excluded(config, target):
-            held = math.prod(shape) * bits // 8 + _scales(*matrix(shape), item, config)
+            scales = _packed_scales if packed and bits != _BITS["fp8"] else _scales
+            held = math.prod(shape) * bits // 8 + scales(*matrix(shape), item, config)
         loaded[stage] += floats if widened else held
         kept[stage] += held
     return RankWeights(loaded=max(loaded), kept=max(kept))
@@ -75,6 +77,17 @@ def _scales(rows: int, columns: int, item: int, config: CheckpointConfig) -> int
     if algorithm.startswith("W8A8"):
         return (rows + columns) * 4
     return 8 if algorithm == FP8 else rows * item
+
+
+def _packed_scales(rows: int, columns: int, item: int, config: CheckpointConfig) -> int:
+    """Return the bytes of a matrix's scales, and of zero points, in the torch runtime."""
+    del item
+    algorithm = config.quantization.algorithm
+    if algorithm == WEIGHT_ONLY_INT8:
+        return 4 * rows
+    if algorithm == WEIGHT_ONLY_INT4:
+        return 4 * rows * columns // group_size(columns)
+    return 5 * rows * -(-columns // config.quantization.group_size)
 
 
 def kv_bytes_per_token(config: CheckpointConfig, precision: str, *, tp_size: int = 1, pp_size: int = 1) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.shapes import Sizes
-from trtserve.executor.torch.modules import Adapters, Embedding, FloatMatrix, Linear, Mlp, Norm, make_mlp
+from trtserve.executor.torch.modules import Adapters, Embedding, Linear, Mlp, Norm, WeightMatrix, make_mlp
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import ShardWeights
@@ -95,7 +95,7 @@ class TorchDecoder:
         if self._is_last:
             self._final_norm = None if decoder.block == "post" else self._norm(weights, "transformer.ln_f")
             tied = self._is_first and _is_tied(weights, self._tokens.weight)
-            matrix = FloatMatrix(self._tokens.weight, operations) if tied else None
+            matrix = WeightMatrix(self._tokens.weight, operations) if tied else None
             self._head = Linear(weights, ["lm_head"], operations, matrix=matrix)
 
     @property

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.attention_kernels import decode_attention, prompt_attention
@@ -15,13 +16,14 @@ from trtserve.executor.torch.layer_kernels import (
     activated,
     add_rms_norm,
     gated,
-    linear,
-    norm_linear,
+    multiply_vector,
     overlap,
     rms_norm,
     rotate_and_store,
     wait_for_inputs,
 )
+from trtserve.executor.torch.packed import PackedWeight
+from trtserve.executor.torch.packed_kernels import multiply_packed, multiply_packed_vector
 
 __all__ = [
     "add_rms_norm",
@@ -34,6 +36,39 @@ __all__ = [
     "rms_norm",
     "rotate_and_store",
 ]
+
+
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """See `Operations.linear`. One row takes a kernel that begins before its inputs are there."""
+    if isinstance(weight, PackedWeight):
+        return multiply_packed(x, weight, bias) if len(x) != 1 else multiply_packed_vector(x, weight, bias)
+    if len(x) == 1:
+        return multiply_vector(x, None, None, 0.0, weight, bias, None, factor_first=False)[0]
+    return functional.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    epsilon: float,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+    *,
+    factor_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `Operations.norm_linear`. One row takes a single kernel, or two if the matrix is packed."""
+    if len(x) == 1 and not isinstance(weight, PackedWeight):
+        return multiply_vector(x, residual, norm, epsilon, weight, bias, activation, factor_first=factor_first)
+    if residual is None:
+        normed, total = rms_norm(x, norm, epsilon), x
+    else:
+        normed, total = add_rms_norm(x, residual, norm, epsilon)
+    if len(x) == 1 and isinstance(weight, PackedWeight):
+        return multiply_packed_vector(normed, weight, bias, activation, factor_first=factor_first), total
+    product = linear(normed, weight, bias)
+    return product if activation is None else gated(product, activation, factor_first=factor_first), total
 
 
 @triton.jit

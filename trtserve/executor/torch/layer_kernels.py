@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.operations import HeadNorms, RotationTables
@@ -323,36 +322,7 @@ def _weights(at, kept, column, columns, EVEN: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Operations.linear`. One row takes a kernel that begins before its inputs are there."""
-    if len(x) != 1:
-        return functional.linear(x, weight, bias)
-    return _multiply_vector(x, None, None, 0.0, weight, bias, None, factor_first=False)[0]
-
-
-def norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Tensor,
-    epsilon: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Activation | None = None,
-    *,
-    factor_first: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """See `Operations.norm_linear`. One row takes a single kernel."""
-    if len(x) == 1:
-        return _multiply_vector(x, residual, norm, epsilon, weight, bias, activation, factor_first=factor_first)
-    if residual is None:
-        normed, total = rms_norm(x, norm, epsilon), x
-    else:
-        normed, total = add_rms_norm(x, residual, norm, epsilon)
-    product = functional.linear(normed, weight, bias)
-    return product if activation is None else gated(product, activation, factor_first=factor_first), total
-
-
-def _multiply_vector(
+def multiply_vector(
     x: Tensor,
     residual: Tensor | None,
     norm: Tensor | None,
@@ -363,6 +333,7 @@ def _multiply_vector(
     *,
     factor_first: bool,
 ) -> tuple[Tensor, Tensor]:
+    """See `Operations.norm_linear`, for one row, without `norm` too. The kernel begins before its inputs are there."""
     x = x.contiguous()
     columns, outputs = x.shape[1], len(weight) // (1 if activation is None else 2)
     out = x.new_empty((1, outputs))

@@ -91,7 +91,8 @@ class TorchModel:
         if device == "cuda":
             from trtserve.executor.torch.graphs import captured_bytes
 
-            self._step_bytes += captured_bytes(max_rows(config), sizes.vocab) + _gpu_bytes(config, sizes)
+            self._step_bytes += captured_bytes(max_rows(config), sizes.vocab)
+            self._step_bytes += _gpu_bytes(config, sizes, self.decoder.dtype.itemsize)
         self._warm_lengths = _warm_lengths(config)
         self.caches: list[Tensor] = []
         self.spare_block = 0
@@ -234,22 +235,29 @@ def _step_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
 def _warm_lengths(config: EngineConfig) -> list[int]:
     """Return the lengths of prompts for which all kernels of prompts are compiled.
 
-    Experts have other kernels where more than four pairs of token and expert come to each expert.
+    Experts have other kernels where more than four pairs of token and expert come to each expert, and codes are widened
+    for more than 256 rows.
     """
     moe, most = config.model.moe, min(config.build.max_num_tokens, config.build.max_seq_len)
     lengths = [min(_WARM_TOKENS, config.build.plugin_config.tokens_per_block or 1, most)]
     if moe.num_experts:
         lengths.append(min(4 * moe.num_experts // max(1, moe.top_k) + 1, most))
+    elif config.model.quantization.algorithm is not None:
+        lengths.append(min(257, most))
     return lengths
 
 
-def _gpu_bytes(config: EngineConfig, sizes: Sizes) -> int:
-    """Return the further bytes of a step on a GPU: cuBLAS's workspaces, FP8's inputs and the buffers of experts."""
+def _gpu_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
+    """Return the further bytes of a step on a GPU: cuBLAS's workspaces, and the buffers of FP8, codes and experts."""
     tokens, model = config.build.max_num_tokens, config.model
     found = _WORKSPACES * _WORKSPACE_BYTES
     if (model.quantization.algorithm or "").startswith("FP8"):
         # Inputs of the widest matrix are scaled and clamped in float32, then rounded.
         found += tokens * max(sizes.hidden, model.intermediate_size, sizes.heads * sizes.head) * (4 + 4 + 1)
+    elif model.quantization.algorithm is not None:
+        # The widest matrix as floats, for steps of many rows, and parts of its products in float32.
+        hidden, inner = sizes.hidden, 2 * model.intermediate_size
+        found += hidden * max(inner, (sizes.heads + 2 * sizes.kv_heads) * sizes.head) * item + 2 * 256 * inner * 4
     if experts := model.moe.num_experts:
         pairs = tokens * max(1, model.moe.top_k)
         inside = model.moe_intermediate_size or model.intermediate_size

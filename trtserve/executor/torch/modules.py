@@ -16,6 +16,7 @@ from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.checkpoint.architectures.base import Norm as NormKind
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
 from trtserve.executor.torch.operations import Operations, router_weights
+from trtserve.executor.torch.packed import PackedWeight, join_packed
 from trtserve.executor.torch.plain_operations import activate
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import ShardWeights
@@ -76,7 +77,7 @@ class Norm:
     ) -> tuple[Tensor, Tensor]:
         """Return linear(norm(x + residual)), `gated` if there is an activation, and the sum."""
         matrix = linear.matrix
-        if self._bias is None and adapters is None and isinstance(matrix, FloatMatrix):
+        if self._bias is None and adapters is None and type(matrix) is WeightMatrix:
             return self._operations.norm_linear(
                 x,
                 residual,
@@ -146,16 +147,28 @@ class Matrix(Protocol):
         """Return x [t, in] · matrixᵀ + bias: [t, out]."""
 
 
-class FloatMatrix:
-    """A matrix of floats."""
+class WeightMatrix:
+    """A matrix of floats, or of codes that are multiplied as floats."""
 
-    def __init__(self, weight: Tensor, operations: Operations) -> None:
+    def __init__(self, weight: Tensor | PackedWeight, operations: Operations) -> None:
         self.weight = weight
         self._operations = operations
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `Matrix`."""
         return self._operations.linear(x, self.weight, bias)
+
+
+class ScaledMatrix(WeightMatrix):
+    """A matrix whose inputs are multiplied by factors first (ModelOpt's AWQ)."""
+
+    def __init__(self, weight: PackedWeight, input_scales: Tensor, operations: Operations) -> None:
+        super().__init__(weight, operations)
+        self._input_scales = input_scales
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Matrix`."""
+        return super().__call__(x * self._input_scales.to(x.dtype), bias)
 
 
 class Fp8Matrix:
@@ -179,13 +192,18 @@ class Fp8Matrix:
 def load_matrix(weights: ShardWeights, names: Sequence[str], operations: Operations) -> Matrix:
     """Return the matrices `names` as one, their outputs one after another.
 
-    FP8 matrices with different scales get the largest one: the codes of the others are rounded again.
+    Codes stay codes where all have them, and the same factors of their inputs. FP8 matrices with different scales get
+    the largest one: the codes of the others are rounded again.
     """
+    packed = [each for each in map(weights.packed, names) if each is not None]
+    if len(packed) == len(names) and len({_key(factors) for _, factors in packed}) == 1:
+        weight, factors = join_packed([each for each, _ in packed]), packed[0][1]
+        return WeightMatrix(weight, operations) if factors is None else ScaledMatrix(weight, factors, operations)
     scales = [weights.fp8_scales(name) for name in names]
     own = [pair for pair in scales if pair is not None]
     if len(own) < len(names):
         parts = [load_floats(weights, name) for name in names]
-        return FloatMatrix(parts[0] if len(parts) == 1 else torch.cat(parts), operations)
+        return WeightMatrix(parts[0] if len(parts) == 1 else torch.cat(parts), operations)
     shared = torch.stack([scale for scale, _ in own]).amax(0)
     codes = [
         part if torch.equal(scale, shared) else (part.float() * (scale / shared)).to(_FP8)
@@ -196,8 +214,16 @@ def load_matrix(weights: ShardWeights, names: Sequence[str], operations: Operati
     return Fp8Matrix(joined, shared, torch.stack([input_scale for _, input_scale in own]).amax(0))
 
 
+def _key(factors: Tensor | None) -> bytes | None:
+    return None if factors is None else factors.cpu().numpy().tobytes()
+
+
 def load_floats(weights: ShardWeights, name: str) -> Tensor:
-    """Return a tensor as floats; codes of FP8 matrices are widened."""
+    """Return a tensor as floats; codes are widened."""
+    packed = weights.packed(name)
+    if packed is not None:
+        weight, factors = packed
+        return weight.floats(weights.dtype) * (1 if factors is None else factors.to(weights.dtype))
     tensor, scales = weights.tensor(name), weights.fp8_scales(name)
     if scales is None:
         return tensor

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation, Experts
+from trtserve.executor.torch.packed import PackedWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Operations(Protocol):
         """Return the norm of x + residual, and the sum. Both inputs may be overwritten."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Return x [t, in] · weight [out, in]ᵀ + bias."""
         ...
 
@@ -71,7 +72,7 @@ class Operations(Protocol):
         residual: Tensor | None,
         norm: Tensor,
         epsilon: float,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         bias: Tensor | None,
         activation: Activation | None = None,
         *,

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
+from trtserve.executor.torch.packed import PackedWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -22,9 +23,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     return rms_norm(total, weight, epsilon), total
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """See `Operations.linear`."""
-    return functional.linear(x, weight, bias)
+    return functional.linear(x, weight.floats(x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
 
 
 def norm_linear(
@@ -32,7 +33,7 @@ def norm_linear(
     residual: Tensor | None,
     norm: Tensor,
     epsilon: float,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     activation: Activation | None = None,
     *,
@@ -40,7 +41,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """See `Operations.norm_linear`."""
     total = x if residual is None else x + residual
-    product = functional.linear(rms_norm(total, norm, epsilon), weight, bias)
+    product = linear(rms_norm(total, norm, epsilon), weight, bias)
     return product if activation is None else gated(product, activation, factor_first=factor_first), total
 
 

@@ -19,7 +19,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, torch_step_bytes
-from trtserve.checkpoint.quantized import FP8
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
 from trtserve.errors import DiskSpaceError, MissingDependencyError, UnsupportedModelError, UsageError
 from trtserve.executor.embedded import (
     EmbeddedPlan,
@@ -36,7 +36,7 @@ from trtserve.nvidia.gpu_findings import missing_fp8
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import EngineNeeds, Limits, resolve_limits
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits, resolve_limits
 from trtserve.store import link_or_copy
 
 _LIBRARIES = ("numpy", "torch")
@@ -48,6 +48,7 @@ _ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_nu
 # Python, NumPy and PyTorch on the CPU before the first weight, measured with PyTorch 2.13.
 _PROCESS = 260 * 2**20
 _CONFIG_BYTES = 2**20
+_SUPPORTED = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4, GPTQ, AWQ, FP8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ class TorchRuntime(EmbeddedRuntime):
     name = "torch"
     requirements = EmbeddedRuntime.requirements | {"gpu", "pytorch"}
     extra = "cuda"
+    narrower = "--quantize int8 or int4"
     gpu_limits = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
 
     def device(self, asked: Device | None = None) -> Device:
@@ -161,9 +163,16 @@ def cuda_version() -> str | None:
 
 def _require_supported(config: CheckpointConfig, spec: BuildSpec, device: Device) -> None:
     algorithm = config.quantization.algorithm
-    if algorithm not in (None, FP8):
+    if algorithm is not None and algorithm not in _SUPPORTED:
         raise UnsupportedModelError(
-            f"The checkpoint is quantised with {algorithm}; the torch runtime runs float weights and {FP8}.",
+            f"The checkpoint is quantised with {algorithm}; the torch runtime runs float weights and "
+            f"{', '.join(_SUPPORTED)}.",
+            hint="Convert the original model without --quantize, or with --quantize int8 or int4.",
+        )
+    if algorithm not in (None, FP8) and config.moe.num_experts:
+        raise UnsupportedModelError(
+            f"The checkpoint is quantised with {algorithm}; the torch runtime runs mixtures of experts with float "
+            f"weights and {FP8}.",
             hint="Convert the original model without --quantize.",
         )
     gpu = visible_gpu() if device == "cuda" else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +15,16 @@ from torch import Tensor
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.architectures.base import Split, Target
+from trtserve.checkpoint.quantized import AWQ, GPTQ, is_excluded, is_quantised, unpack_int4
 from trtserve.checkpoint.sharding import Shard, name_in_stage, older_name, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
 from trtserve.errors import CorruptFileError
+from trtserve.executor.torch.packed import PackedWeight, pack, quantize
 from trtserve.executor.torch.ranks import RankGroup
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
 
+# Bits of the codes that float matrices get here, by the algorithm of the checkpoint.
+_MADE_HERE: Mapping[str, Literal[8, 4]] = {WEIGHT_ONLY_INT8: 8, WEIGHT_ONLY_INT4: 4}
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -42,6 +48,9 @@ class ShardWeights(Protocol):
         A matrix of experts has a scale for each.
         """
 
+    def packed(self, name: str) -> tuple[PackedWeight, Tensor | None] | None:
+        """Return a matrix of int8 or int4 codes and the factors f32[in] of its inputs, or None for other tensors."""
+
     @property
     def dtype(self) -> Any:
         """The type of the tensors that are not quantised."""
@@ -61,7 +70,6 @@ class EngineWeights:
         self._group = group
         self._device = device
         self._ep_size = config.mapping.moe_ep_size
-        self._dtype = config.dtype
         self._stages = stage_layers(config.num_hidden_layers, group.stages)
         self._file = TensorFile(engine / f"rank{group.stage * group.tp_size + group.tp_rank}.safetensors")
         with self._file.path.open("rb") as handle:
@@ -69,11 +77,12 @@ class EngineWeights:
             self._bytes = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         targets = family(config.architecture).targets(config)
         self._targets = {target.name: target for target in targets}
+        self._config = config
 
     @property
     def dtype(self) -> Any:
         """See `ShardWeights.dtype`."""
-        return getattr(torch, self._dtype)
+        return getattr(torch, self._config.dtype)
 
     @property
     def layers(self) -> range:
@@ -97,11 +106,7 @@ class EngineWeights:
         stored = self._stored_name(self._targets[name])
         if stored is None:
             raise CorruptFileError(f"{self._file.path} lacks the tensor {name}.", hint="Convert the model again.")
-        entry, expected = self._file.entries[stored], self.shard(name).shape
-        if entry.shape != expected:
-            raise CorruptFileError(
-                f"{self._file.path}: {stored} has shape {list(entry.shape)}; its config requires {list(expected)}."
-            )
+        self._require_shape(name, stored, self._file.entries[stored].shape)
         return self._mapped(stored).to(self._device)
 
     def fp8_scales(self, name: str) -> tuple[Tensor, Tensor] | None:
@@ -116,13 +121,44 @@ class EngineWeights:
         scales, inputs = (self._mapped(each).float().reshape(-1).to(self._device) for each in names)
         return scales, inputs
 
+    def packed(self, name: str) -> tuple[PackedWeight, Tensor | None] | None:
+        """See `ShardWeights.packed`. Floats of a weight-only checkpoint are quantised here."""
+        target = self._targets[name]
+        bits = _MADE_HERE.get(self._config.quantization.algorithm or "")
+        if bits is not None and is_quantised(target) and not is_excluded(self._config, target):
+            return quantize(self.tensor(name), bits), None
+        stored = self._stored_name(target)
+        if stored is None or not self._has_codes(stored):
+            return None
+        prefix = stored.removesuffix(".weight")
+        entries = {each: entry for each, entry in self._file.entries.items() if each.rpartition(".")[0] == prefix}
+        weight = unpack_int4({each: self._file.stored(entry) for each, entry in entries.items()}, prefix, self._config)
+        self._require_shape(name, stored, weight.codes.shape)
+        factors = weight.input_scales
+        return pack(weight, self._device), None if factors is None else torch.from_numpy(factors).to(self._device)
+
     def check(self) -> None:
         """Raise CorruptFileError when the file lacks a tensor or holds one of another shape."""
         optional = {"lm_head.weight"} if "transformer.vocab_embedding.weight" in self else set()
         for name, target in self._targets.items():
             if stage_of(target, self._stages) == self._group.stage and name not in optional:
-                self.tensor(name)
-                self.fp8_scales(name)
+                stored = self._stored_name(target)
+                if stored is None or not self._has_codes(stored):
+                    self.tensor(name)
+                    self.fp8_scales(name)
+                elif 2 * self._file.entries[stored].size != math.prod(self.shard(name).shape):
+                    self._require_shape(name, stored, self._file.entries[stored].shape)
+
+    def _require_shape(self, name: str, stored: str, shape: tuple[int, ...]) -> None:
+        if shape != (expected := self.shard(name).shape):
+            raise CorruptFileError(
+                f"{self._file.path}: {stored} has shape {list(shape)}; its config requires {list(expected)}."
+            )
+
+    def _has_codes(self, stored: str) -> bool:
+        """Return whether a matrix is stored as codes of 4 bits."""
+        scales = f"{stored.removesuffix('weight')}weights_scaling_factor"
+        return self._config.quantization.algorithm in (GPTQ, AWQ) and scales in self._file.entries
 
     def _mapped(self, stored: str) -> Tensor:
         entry = self._file.entries[stored]

@@ -1,0 +1,328 @@
+"""Products with matrices of 8-bit and 4-bit codes in the Triton language.
+
+One row takes a kernel of its own, as with floats; up to _MOST_ROWS rows multiply the codes as they are read; more are
+worth a copy of the matrix as floats.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from trtserve.checkpoint.architectures.base import Activation
+from trtserve.executor.torch.layer_kernels import activated, overlap, wait_for_inputs
+from trtserve.executor.torch.packed import PackedWeight
+
+_MOST_ROWS = 256
+_SHAPES = ((16, 32, 2, 1024), (32, 64, 4, 256), (64, 64, 4, 256), (128, 128, 8, 128))
+
+
+@triton.jit
+def _numbers(words, part: tl.constexpr, zero, BITS: tl.constexpr):
+    """Return the codes of one part of the words less their zero points, as float32.
+
+    The float whose bits are 0x4B000000 | code is 2²³ + code.
+    """
+    codes = (words >> (part * BITS)) & ((1 << BITS) - 1)
+    return (codes | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
+
+
+@triton.jit
+def _zeros(zeros, place, mask, scale, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """Return the zero points of scales."""
+    if HAS_ZEROS:
+        return tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
+    return scale * 0.0 + (1 << (BITS - 1))
+
+
+# A matrix of one output would turn `outputs` into a constant.
+@triton.jit(do_not_specialize=["outputs"])
+def _vector_kernel(
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    out,
+    columns,
+    outputs,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SAME: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    FIRST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply one vector by STRIP rows of a matrix, BLOCKS blocks of words at a time.
+
+    SAME parts of a block share a scale. GATE and FIRST: see `layer_kernels._vector_kernel`.
+    """
+    unit, block, lane = tl.program_id(0) * STRIP + tl.arange(0, STRIP), tl.arange(0, BLOCKS), tl.arange(0, WORDS)
+    kept = unit < outputs
+    blocks, groups = columns // (WORDS * PARTS), tl.cdiv(columns, GROUP)
+    row = unit.to(tl.int64)
+    at = codes + (row[:, None, None] * blocks + block[None, :, None]) * WORDS + lane[None, None, :]
+    further = outputs.to(tl.int64) * blocks * WORDS
+    # The first words are on their way while the kernels before this one still run.
+    mask = kept[:, None, None] & (block < blocks)[None, :, None]
+    chunk = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+    other = chunk
+    if GATE != "":
+        other = tl.load(at + further, mask=mask, other=0, eviction_policy="evict_first")
+    wait_for_inputs(OVERLAPS)
+    product = tl.zeros([STRIP, BLOCKS, WORDS], tl.float32)
+    second = tl.zeros([STRIP, BLOCKS, WORDS], tl.float32)
+    for begin in range(0, blocks, BLOCKS):
+        here = begin + block
+        inside = here < blocks
+        scaled = kept[:, None] & inside[None, :]
+        for of_group in tl.static_range(PARTS // SAME):
+            place = row[:, None] * groups + ((here * PARTS + of_group * SAME) * WORDS // GROUP)[None, :]
+            scale = tl.load(scales + place, mask=scaled, other=0.0)
+            zero = _zeros(zeros, place, scaled, scale, BITS, HAS_ZEROS)[:, :, None]
+            upper = tl.zeros([STRIP, BLOCKS, WORDS], tl.float32)
+            lower = upper
+            lower_scale, lower_zero = scale, zero
+            if GATE != "":
+                place += outputs.to(tl.int64) * groups
+                lower_scale = tl.load(scales + place, mask=scaled, other=0.0)
+                lower_zero = _zeros(zeros, place, scaled, lower_scale, BITS, HAS_ZEROS)[:, :, None]
+            for of_part in tl.static_range(SAME):
+                column = ((here * PARTS + of_group * SAME + of_part) * WORDS)[:, None] + lane[None, :]
+                present = inside[:, None] & (lane < WORDS)[None, :]
+                values = tl.load(x + column, mask=present, other=0.0).to(tl.float32)
+                upper += _numbers(chunk, of_group * SAME + of_part, zero, BITS) * values[None, :, :]
+                if GATE != "":
+                    lower += _numbers(other, of_group * SAME + of_part, lower_zero, BITS) * values[None, :, :]
+            product += upper * scale[:, :, None]
+            if GATE != "":
+                second += lower * lower_scale[:, :, None]
+        ahead = kept[:, None, None] & (here + BLOCKS < blocks)[None, :, None]
+        following = (begin + BLOCKS) * WORDS
+        chunk = tl.load(at + following, mask=ahead, other=0, eviction_policy="evict_first")
+        if GATE != "":
+            other = tl.load(at + further + following, mask=ahead, other=0, eviction_policy="evict_first")
+    result = tl.sum(tl.sum(product, 2), 1)
+    if HAS_BIAS:
+        result += tl.load(bias + unit, mask=kept, other=0.0).to(tl.float32)
+    if GATE != "":
+        gate = tl.sum(tl.sum(second, 2), 1)
+        if HAS_BIAS:
+            gate += tl.load(bias + outputs + unit, mask=kept, other=0.0).to(tl.float32)
+        if FIRST:
+            result = result * activated(gate, GATE)
+        else:
+            result = activated(result, GATE) * gate
+    tl.store(out + unit, result.to(out.dtype.element_ty), mask=kept)
+
+
+def _sizes(weight: PackedWeight) -> dict[str, int | bool]:
+    """Return the arguments of all kernels that say how a matrix is packed."""
+    parts, group = 32 // weight.bits, weight.shape[1] // weight.scales.shape[1]
+    return {
+        "BITS": weight.bits,
+        "WORDS": weight.words,
+        "PARTS": parts,
+        "SAME": min(parts, group // weight.words),
+        "GROUP": group,
+        "HAS_ZEROS": weight.zeros is not None,
+    }
+
+
+def multiply_packed_vector(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+    *,
+    factor_first: bool = False,
+) -> Tensor:
+    """Return x [1, in] · weight [out, in]ᵀ + bias, `gated` if there is an activation."""
+    x = x.contiguous()
+    rows, columns = weight.shape
+    outputs = rows // (1 if activation is None else 2)
+    out = x.new_empty((1, outputs))
+    strip = 8
+    _vector_kernel[(triton.cdiv(outputs, strip),)](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.codes if weight.zeros is None else weight.zeros,
+        x if bias is None else bias,
+        out,
+        columns,
+        outputs,
+        STRIP=strip,
+        BLOCKS=4 if outputs > 4096 else 8,  # tuned on an H100, with the matrices of an 8 B model
+        HAS_BIAS=bias is not None,
+        GATE=activation or "",
+        FIRST=factor_first,
+        num_warps=4,
+        **_sizes(weight),
+        **overlap(),
+    )
+    return out
+
+
+# Steps of all sizes share a kernel.
+@triton.jit(do_not_specialize=["rows"])
+def _rows_kernel(
+    x,
+    codes,
+    scales,
+    zeros,
+    out,
+    rows,
+    columns,
+    outputs,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SAME: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply ROWS rows of x by UNITS rows of a matrix, in one of SPLITS parts of its columns.
+
+    out [SPLITS, rows, outputs]. The codes are the left side of the product: that side may stay in registers.
+    """
+    wait_for_inputs(OVERLAPS)
+    unit, row = tl.program_id(0) * UNITS + tl.arange(0, UNITS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split, lane = tl.program_id(2), tl.arange(0, WORDS)
+    kept, present = unit < outputs, row < rows
+    blocks = columns // (WORDS * PARTS)
+    share = tl.cdiv(blocks, SPLITS)
+    at = codes + unit.to(tl.int64)[:, None] * (blocks * WORDS) + lane[None, :]
+    states = x + row.to(tl.int64)[None, :] * columns + lane[:, None]
+    group = unit.to(tl.int64) * tl.cdiv(columns, GROUP)
+    whole = (lane < WORDS)[:, None] & present[None, :]
+    product = tl.zeros([UNITS, ROWS], tl.float32)
+    for block in range(split * share, tl.minimum(blocks, (split + 1) * share)):
+        chunk = tl.load(at + block * WORDS, mask=kept[:, None] & (lane < WORDS)[None, :], other=0)
+        for of_group in tl.static_range(PARTS // SAME):
+            place = group + (block * PARTS + of_group * SAME) * WORDS // GROUP
+            scale = tl.load(scales + place, mask=kept, other=0.0)
+            zero = _zeros(zeros, place, kept, scale, BITS, HAS_ZEROS)[:, None]
+            for of_part in tl.static_range(SAME):
+                values = tl.load(states + (block * PARTS + of_group * SAME + of_part) * WORDS, mask=whole, other=0.0)
+                weights = _numbers(chunk, of_group * SAME + of_part, zero, BITS)
+                if BITS == 4:
+                    weights *= scale[:, None]
+                product = tl.dot(weights.to(values.dtype), values, product, input_precision=PRECISION)
+    if BITS == 8:  # a scale for each output
+        product *= tl.load(scales + unit, mask=kept, other=0.0)[:, None]
+    target = out + (split * rows + row).to(tl.int64)[None, :] * outputs + unit[:, None]
+    tl.store(target, product.to(out.dtype.element_ty), mask=kept[:, None] & present[None, :])
+
+
+@triton.jit
+def _sum_kernel(parts, bias, out, count, outputs, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Add the SPLITS parts [rows, outputs] of a product, and its bias."""
+    wait_for_inputs(OVERLAPS)
+    place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+    mask = place < count
+    total = tl.zeros([1024], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * count + place, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + place % outputs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _floats_kernel(
+    codes,
+    scales,
+    zeros,
+    out,
+    columns,
+    count,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SAME: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):
+    """Write `count` blocks of codes, of all rows, as floats."""
+    block, lane = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, WORDS)
+    inside = block < count
+    mask = inside[:, None] & (lane < WORDS)[None, :]
+    chunk = tl.load(codes + block[:, None] * WORDS + lane[None, :], mask=mask, other=0)
+    for of_group in tl.static_range(PARTS // SAME):
+        place = (block * PARTS + of_group * SAME) * WORDS // GROUP
+        scale = tl.load(scales + place, mask=inside, other=0.0)
+        zero = _zeros(zeros, place, inside, scale, BITS, HAS_ZEROS)[:, None]
+        for of_part in tl.static_range(SAME):
+            target = out + ((block * PARTS + of_group * SAME + of_part) * WORDS)[:, None] + lane[None, :]
+            weights = _numbers(chunk, of_group * SAME + of_part, zero, BITS) * scale[:, None]
+            tl.store(target, weights.to(out.dtype.element_ty), mask=mask)
+
+
+def multiply_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """See `Operations.linear`."""
+    rows, (outputs, columns) = len(x), weight.shape
+    zeros, sizes = weight.codes if weight.zeros is None else weight.zeros, _sizes(weight)
+    if rows > _MOST_ROWS or weight.words < 16:  # tensor cores take 16 inputs at a time
+        floats = x.new_empty((outputs, columns))
+        count, each = weight.codes.numel() // weight.words, max(1, 1024 // weight.words)
+        _floats_kernel[(triton.cdiv(count, each),)](
+            weight.codes, weight.scales, zeros, floats, columns, count, BLOCKS=each, **sizes
+        )
+        return functional.linear(x, floats, bias)
+    x = x.contiguous()
+    shapes = _SHAPES if x.dtype.itemsize == 2 else _SHAPES[:-1]  # there is not enough shared memory for all
+    # Tuned on an H100, with the matrices of an 8 B model: rows, units and warps of a program, and programs in all.
+    height, units, warps, programs = next(each for each in shapes if rows <= each[0] or each is shapes[-1])
+    across, down = triton.cdiv(outputs, units), triton.cdiv(rows, height)
+    splits = next((each for each in (1, 2, 4) if across * down * each >= programs), 8)
+    whole = splits == 1 and bias is None
+    parts = x.new_empty((splits, rows, outputs), dtype=x.dtype if whole else torch.float32)
+    _rows_kernel[(across, down, splits)](
+        x,
+        weight.codes,
+        weight.scales,
+        zeros,
+        parts,
+        rows,
+        columns,
+        outputs,
+        ROWS=height,
+        UNITS=units,
+        SPLITS=splits,
+        PRECISION="ieee",
+        num_warps=warps,
+        num_stages=3,
+        **sizes,
+        **overlap(),
+    )
+    if whole:
+        return parts[0]
+    out = x.new_empty((rows, outputs))
+    _sum_kernel[(triton.cdiv(rows * outputs, 1024),)](
+        parts,
+        x if bias is None else bias,
+        out,
+        rows * outputs,
+        outputs,
+        SPLITS=splits,
+        HAS_BIAS=bias is not None,
+        num_warps=4,
+        **overlap(),
+    )
+    return out
