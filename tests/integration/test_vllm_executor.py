@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.support.counting_vllm import counting_engine
+from tests.support.counting_vllm import counting_engine, counting_python
 from tests.support.executors import answer_of, collect
 from tests.support.waiting import wait_until
 from trtserve.executor.api import (
@@ -28,6 +30,8 @@ from trtserve.executor.api import (
     SamplingConfig,
 )
 from trtserve.executor.vllm import engine as vllm_engine
+from trtserve.executor.vllm.arguments import LEADER, NODES
+from trtserve.host.ports import free_ports
 
 
 def start(folder: Path, **settings: Any) -> Executor:
@@ -236,6 +240,52 @@ def test_the_child_ends_with_the_executor(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Shutdown called"):
         executor.await_responses(number)
     wait_until_gone(child)
+
+
+@contextmanager
+def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Executor, subprocess.Popen[bytes]]]:
+    """An executor and its follower on the loopback."""
+    (port,) = free_ports("127.0.0.1", 1)
+    folder.mkdir()
+    engine = counting_engine(folder, arguments={"master_port": port + 1})
+    monkeypatch.setenv(LEADER, "127.0.0.1")
+    monkeypatch.setenv(NODES, "2")
+    python = str(counting_python(folder / "environment"))
+    words = [python, str(Path(vllm_engine.__file__).with_name("engine_side.py")), "follow", str(port)]
+    with subprocess.Popen(words, env={**os.environ, "TRTSERVE_VLLM_NODE": "1"}, start_new_session=True) as follower:
+        try:
+            with start(engine) as executor:
+                assert tokens(executor, request(1, max_tokens=2)) == [[2, 3]]
+                wait_until(lambda: bool(psutil.Process(follower.pid).children()), 10)
+                yield executor, follower
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(follower.pid, signal.SIGKILL)
+
+
+def test_a_follower_ends_in_order_with_its_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_nodes(tmp_path / "engine", monkeypatch) as (executor, follower):
+        follower.terminate()  # the cluster asks all at once: requests of the leader still need the follower
+        assert tokens(executor, request(1, max_tokens=2)) == [[2, 3]]
+        executor.shutdown()
+        assert follower.wait(20) == 0
+        wait_until_gone(follower.pid)
+
+
+@pytest.mark.parametrize("victim", ["leader", "follower", "worker"])
+def test_when_a_node_dies_nothing_is_left_on_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+    with two_nodes(tmp_path / "engine", monkeypatch) as (executor, follower):
+        number = executor.enqueue_request(request(93))
+        leader, (worker,) = child_of(executor), psutil.Process(follower.pid).children()
+        os.kill({"leader": leader, "follower": follower.pid, "worker": worker.pid}[victim], signal.SIGKILL)
+        reason = "has ended with code -9" if victim == "leader" else "the follower on node 1 has ended"
+        assert reason in collect(executor, [number])[number][0].error_msg
+        assert follower.wait(20) != 0
+        if victim == "follower":
+            worker.kill()  # vLLM's own workers end with their parent; this one only waits
+        wait_until_gone(follower.pid)
+        wait_until_gone(leader)
+        executor.shutdown()
 
 
 def child_of(executor: Executor) -> int:

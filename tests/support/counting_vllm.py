@@ -28,7 +28,9 @@ def counting_python(folder: Path) -> Path:
     return python
 
 
-def counting_engine(folder: Path, *, adapters: dict[int, str] | None = None, **build: Any) -> Path:
+def counting_engine(
+    folder: Path, *, adapters: dict[int, str] | None = None, arguments: dict[str, Any] | None = None, **build: Any
+) -> Path:
     """Write an engine folder for it, as a repository's core model has it."""
     config = {
         "version": "1.2.0",
@@ -46,6 +48,7 @@ def counting_engine(folder: Path, *, adapters: dict[int, str] | None = None, **b
             "device": "cpu",
             "vllm_python": str(counting_python(folder / "environment")),
             "kv_precision": "f32",
+            "engine_arguments": arguments or {},
         },
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

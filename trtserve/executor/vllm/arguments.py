@@ -17,6 +17,10 @@ MODEL_FOLDER = "model"
 ADAPTER_FOLDER, ADAPTERS_FILE = "lora", "adapters.json"
 """The PEFT adapters in the engine's folder, and the file there that says which task id has which folder."""
 
+LEADER, NODES = "TRTSERVE_VLLM_LEADER", "TRTSERVE_VLLM_NODES"
+"""Variables of a server on several nodes: the host of the first one, and their number."""
+_MASTER_PORT = 29501
+
 # Blocks of the KV cache are multiples of 16 tokens, and have 128 on CPUs.
 _BLOCK = 128
 _MOST_UTILIZATION = 0.98
@@ -49,6 +53,11 @@ def engine_arguments(config: EngineConfig, options: EngineOptions, model: Path, 
         rank = build.lora_config.max_lora_rank
         found |= {"enable_lora": True, "max_loras": min(adapters, 8), "max_cpu_loras": adapters, "max_lora_rank": rank}
     return {**found, **config.trtserve.engine_arguments}
+
+
+def follower_port(config: EngineConfig) -> int:
+    """Return the port where the followers on other nodes find the leader: the one below vLLM's `master_port`."""
+    return int(config.trtserve.engine_arguments.get("master_port", _MASTER_PORT)) - 1
 
 
 def _cache_size(config: EngineConfig, options: EngineOptions) -> dict[str, Any]:

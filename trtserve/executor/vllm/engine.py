@@ -23,7 +23,15 @@ from trtserve.executor.engine.recorder import DraftCounts, IterationRecord, Requ
 from trtserve.executor.engine.requests import BlockUse, FinishReason, GenerationRequest, RequestOutput
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.vllm.adapter import OpenRequest, PeftAdapters, VllmOutput, vllm_request
-from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE, MODEL_FOLDER, engine_arguments
+from trtserve.executor.vllm.arguments import (
+    ADAPTER_FOLDER,
+    ADAPTERS_FILE,
+    LEADER,
+    MODEL_FOLDER,
+    NODES,
+    engine_arguments,
+    follower_port,
+)
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
 from trtserve.process.framed import FramedProcess
 
@@ -47,13 +55,19 @@ def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
     config = read_engine_config(engine)
     # A launch in a container, or a user, may name another one than the repository was made with.
     installation = require_installation(os.environ.get(VARIABLE) or config.trtserve.vllm_python)
-    place = engine / ADAPTER_FOLDER
-    table = place / ADAPTERS_FILE
+    own = engine / ADAPTER_FOLDER
+    table = own / ADAPTERS_FILE
     folders = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else {}
-    adapters = PeftAdapters({int(task): str(place / folder) for task, folder in folders.items()})
+    adapters = PeftAdapters({int(task): str(own / folder) for task, folder in folders.items()})
     arguments = engine_arguments(config, options, engine / MODEL_FOLDER, adapters=len(adapters))
     logger.info("Starting vLLM %s: %s", installation.version, json.dumps(arguments))
-    return VllmEngine(installation.python, arguments, resolve_limits(config, options), options, adapters)
+    place = None
+    if (nodes := int(os.environ.get(NODES, "1"))) > 1:
+        host, port = os.environ[LEADER], follower_port(config) + 1
+        arguments |= {"nnodes": nodes, "node_rank": 0, "master_addr": host, "master_port": port}
+        place = (host, port - 1, nodes)
+    limits = resolve_limits(config, options)
+    return VllmEngine(installation.python, arguments, limits, options, adapters, followers=place)
 
 
 class VllmEngine:
@@ -66,6 +80,8 @@ class VllmEngine:
         limits: EngineLimits,
         options: EngineOptions,
         adapters: PeftAdapters,
+        *,
+        followers: tuple[str, int, int] | None = None,
     ) -> None:
         self.mailbox = Mailbox()
         self._adapters = adapters
@@ -80,7 +96,7 @@ class VllmEngine:
         self._child = FramedProcess([str(python), str(_SIDE)], child_environment())
         self._killer = threading.Timer(_LAST_SECONDS, self._child.kill)
         self._killer.daemon = True
-        facts = self._wait_until_ready(arguments)
+        facts = self._wait_until_ready(arguments, followers)
         self._heard = self._worked = time.monotonic()
         self.limits = replace(
             limits,
@@ -100,8 +116,8 @@ class VllmEngine:
             self.limits.max_seq_len,
         )
 
-    def _wait_until_ready(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        self._child.send([dict(arguments), self._adapters.all()])
+    def _wait_until_ready(self, arguments: Mapping[str, Any], followers: tuple[str, int, int] | None) -> dict[str, Any]:
+        self._child.send([dict(arguments), self._adapters.all(), followers])
         reason = ""
         while not reason and (messages := self._child.read()) is not None:
             for kind, *content in messages:

@@ -3,22 +3,29 @@
 It imports nothing of trtserve, because the interpreter has vLLM's packages. A frame is a MessagePack value behind its
 length in four bytes (little endian):
 
-- in: first `[arguments of the engine, adapters]`, then `["submit", number, request]` and `["cancel", number]`. The end
-  of the input ends the engine.
+- in: first `[arguments of the engine, adapters, place]`, then `["submit", number, request]` and `["cancel", number]`.
+  The end of the input ends the engine.
 - out: a list of `["ready", facts]`, `["stats", record]`, `["output", number, output]`, `["refused", number, reason]`,
   `["alive"]` and `["dead", reason]`.
+
+On several nodes `place` is `[host, port, nodes]`, where `engine_side.py follow PORT` on each other node connects with
+`{"node": number}` and gets the arguments. Each side ends when the other one does; `{}` announces an end in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
+import socket
 import struct
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 _BEAT = 1.0
@@ -27,6 +34,10 @@ _MOMENT = 2
 _LENGTH = struct.Struct("<I")
 # After the end of the input vLLM has this many seconds to end its processes.
 _LAST_SECONDS = 8.0
+# Of several nodes: how long a follower looks for its leader, and goes on without it after it was asked to end.
+_LONGEST_SEARCH, _LONGEST_END = 600.0, 60.0
+_LONGEST_FRAME = 1 << 20
+LEADER, NODE = "TRTSERVE_VLLM_LEADER", "TRTSERVE_VLLM_NODE"
 
 Message = list[Any]
 
@@ -42,6 +53,9 @@ class EngineSide:
         self._unsent: list[Message] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._stopped: dict[int, int] = {}
+        self._followers: list[Peer] = []
+        self._flushing = threading.Lock()
+        self._ending = False
 
     async def run(self) -> None:
         """Start the engine, and serve until the input ends or the engine is dead."""
@@ -49,8 +63,11 @@ class EngineSide:
         first = self._read()
         if first is None:
             return
-        self._llm = _start(first[0], self)
-        for adapter in first[1]:
+        arguments, adapters, place = first
+        if place is not None:
+            self._gather(arguments, *place)
+        self._llm = _start(arguments, self)
+        for adapter in adapters:
             # A damaged one would end the engine with the first request that names it.
             await self._llm.add_lora(_lora(adapter))
         self._emit(["ready", _facts(self._llm.vllm_config)])
@@ -60,6 +77,29 @@ class EngineSide:
             self._require_running()
             await asyncio.sleep(_BEAT)
         self.die(str(self._llm.dead_error))
+
+    def _gather(self, arguments: dict[str, Any], host: str, port: int, nodes: int) -> None:
+        """Wait for the followers on all other nodes, and tell them what to start."""
+        parent, found = os.getppid(), dict[int, Peer]()
+        with socket.create_server((host, port)) as server:
+            server.settimeout(1)
+            while len(found) < nodes - 1:
+                if os.getppid() != parent:
+                    end_group()
+                with contextlib.suppress(OSError):
+                    peer = Peer(server.accept()[0])
+                    node = (peer.receive() or {}).get("node")
+                    if isinstance(node, int) and 0 < node < nodes and node not in found:
+                        found[node] = peer
+                        sys.stderr.write(f"The follower on node {node} is here; {len(found)} of {nodes - 1}.\n")
+        self._followers = list(found.values())
+        for node, peer in found.items():
+            peer.send({**arguments, "node_rank": node})
+            peer.watch(functools.partial(self._lost, node))
+
+    def _lost(self, node: int, _: object) -> None:
+        if not self._ending:
+            self.die(f"the follower on node {node} has ended")
 
     def record(self, statistics: dict[str, Any]) -> None:
         """Send the statistics of one iteration. May be called from any thread."""
@@ -84,6 +124,9 @@ class EngineSide:
                 self._loop.call_soon_threadsafe(self._submit, number, *rest)
             else:
                 self._loop.call_soon_threadsafe(self._cancel, number)
+        self._ending = True
+        for peer in self._followers:
+            peer.send({})
         # Nothing else can be answered: end vLLM's processes in order, then whatever is left of them.
         threading.Timer(_LAST_SECONDS, end_group).start()
         with contextlib.suppress(Exception):
@@ -125,15 +168,16 @@ class EngineSide:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        messages, self._unsent = self._unsent, []
-        if not messages:
-            return
-        data = self._encode(messages)
-        try:
-            self._target.write(_LENGTH.pack(len(data)) + data)
-            self._target.flush()
-        except BrokenPipeError:
-            end_group()
+        with self._flushing:
+            messages, self._unsent = self._unsent, []
+            if not messages:
+                return
+            data = self._encode(messages)
+            try:
+                self._target.write(_LENGTH.pack(len(data)) + data)
+                self._target.flush()
+            except BrokenPipeError:
+                end_group()
 
     def _require_running(self) -> None:
         """A process of vLLM that stays stopped will not answer, and vLLM would wait for it for ever."""
@@ -147,6 +191,78 @@ class EngineSide:
                     if stopped[process.pid] > _MOMENT:
                         self.die(f"vLLM's process {process.pid} ({process.name()}) is stopped")
         self._stopped = stopped
+
+
+class Peer:
+    """A connection between the leader and a follower; each message is a frame with a map."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        import msgspec
+
+        self._connection = connection
+        self._encode, self._decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+        connection.settimeout(5)  # for the first message
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may go without a word
+        for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._file = connection.makefile("rb")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, unless the other side is gone."""
+        data = self._encode(message)
+        with contextlib.suppress(OSError):
+            self._connection.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next message, or None when the other side is gone or says something else."""
+        try:
+            (size,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
+            found = self._decode(self._file.read(size)) if size <= _LONGEST_FRAME else None
+        except (OSError, ValueError, struct.error):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def watch(self, ended: Callable[[dict[str, Any] | None], object]) -> None:
+        """Call `ended` in a thread, with the next message or None."""
+        self._connection.settimeout(None)
+        threading.Thread(target=lambda: ended(self.receive()), daemon=True).start()
+
+
+def follow(port: int) -> None:
+    """Start this node's workers for the leader, and end with it."""
+    end = end_children
+    signal.signal(signal.SIGTERM, lambda *_: threading.Timer(_LONGEST_END, end, [0]).start())
+    leader, until = None, time.monotonic() + _LONGEST_SEARCH
+    while leader is None:
+        with contextlib.suppress(OSError):
+            leader = Peer(socket.create_connection((os.environ[LEADER], port), timeout=5))
+            break
+        if time.monotonic() > until:
+            raise SystemExit(f"{os.environ[LEADER]}:{port} does not answer.")
+        time.sleep(1)
+    leader.send({"node": int(os.environ[NODE])})
+    leader._connection.settimeout(_LONGEST_SEARCH)  # noqa: SLF001 - until all followers are there
+    arguments = leader.receive()
+    if not arguments:
+        raise SystemExit("The leader has ended before it said what to start.")
+    leader.watch(lambda message: end(1 if message is None else 0))
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+    time.sleep(1)  # the leader ends its workers too, and says so
+    end(1)
+
+
+def end_children(code: int) -> None:
+    """End this process and all that it has started."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    os._exit(code)
 
 
 def end_group() -> None:
@@ -270,6 +386,9 @@ def main() -> None:
     """Serve until the input ends."""
     if sys.path and sys.path[0] == os.path.dirname(__file__):  # noqa: PTH120 - as Python itself has spelled it
         del sys.path[0]  # the modules beside this one are not vLLM's
+    if sys.argv[1:2] == ["follow"]:
+        follow(int(sys.argv[2]))
+        return
     # What vLLM and its libraries print goes to the log, which is the standard error output.
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -32,6 +32,15 @@ class EngineArgs:
     max_loras: int = 1
     max_cpu_loras: int | None = None
     max_lora_rank: int = 16
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+
+    def create_engine_config(self, *, headless: bool) -> EngineArgs:
+        assert headless
+        assert self.node_rank > 0
+        return self
 
 
 @dataclass
