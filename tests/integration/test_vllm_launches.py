@@ -10,11 +10,17 @@ import pytest
 
 from tests.doubles.docker import parse_run
 from tests.doubles.mounts import check_mounts, parse_mount
+from tests.doubles.slurm_options import SBATCH, SRUN, parse, script_options
+from tests.support.cluster_jobs import documents, srun_lines
 from tests.support.counting_vllm import gpu_repository
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import UsageError
 from trtserve.nvidia.containers import image_of, vllm_image_of
-from trtserve.server.launch.commands import PACKAGE_FOLDER
+from trtserve.server.launch.commands import FOLLOWER, PACKAGE_FOLDER
+from trtserve.server.launch.kubernetes import KubernetesSpec
+from trtserve.server.launch.kubernetes import plan_job as plan_kubernetes
+from trtserve.server.launch.slurm import SlurmSpec
+from trtserve.server.launch.slurm import plan_job as plan_slurm
 from trtserve.server.plan import plan_server
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
@@ -45,7 +51,6 @@ def test_a_container_has_the_package_the_repository_and_its_own_vllm(
     run = parse_run(list(instance.launch.command.argv[2:]))
     assert run.image == IMAGE
     assert run.command[:2] == ["/opt/tritonserver/bin/tritonserver", f"--model-repository={repository.path}"]
-    assert "--backend-directory=/opt/tritonserver/backends" in run.command
     assert {f"PYTHONPATH={PACKAGE_FOLDER.parent}", "TRTSERVE_VLLM_PYTHON=/usr/bin/python3"} <= set(run.options["env"])
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in run.options["env"]
     assert run.options["shm-size"] == ["4g"]
@@ -59,6 +64,49 @@ def test_the_executor_of_a_container_needs_no_package_that_the_image_may_lack() 
     words = [sys.executable, "-c", LOADED]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=PACKAGE_FOLDER.parent)
     assert {name.split("_cython")[0] for name in done.stdout.split()} - {"trtserve"} <= ALLOWED
+
+
+def test_on_several_nodes_slurm_starts_one_task_each(repository: ModelRepository, tmp_path: Path) -> None:
+    spec = ServerSpec(container="26.08", host="0.0.0.0")
+    job = plan_slurm(repository, spec, SlurmSpec(nodes=2), tmp_path / "job")
+    batch, task = (job.files[tmp_path / "job" / name] for name in ("server.sbatch", "task.sh"))
+    options = parse(script_options(batch), SBATCH, "sbatch").values
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "1", "2")
+    steps = [parse(line, SRUN, "srun").values for line in srun_lines(batch)]
+    (launch,) = [line for line in steps if "mpi" in line]
+    assert launch["mpi"] == "none"
+    assert launch["container-image"] == "nvcr.io#nvidia/tritonserver:26.08-vllm-python-py3"
+    assert str(PACKAGE_FOLDER) in launch["container-mounts"]
+    assert "export TRTSERVE_VLLM_LEADER TRTSERVE_VLLM_NODES=2" in batch
+    assert 'export TRTSERVE_VLLM_NODE="${SLURM_PROCID}"' in task
+    leader, follower = task.split("else\n")[0], task.split("else\n")[1]
+    assert "/opt/tritonserver/bin/tritonserver" in leader
+    assert f"/usr/bin/python3\n        {FOLLOWER}\n        follow\n        29500" in follower
+    assert "mpirun" not in batch + task
+    with pytest.raises(UsageError, match="--nodes is 3; the model is shared by 4 GPUs, the same number on each"):
+        plan_slurm(repository, spec, SlurmSpec(nodes=3), tmp_path / "job")
+
+
+def test_pods_of_a_leader_worker_set_need_no_sshd(repository: ModelRepository, tmp_path: Path) -> None:
+    spec = ServerSpec(container="registry.example/trtserve-vllm:1")
+    place = tmp_path / "server.yaml"
+    cluster = KubernetesSpec(claim="models", mount_path=str(repository.path.parent), nodes=2)
+    several = documents(plan_kubernetes(repository, spec, cluster, place))
+    scripts, group = several["ConfigMap"], several["LeaderWorkerSet"]
+    leader, follower = scripts["data"]["leader.sh"], scripts["data"]["worker.sh"]
+    assert 'TRTSERVE_VLLM_NODES="${LWS_GROUP_SIZE}"\nexec /opt/tritonserver/bin/tritonserver' in leader
+    assert 'engine_side.py" follow 29500' in follower
+    for script in (leader, follower):
+        assert "ssh" not in script
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    for kind in ("leaderTemplate", "workerTemplate"):
+        pod = group["spec"]["leaderWorkerTemplate"][kind]["spec"]
+        assert "ssh" not in str(pod)
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
+    one = plan_kubernetes(repository, spec, KubernetesSpec(claim="models", mount_path=cluster.mount_path), place)
+    deployment = documents(one)["Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
 
 
 def test_each_family_of_images_has_its_own_tags(repository: ModelRepository) -> None:

@@ -70,6 +70,11 @@ class ServedRepository:
         return merges_ranks(self.engine)
 
     @property
+    def starts_workers(self) -> bool:
+        """Whether the engine is one process that starts workers for its GPUs itself, as vLLM's does."""
+        return self.merges_ranks and self.needs_gpus
+
+    @property
     def needs_gpus(self) -> bool:
         """Whether every rank of the first core model needs a GPU of its own."""
         return self.runtime is not None and device_of(self.engine) != "cpu"

@@ -139,7 +139,7 @@ def plan_server(
     common = server_setup(name, repository.path, served, spec, triton, addresses[0], prefix)
     if here:
         common = in_this_python(common, triton, store, None if bindings is None else bindings.programs)
-    elif served.embedded:
+    elif served.starts_workers:
         common = in_vllm_image(common)
     setups = [common] if alone else _instance_setups(common, served.world_size, spec, addresses, ranks * spec.instances)
     instances = []
@@ -247,16 +247,16 @@ def _container(
 ) -> ContainerRun:
     """Return the container of one launch; it sees the repository, and files outside it that its configurations name."""
     hub = hub_cache() if served.uses_llmapi else None
-    package = (PACKAGE_FOLDER,) if served.embedded else ()
+    package = (PACKAGE_FOLDER,) if served.starts_workers else ()
     protection = (path.expanduser() for path in (spec.tls_certificate, spec.tls_key) if path is not None)
     return ContainerRun(
-        image=vllm_image_of(image) if served.embedded else image_of(image),
+        image=vllm_image_of(image) if served.starts_workers else image_of(image),
         name=container_name(name),
         read_only=with_targets((setup.repository, *engine_paths(setup.repository, served), *package, *protection)),
         writable=() if hub is None else (hub,),
         environment={} if hub is None else {"HF_HOME": str(hub)},
         flags=spec.container_flags,
-        shm_gib=max(SHM_GIB, launch.ranks, served.world_size if served.embedded else 0),
+        shm_gib=max(SHM_GIB, launch.ranks, served.world_size if served.starts_workers else 0),
     )
 
 

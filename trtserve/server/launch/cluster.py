@@ -104,12 +104,7 @@ def inspect_for_cluster(
     alone = isinstance(mode, Single)
     if alone:
         require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
-    if alone and served.needs_gpus and served.runtime is not None:
-        raise UsageError(
-            f"--{kind} does not start repositories of the {served.runtime} runtime.",
-            hint="Run `trtserve start` in a job of your own: one node, one task, and all of its GPUs.",
-        )
-    if alone or not served.needs_gpus:
+    if (alone and not served.starts_workers) or not served.needs_gpus:
         raise UsageError(
             f"--{kind} is for engines on GPUs; this repository is served on the CPU.",
             hint="Serve it here: leave the flag out.",
@@ -133,6 +128,20 @@ def ranks_per_node(nodes: int, given: int | None, ranks: int, unit: str) -> int:
     return each
 
 
+def gpus_per_node(served: ServedRepository, nodes: int, given: int | None) -> int:
+    """Return the GPUs of each node for an engine that starts its workers itself.
+
+    Raises UsageError when they cannot be the same number on each.
+    """
+    each = served.world_size // nodes
+    if each * nodes != served.world_size or given not in (None, each):
+        raise UsageError(
+            f"--nodes is {nodes}; the model is shared by {counted(served.world_size, 'GPU')}, the same number on each.",
+            hint="It is tensor × pipeline parallel: import the model again with another --tp-size or --pp-size.",
+        )
+    return each
+
+
 def place_engines(
     repository: ModelRepository,
     served: ServedRepository,
@@ -145,7 +154,7 @@ def place_engines(
 
     Raises RepositoryError when a rank would take a GPU that its node does not give, or that another rank has.
     """
-    if served.uses_llmapi:
+    if served.uses_llmapi or served.starts_workers:
         return ()
     require_node_devices(served.core_models, nodes, gpus, shared=not spec.multi_model)
     return fit_engines(repository.path, served.core_models, progress, nodes=max(nodes) + 1, gpus=gpus)

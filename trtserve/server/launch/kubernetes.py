@@ -13,10 +13,17 @@ from typing import Any
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import UsageError
+from trtserve.executor.vllm.arguments import follower_port
 from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
-from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines, ranks_per_node
+from trtserve.server.launch.cluster import (
+    ClusterJob,
+    gpus_per_node,
+    inspect_for_cluster,
+    place_engines,
+    ranks_per_node,
+)
 from trtserve.server.launch.commands import Launch, LaunchSetup, first_address, server_setup
 from trtserve.server.launch.devices import claimed_gpus
 from trtserve.server.launch.modes import Orchestrator, launch_mode
@@ -52,12 +59,6 @@ class KubernetesSpec(KubernetesOptions):
             raise UsageError(
                 "--kubernetes needs the volume that holds the repository: --claim NAME.",
                 hint="NAME is a PersistentVolumeClaim with the repository under its own name.",
-            )
-        if self.nodes > 1 and self.ssh_secret is None:
-            raise UsageError(
-                "On several nodes mpirun starts its ranks through ssh, which needs a key: --ssh-secret NAME.",
-                hint="ssh-keygen -t ed25519 -N '' -f key && kubectl create secret generic NAME "
-                "--type=kubernetes.io/ssh-auth --from-file=ssh-privatekey=key",
             )
 
 
@@ -98,6 +99,12 @@ def plan_job(
             f"The {served.runtime} runtime needs an image that has trtserve: --container IMAGE.",
             hint="docs/how-to/gpus.md has the Dockerfile.",
         )
+    if cluster.nodes > 1 and cluster.ssh_secret is None and not served.starts_workers:
+        raise UsageError(
+            "On several nodes mpirun starts its ranks through ssh, which needs a key: --ssh-secret NAME.",
+            hint="ssh-keygen -t ed25519 -N '' -f key && kubectl create secret generic NAME "
+            "--type=kubernetes.io/ssh-auth --from-file=ssh-privatekey=key",
+        )
     mount = Path(cluster.mount_path)
     here = repository.path.absolute()
     outside = next((path for path in named_paths(here) if not path.is_relative_to(mount)), None)
@@ -112,8 +119,10 @@ def plan_job(
     image = image_of(spec.container) if spec.container else containers_of(setup.release)[-1].image
     require_sound_files(repository, spec, progress, volume=Path(cluster.mount_path))
     launch = launch_mode(served, spec).compose(setup, served, spec, nodes=cluster.nodes)
-    gpus = launch.ranks
-    if launch.ranks == 1 or spec.multi_model:
+    gpus = served.world_size if served.starts_workers else launch.ranks
+    if served.starts_workers:
+        gpus_per_node(served, cluster.nodes, cluster.gpus_per_node)
+    elif launch.ranks == 1 or spec.multi_model:
         # On several nodes the same numbers are different GPUs.
         claimed = len(claimed_gpus(served.core_models)) if cluster.nodes == 1 else 0
         gpus = claimed or sum(core.world_size * core.instances for core in served.core_models)
@@ -129,7 +138,8 @@ def plan_job(
     # The first pod also runs the orchestrator.
     nodes = [0, *pods] if spec.multi_model else pods
     engines = place_engines(repository, served, spec, nodes, each, progress)
-    manifest = _manifest(setup, launch, cluster, object_name(name), image, each)
+    port = follower_port(served.engine) if served.starts_workers and cluster.nodes > 1 else None
+    manifest = _manifest(setup, launch, cluster, object_name(name), image, each, followers=port)
     if cluster.nodes > 1 and spec.container is None:
         progress.warn(
             f"{image} has no sshd, which pods need to start ranks: use --container with an image that has it."
@@ -147,8 +157,20 @@ def plan_job(
     )
 
 
-def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name: str, image: str, gpus: int) -> str:
-    """Return the manifest of a server with `gpus` in each pod; the paths of `setup` are those in the volume."""
+def _manifest(
+    setup: LaunchSetup,
+    launch: Launch,
+    cluster: KubernetesSpec,
+    name: str,
+    image: str,
+    gpus: int,
+    *,
+    followers: int | None,
+) -> str:
+    """Return the manifest of a server with `gpus` in each pod; the paths of `setup` are those in the volume.
+
+    `followers` is the port where vLLM's workers on further nodes find their leader; None: mpirun starts ranks.
+    """
     wait = cluster.ready_timeout + (cluster.worker_timeout if cluster.nodes > 1 else 0)
     address = setup.address
     server: dict[str, Any] = {
@@ -156,7 +178,7 @@ def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name:
         "answers": True,
         "command": launch.command.argv,
         # mpirun, which the cluster would ask to end, kills its ranks a moment later.
-        "stop_script": END_SCRIPT if launch.ranks > 1 else None,
+        "stop_script": END_SCRIPT if launch.ranks > 1 and followers is None else None,
     }
     values: dict[str, Any] = {
         **vars(cluster),
@@ -166,7 +188,7 @@ def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name:
         # The user of the pod need not have a home.
         "environment": {"HOME": "/tmp", **launch.command.env},
         "scripts_folder": _SCRIPTS,
-        "ssh_folder": _SSH,
+        "ssh_folder": _SSH if followers is None else None,
         "ssh_port": SSH_PORT,
         "gpus": gpus,
         "exit_timeout": setup.exit_timeout,
@@ -184,15 +206,19 @@ def _manifest(setup: LaunchSetup, launch: Launch, cluster: KubernetesSpec, name:
         "name": "worker",
         "answers": False,
         "command": ["bash", f"{_SCRIPTS}/worker.sh"],
-        "stop_script": render("stop_worker.sh.j2"),
+        "stop_script": render("stop_worker.sh.j2") if followers is None else None,
     }
     return render(
         "leader_worker_set.yaml.j2",
         **values,
         server={**server, "command": ["bash", f"{_SCRIPTS}/leader.sh"]},
         worker=worker,
-        leader_script=_leader_script(setup, launch, gpus, math.ceil(cluster.worker_timeout)),
-        worker_script=render("worker.sh.j2", ssh_folder=_SSH, ssh_port=SSH_PORT),
+        leader_script=_leader_script(setup, launch, gpus, math.ceil(cluster.worker_timeout))
+        if followers is None
+        else render("vllm_leader.sh.j2", command=launch.command.argv),
+        worker_script=render("worker.sh.j2", ssh_folder=_SSH, ssh_port=SSH_PORT)
+        if followers is None
+        else render("vllm_follower.sh.j2", port=followers),
     )
 
 

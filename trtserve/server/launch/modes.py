@@ -5,15 +5,21 @@ A new mode is one class here and a word in `MODES`.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from trtserve.errors import RepositoryError, UsageError, counted
+from trtserve.executor.vllm.arguments import follower_port
+from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
+from trtserve.executor.vllm.installation import require_installation
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.served import CoreModel, ServedRepository
 from trtserve.server.launch.commands import (
+    FOLLOWER,
     Launch,
     LaunchSetup,
     rank_arguments,
@@ -65,7 +71,7 @@ class Single(LaunchMode):
         return served.runtime is None or served.merges_ranks  # None means a plain Triton model
 
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
-        on_gpus = served.needs_gpus and served.runtime is not None
+        on_gpus = served.starts_workers
         given = {
             "--instances": spec.instances > 1,
             "--multi-model": spec.multi_model,
@@ -97,7 +103,9 @@ class Single(LaunchMode):
     def compose(
         self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
     ) -> Launch:
-        return without_mpi(setup, self.name)
+        alone = without_mpi(setup, self.name)
+        followers = ((follower(setup, served),) * (nodes - 1)) if nodes else ()
+        return replace(alone, groups=(*alone.groups, *followers))
 
 
 class LlmApi(LaunchMode):
@@ -183,6 +191,15 @@ MODES: Final = {mode.name: mode for mode in (Single(), LlmApi(), Orchestrator(),
 def launch_mode(served: ServedRepository, spec: ServerSpec) -> LaunchMode:
     """Return the mode that serves this repository with these options."""
     return next(mode for mode in MODES.values() if mode.serves(served, spec))
+
+
+def follower(setup: LaunchSetup, served: ServedRepository) -> tuple[str, ...]:
+    """Return the command of the workers on each further node of vLLM, which needs neither sshd nor mpirun there."""
+    python = setup.environment.get(VLLM_PYTHON)
+    if python is None:
+        named = os.environ.get(VLLM_PYTHON) or served.engine.trtserve.vllm_python
+        python = str(require_installation(named).python)
+    return (python, str(FOLLOWER), "follow", str(follower_port(served.engine)))
 
 
 def leader(setup: LaunchSetup, world_size: int) -> Launch:

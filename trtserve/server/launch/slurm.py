@@ -12,13 +12,27 @@ from typing import Any
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError, MissingDependencyError, UsageError
-from trtserve.nvidia.containers import SQUASHFS, image_of, with_targets
+from trtserve.nvidia.containers import SQUASHFS, image_of, vllm_image_of, with_targets
 from trtserve.process import Command, run
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.served import ServedRepository
 from trtserve.server.engine_fit import gpu_triton
-from trtserve.server.launch.cluster import ClusterJob, Submitted, inspect_for_cluster, place_engines, ranks_per_node
-from trtserve.server.launch.commands import LaunchSetup, first_address, in_this_python, server_setup
+from trtserve.server.launch.cluster import (
+    ClusterJob,
+    Submitted,
+    gpus_per_node,
+    inspect_for_cluster,
+    place_engines,
+    ranks_per_node,
+)
+from trtserve.server.launch.commands import (
+    PACKAGE_FOLDER,
+    LaunchSetup,
+    first_address,
+    in_this_python,
+    in_vllm_image,
+    server_setup,
+)
 from trtserve.server.launch.modes import launch_mode, mpi_ranks, slurm_task
 from trtserve.server.render import Verbatim, render
 from trtserve.server.repositories import engine_paths, require_sound_files
@@ -93,9 +107,10 @@ def plan_job(
     if served.uses_llmapi and mpi_ranks(served) > 1:
         commands = (slurm_task(setup),) * mpi_ranks(served)
 
+    per_task = gpus_per_node(served, cluster.nodes, None) if served.starts_workers else 1
     tasks = ranks_per_node(cluster.nodes, cluster.ntasks_per_node, len(commands), "tasks")
     # Rank 0, the orchestrator, needs no GPU. On several nodes, the others need one for each task, so all ask for that.
-    gpus = tasks - 1 if spec.multi_model and cluster.nodes == 1 else tasks
+    gpus = tasks - 1 if spec.multi_model and cluster.nodes == 1 else tasks * per_task
     nodes = [rank // tasks for rank in range(len(commands))]
     engines = place_engines(repository, served, spec, nodes, gpus, progress)
     logs = (cluster.output or folder / "logs").absolute()
@@ -108,6 +123,8 @@ def plan_job(
     values: dict[str, Any] = {
         **vars(cluster),
         "tasks": tasks,
+        "followers": served.starts_workers and cluster.nodes > 1,
+        "mpi": "none" if served.starts_workers else cluster.mpi,
         "gpus": gpus,
         "job_name": cluster.job_name or name,
         "repository": setup.repository.absolute(),
@@ -162,6 +179,9 @@ def _setup(name: str, repository: Path, served: ServedRepository, spec: ServerSp
         )
         own = server_setup(name, repository, served, spec, triton, first_address(spec), _SHM_PLACEHOLDER)
         return in_this_python(own, triton, store)
+    if served.starts_workers:
+        own = server_setup(name, repository, served, spec, CONTAINER_TRITON, first_address(spec), _SHM_PLACEHOLDER)
+        return in_vllm_image(own)
     triton = CONTAINER_TRITON if spec.container else gpu_triton(served, on_this_machine=False)
     if triton.package is not None:  # the nodes do not have the wheel of this Python
         triton = CONTAINER_TRITON
@@ -178,9 +198,10 @@ def _image(
             progress.warn(f"The image {file} is not on this machine; the nodes must have it.")
         name = str(file)
     else:
-        name = image_of(container)
+        name = vllm_image_of(container) if served.starts_workers else image_of(container)
     # The scripts of the job are run inside as well.
-    paths = with_targets((repository.path, *engine_paths(repository.path, served), folder))
+    package = (PACKAGE_FOLDER,) if served.starts_workers else ()
+    paths = with_targets((repository.path, *engine_paths(repository.path, served), folder, *package))
     outer = (path for path in paths if not any(path.is_relative_to(other) for other in paths if other != path))
     return Image(name=name, mounts=tuple(outer))
 
