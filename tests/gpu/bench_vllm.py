@@ -224,7 +224,7 @@ def faults(work: Path) -> None:
         subprocess.run(command, check=True, timeout=_READY, env=environment, stdout=subprocess.DEVNULL)
 
     flags = ("--detach", "--restart", "on-failure", "--auto-ports", "--ready-timeout", "300")
-    trtserve("start", str(repository.path), "--name", "fragile", *flags)
+    trtserve("start", "--model-repository", str(repository.path), "--name", "fragile", *flags)
     from trtserve.server.state import list_servers
 
     try:
