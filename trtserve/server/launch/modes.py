@@ -14,7 +14,7 @@ from typing import Final
 from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.executor.vllm.arguments import follower_port
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
-from trtserve.executor.vllm.installation import require_installation
+from trtserve.executor.vllm.installation import find_installation
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.served import CoreModel, ServedRepository
@@ -104,7 +104,7 @@ class Single(LaunchMode):
         self, setup: LaunchSetup, served: ServedRepository, spec: ServerSpec, *, nodes: int | None = None
     ) -> Launch:
         alone = without_mpi(setup, self.name)
-        followers = ((follower(setup, served),) * (nodes - 1)) if nodes else ()
+        followers = (follower(setup, served),) * (nodes - 1) if nodes is not None and nodes > 1 else ()
         return replace(alone, groups=(*alone.groups, *followers))
 
 
@@ -198,7 +198,8 @@ def follower(setup: LaunchSetup, served: ServedRepository) -> tuple[str, ...]:
     python = setup.environment.get(VLLM_PYTHON)
     if python is None:
         named = os.environ.get(VLLM_PYTHON) or served.engine.trtserve.vllm_python
-        python = str(require_installation(named).python)
+        found = find_installation(named or None)  # pods have their own
+        python = "python3" if found is None else str(found.python)
     return (python, str(FOLLOWER), "follow", str(follower_port(served.engine)))
 
 

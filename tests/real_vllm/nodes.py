@@ -1,0 +1,118 @@
+"""vLLM itself on two "nodes" of the loopback: the same tokens as on one, and nothing left when a part is killed.
+
+A part of `make test-vllm`, not of CI. Each engine takes a minute to start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import trtserve
+from tests.support.waiting import wait_until
+from trtserve.executor.api import Executor, ExecutorConfig, ModelType, OutputConfig, Request
+from trtserve.executor.vllm import engine as vllm_engine
+from trtserve.executor.vllm.arguments import LEADER, NODES
+from trtserve.executor.vllm.installation import require_installation
+from trtserve.executor.vllm.runtime import vllm_engine_config
+from trtserve.host.ports import free_ports
+from trtserve.specs import BuildSpec, ConvertSpec
+
+PROMPTS = ([1, 60, 61, 62], [1, 300, 301, 302, 303], [5])
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+DEMO = Path(trtserve.__file__).with_name("demo")
+
+
+def engine(folder: Path, port: int, tp_size: int) -> Path:
+    """Write an engine's folder for the demo model."""
+    config = vllm_engine_config(
+        json.loads((DEMO / "config.json").read_text()),
+        (DEMO / "model.safetensors").stat().st_size,
+        ConvertSpec(dtype="float32", tp_size=tp_size),
+        BuildSpec(max_seq_len=256, max_batch_size=4),
+        {"enforce_eager": "true", "master_port": str(port + 1)},
+        require_installation(),
+        named=None,
+    )
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(config.content)))
+    (folder / "model").symlink_to(DEMO)
+    return folder
+
+
+def tokens(executor: Executor, prompt: list[int]) -> list[int]:
+    asked = Request(prompt, 16, end_id=-1, output_config=OutputConfig(exclude_input_from_output=True))
+    (response,) = executor.await_responses(executor.enqueue_request(asked))
+    assert not response.has_error(), response.error_msg
+    return response.result.output_token_ids[0]
+
+
+@contextmanager
+def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Executor, subprocess.Popen[bytes]]]:
+    (port,) = free_ports("127.0.0.1", 1)
+    made = engine(folder, port, 2)
+    for name, value in {LEADER: "127.0.0.1", NODES: "2", "VLLM_HOST_IP": "127.0.0.1", **ENVIRONMENT}.items():
+        monkeypatch.setenv(name, value)
+    words = [str(require_installation().python), str(Path(vllm_engine.__file__).with_name("engine_side.py"))]
+    own = {**os.environ, "TRTSERVE_VLLM_NODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "1"}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    with subprocess.Popen([*words, "follow", str(port)], env=own, start_new_session=True) as follower:
+        try:
+            with Executor(made, ModelType.DECODER_ONLY, ExecutorConfig()) as executor:
+                yield executor, follower
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(follower.pid, signal.SIGKILL)
+
+
+def fails(executor: Executor) -> bool:
+    """Return whether the executor takes no more requests."""
+    try:
+        executor.await_responses(executor.enqueue_request(Request([1], 1)))
+    except RuntimeError:
+        return True
+    return False
+
+
+def left(group: int) -> list[int]:
+    """Return the processes of a session or group that still run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if group in (os.getpgid(process.pid), os.getsid(process.pid)) and process.status() != "zombie":
+                found.append(process.pid)
+    return found
+
+
+def test_two_nodes_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_nodes(tmp_path / "two", monkeypatch) as (executor, follower):
+        found = [tokens(executor, prompt) for prompt in PROMPTS]
+        leader = executor._loop._child.pid  # type: ignore[union-attr]
+        executor.shutdown()
+        assert follower.wait(60) == 0
+        wait_until(lambda: not left(follower.pid) + left(leader), 30)
+    monkeypatch.setenv(NODES, "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    with Executor(engine(tmp_path / "one", 29400, 1), ModelType.DECODER_ONLY, ExecutorConfig()) as alone:
+        assert found == [tokens(alone, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("victim", ["leader", "follower", "worker"])
+def test_nothing_is_left_when_a_part_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+    with two_nodes(tmp_path / "two", monkeypatch) as (executor, follower):
+        assert tokens(executor, PROMPTS[0])
+        leader = executor._loop._child.pid  # type: ignore[union-attr]
+        workers = [each.pid for each in psutil.Process(follower.pid).children() if "VLLM" in " ".join(each.cmdline())]
+        os.kill({"leader": leader, "follower": follower.pid, "worker": workers[0]}[victim], signal.SIGKILL)
+        wait_until(lambda: fails(executor), 30)
+        assert follower.wait(60) != 0
+        wait_until(lambda: not left(follower.pid) + left(leader), 30)
+        executor.shutdown()
