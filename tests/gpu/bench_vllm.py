@@ -227,8 +227,11 @@ def faults(work: Path) -> None:
     trtserve("start", "--model-repository", str(repository.path), "--name", "fragile", *flags)
     from trtserve.server.state import list_servers
 
+    def now() -> Server:
+        return next(each for each in list_servers(Store(work / "home")) if each.name == "fragile")
+
     try:
-        (server,) = [each for each in list_servers(Store(work / "home")) if each.name == "fragile"]
+        server = now()
         right = core(server, PROMPTS[0])
         for victim in (b"EngineCore", b"engine_side"):
             root = server.instances[0].process
@@ -238,11 +241,10 @@ def faults(work: Path) -> None:
             while http(server, "/v2/health/ready")[0] == 200:
                 time.sleep(0.05)
             noticed = time.monotonic() - begin
-            while http(server, "/v2/health/ready")[0] != 200:
+            while http(server := now(), "/v2/health/ready")[0] != 200:
                 if time.monotonic() > begin + _READY:
                     raise SystemExit(f"after {victim.decode()} was killed the server did not come back")
                 time.sleep(0.2)
-            (server,) = [each for each in list_servers(Store(work / "home")) if each.name == "fragile"]
             assert core(server, PROMPTS[0]) == right
             text = f"not ready after {noticed:.2f} s, right again after {time.monotonic() - begin:.1f} s"
             print_figures(**{f"killed {victim.decode()}": text})

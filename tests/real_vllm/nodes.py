@@ -18,7 +18,7 @@ import pytest
 
 import trtserve
 from tests.support.waiting import wait_until
-from trtserve.executor.api import Executor, ExecutorConfig, ModelType, OutputConfig, Request
+from trtserve.executor.api import Executor, ExecutorConfig, ModelType, OutputConfig, Request, Response
 from trtserve.executor.vllm import engine as vllm_engine
 from trtserve.executor.vllm.arguments import LEADER, NODES
 from trtserve.executor.vllm.installation import require_installation
@@ -51,6 +51,7 @@ def engine(folder: Path, port: int, tp_size: int) -> Path:
 def tokens(executor: Executor, prompt: list[int]) -> list[int]:
     asked = Request(prompt, 16, end_id=-1, output_config=OutputConfig(exclude_input_from_output=True))
     (response,) = executor.await_responses(executor.enqueue_request(asked))
+    assert isinstance(response, Response)
     assert not response.has_error(), response.error_msg
     return response.result.output_token_ids[0]
 
