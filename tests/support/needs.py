@@ -39,6 +39,8 @@ NEEDS = {
     "clients": Need("LangChain and litellm", _modules("langchain_openai", "litellm"), None),
     "chromium": Need("Chromium", lambda: _modules("playwright")() and _programs("chromium")(), "chromium"),
     "promtool": Need("promtool", _programs("promtool"), "prometheus"),
+    "registry": Need("an OCI registry", _programs("docker-registry"), "docker-registry"),
+    "s3": Need("moto and s3fs", _modules("moto", "s3fs", "flask"), None),
     "sshd": Need("sshd", _programs("sshd", "ssh", "ssh-keygen"), "openssh-server"),
 }
 BARE = os.environ.get("TRTSERVE_TESTS_BARE") == "1"

@@ -15,7 +15,7 @@ from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest,
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
-from trtserve.pipeline.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
+from trtserve.pipeline.inventory import disk_usage, freed_bytes, list_imported, plan_prune, plan_removal, remove
 from trtserve.pipeline.model import download_folder
 from trtserve.server import repositories
 from trtserve.server.state import write_state
@@ -377,3 +377,34 @@ def test_start_says_what_was_removed_meanwhile(
     monkeypatch.setattr(repositories, "find_repository", slow)
     assert run(["start", "name", "--dry-run"]) == ModelNotFoundError.code
     assert "Unexpected" not in capsys.readouterr().err
+
+
+def test_prune_removes_what_no_name_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store()
+    old = _imported("llama", mark="a")
+    new = _imported("llama", mark="b", at="2026-02-01")
+    loose, older = _artifact(Engine, "loose", "d"), _artifact(Engine, "loose", "c")
+    manifest = Manifest.read(older)
+    replace(manifest, created="2020-01-01").write(older)
+    left = store.folder(Engine) / ".x-123.partial"
+    left.mkdir()
+    gone = {Path(old.checkpoint), Path(old.engine), Path(old.repository), Path(old.model), older, left}
+    linked = Path(new.repository) / "weights"
+    linked.symlink_to(Path(old.model) / "data")  # a repository that serves a model's files as they are
+    gone.remove(Path(old.model))
+    assert run(["prune", "--dry-run"]) == 0
+    assert {Path(line) for line in capsys.readouterr().out.splitlines()} == gone
+    assert all(path.exists() for path in gone)
+    assert run(["prune"]) == 0
+    assert not any(path.exists() for path in gone)
+    kept = {Path(new.model), Path(new.checkpoint), Path(new.engine), Path(new.repository), loose, Path(old.model)}
+    assert all(path.exists() for path in kept)
+    assert plan_prune().folders == ()
+
+
+def test_prune_removes_no_build_that_a_command_uses() -> None:
+    _imported("llama", mark="a")
+    _imported("llama", mark="b", at="2026-02-01")
+    store = Store()
+    with store.in_use("llama"), pytest.raises(LockedError):
+        remove(plan_prune(store), store=store)

@@ -111,6 +111,9 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "models": _command(MODELS, "models"),
     "list": _command(MODELS, "models", "list_models"),
     "remove": _command(MODELS, "models", "remove"),
+    "prune": _command(MODELS, "models", "prune"),
+    "push": _command(MODELS, "travel", "push"),
+    "pull": _command(MODELS, "travel", "pull"),
     "gateway": _command(UPKEEP, "gateway"),
     "door": _command(None, "gateway"),  # its former name, which no list shows
     "status": _command(UPKEEP, "status"),

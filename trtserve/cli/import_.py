@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from trtserve.pipeline.import_spec import ImportSpec
 
 
-_SOURCE_HELP = "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, or a folder."
+_SOURCE_HELP = (
+    "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, a folder, or s3://… or gs://…"
+)
 
 
 def import_(

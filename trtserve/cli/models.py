@@ -1,4 +1,4 @@
-"""`trtserve models`, `list` and `remove`: the models that have a short name, and those that were imported."""
+"""`trtserve models`, `list`, `remove` and `prune`: the models that have a short name, and those that were imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
-    from trtserve.pipeline.inventory import StoredName
+    from trtserve.pipeline.inventory import Removal, StoredName
 
 
 def models(json: JsonOption = False) -> None:
@@ -115,8 +115,29 @@ def remove(
     removal = inventory.plan_removal(names or (), everything=everything)
     if not dry_run:
         inventory.remove(removal)
+    _print_removal("remove", removal, dry_run=dry_run, json=json)
+
+
+def prune(dry_run: DryRunOption = False, json: JsonOption = False) -> None:
+    """Remove what no name reaches: older builds, and what interrupted commands left, unfinished downloads included.
+
+    What `trtserve list` shows with its newest build stays, and so does what a server runs.
+
+    Examples:
+        trtserve prune --dry-run
+        trtserve prune
+    """
+    from trtserve.pipeline import inventory
+
+    removal = inventory.plan_prune()
+    if not dry_run:
+        inventory.remove(removal)
+    _print_removal("prune", removal, dry_run=dry_run, json=json)
+
+
+def _print_removal(command: str, removal: Removal, *, dry_run: bool, json: bool) -> None:
     if json:
-        print_json("remove", with_bytes(asdict(removal)) | {"removed": not dry_run})
+        print_json(command, with_bytes(asdict(removal)) | {"removed": not dry_run})
         return
     for folder in removal.folders:
         print_data(str(folder))

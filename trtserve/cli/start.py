@@ -157,6 +157,7 @@ def _supervise(
 ) -> None:
     """Be the supervisor of a server, for the user or for the `start --detach` that listens at `report_to`."""
     from trtserve.cli.json_log import JsonLog
+    from trtserve.host.pinning import parse_cpus, pin
     from trtserve.server.detach import StartReport
     from trtserve.server.plan import plan_server
     from trtserve.server.supervision import serve_foreground
@@ -164,6 +165,8 @@ def _supervise(
     own = JsonLog() if spec.log_format == "json" else progress
     report = None if report_to is None else StartReport(report_to, own)
     try:
+        if spec.cpus is not None or spec.numa is not None:
+            pin(parse_cpus(spec.cpus) if spec.cpus else (), spec.numa)
         plan = plan_server(repository, spec)
         with own.following([each.log for each in plan.instances]) if isinstance(own, JsonLog) else nullcontext():
             tell = on_ready if report is None else lambda _: report.ready()

@@ -245,6 +245,8 @@ def pinned_source(model: ModelPlan) -> str:
     source = model.source
     if source.kind == "demo":
         return DEMO
+    if source.kind == "bucket":
+        return source.location
     if model.revision is None:
         return f"local:{source.location}"
     return f"hf:{source.location}@{model.revision.commit}"

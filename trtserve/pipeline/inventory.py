@@ -81,6 +81,23 @@ def plan_removal(names: Collection[str], *, everything: bool = False) -> Removal
     )
 
 
+def plan_prune(store: Store | None = None) -> Removal:
+    """Plan the removal of artefacts that no name reaches, of unfinished downloads and of what killed processes left.
+
+    A name reaches what its import recorded, else its newest artefact of each kind. What a server runs stays, and so do
+    artefacts that links in those lead to.
+    """
+    store = store or Store()
+    kept = {path for record in store.recorded() for path in _artifacts_of(record)}
+    kept |= {artefact.path for kind in _KINDS for artefact in store.by_name(kind).values()}
+    kept |= {server.repository for server in list_servers(store)}
+    links = {Path(os.path.realpath(path)) for folder in kept for path in folder.rglob("*") if path.is_symlink()}
+    resolved = {folder.resolve() for folder in kept} | {above for link in links for above in link.parents}
+    made = [artefact.path for kind in _KINDS for artefact in store.complete(kind)]
+    going = {path for path in made if path.resolve() not in resolved} | set(_unfinished(store))
+    return Removal(names=(), folders=tuple(sorted(going)), kept=(), size=freed_bytes(going))
+
+
 def remove(removal: Removal, *, store: Store | None = None) -> None:
     """Run `removal`; after a kill the same names can be removed again.
 
@@ -88,7 +105,8 @@ def remove(removal: Removal, *, store: Store | None = None) -> None:
     """
     store = store or Store()
     with ExitStack() as held:
-        for name in removal.names:
+        builds = {folder.name.rpartition("-")[0] for folder in removal.folders if not folder.name.startswith(".")}
+        for name in sorted({*removal.names, *builds} - {""}):
             held.enter_context(locked(store.name_lock(name), wait=False))
         for lock in sorted({store.lock_of(folder) for folder in removal.folders}):
             held.enter_context(locked(lock, wait=False))

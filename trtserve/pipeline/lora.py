@@ -71,6 +71,8 @@ def plan_adapter(
     source = parse_source(str(adapter), name=name)
     if source.kind == "demo":
         raise ModelNotFoundError("demo is a model, not an adapter.", hint="Give a PEFT folder, or org/name of the hub.")
+    if source.kind == "bucket":
+        raise UsageError(f"{source.location}: adapters come from a folder or the hub.", hint="Copy the folder first.")
     revision = hub.resolve(source.location, source.revision) if source.kind == "hub" else None
     folder = Path(source.location) if revision is None else None
     inputs = _folder_inputs(Path(source.location)) if revision is None else _hub_inputs(revision)

@@ -14,7 +14,7 @@ from trtserve.host.machine import format_bytes, require_disk
 from trtserve.pipeline.model_files import ModelFiles, folder_files, planned_files, stored_files
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
-from trtserve.store import Store, hub, link_or_copy, publish, reusable
+from trtserve.store import Store, buckets, hub, link_or_copy, publish, reusable
 from trtserve.store.rates import expected_seconds, read_rates, timed
 from trtserve.store.sources import Source, other_meaning, parse_source
 
@@ -92,7 +92,10 @@ def plan_model(
     if (other := other_meaning(parsed)) is not None:
         progress.warn(other)
     needs = {"own_tokenizer": own_tokenizer, "any_architecture": any_architecture}
-    found = folder_files(parsed, **needs) if parsed.kind != "hub" else _hub_files(parsed, store, token, progress, needs)
+    if parsed.kind in ("hub", "bucket"):
+        found = _remote_files(parsed, store, token, progress, needs)
+    else:
+        found = folder_files(parsed, **needs)
     path, reused = destination(Model, found.name, found.fingerprint, out=out, store=store)
     missing = 0
     if found.revision is not None and found.folder is None and not reused:
@@ -101,14 +104,18 @@ def plan_model(
     return ModelPlan(**vars(found), store=store, path=path, reused=reused, missing_bytes=missing, token=token)
 
 
-def _hub_files(
+def _remote_files(
     source: Source, store: Store, token: str | None, progress: Progress, needs: Mapping[str, bool]
 ) -> ModelFiles:
-    if (stored := stored_files(source, store, offline=hub.is_offline())) is not None:
-        return stored
-    progress.step(f"Looking up {source.location} on {hub.endpoint()}")
-    revision = hub.cached_revision(source.location, source.revision) if hub.is_offline() else None
-    revision = revision or hub.resolve(source.location, source.revision, token=token)
+    if source.kind == "bucket":
+        progress.step(f"Looking up {source.location}")
+        revision = buckets.resolve(source.location)
+    else:
+        if (stored := stored_files(source, store, offline=hub.is_offline())) is not None:
+            return stored
+        progress.step(f"Looking up {source.location} on {hub.endpoint()}")
+        cached = hub.cached_revision(source.location, source.revision) if hub.is_offline() else None
+        revision = cached or hub.resolve(source.location, source.revision, token=token)
     # The commit may have been pulled before, under another name or from another branch.
     if (stored := stored_files(replace(source, revision=revision.commit), store, offline=False)) is not None:
         return replace(stored, source=source)
@@ -118,7 +125,8 @@ def _hub_files(
             return _fetch(revision, file, folder, token, progress)
 
         files, config = planned_files(source.location, revision.files, read, **needs)
-    hub.require_pullable(source.location, files)
+    if source.kind == "hub":
+        hub.require_pullable(source.location, files)
     return ModelFiles(source=source, revision=revision, files=files, config=config)
 
 
@@ -139,7 +147,9 @@ def _fetch(
     progress: Progress,
     task: Task | None = None,
 ) -> Path:
-    """Put one verified file into `folder`: from the cache of the hub's client or else from the hub."""
+    """Put one verified file into `folder`: from the cache of the hub's client, the hub, or an object store."""
+    if buckets.is_url(revision.repository):
+        return buckets.pull(revision, file, folder, task)
     cached = hub.cached_file(revision, file)
     if cached is not None and hub.pulled_bytes(file, folder) == 0:
         try:

@@ -119,6 +119,8 @@ _WITHOUT_TRTSERVE = (
     "restart",
     "restart_limit",
     "log_format",
+    "cpus",
+    "numa",
     "ui",
     "api_key",
     "api_key_file",

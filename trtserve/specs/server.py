@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtserve.errors import UsageError
+from trtserve.host.pinning import parse_cpus
 from trtserve.specs.options import option
 from trtserve.specs.tools import InContainer
 
@@ -109,6 +110,16 @@ class ServerSpec(InContainer):
         minimum=0,
         panel=GPUS,
     )
+    cpus: str | None = option(
+        None, metavar="LIST", help="Processors that the server may use, such as 0-7,16.", unset="all", panel=SUPERVISION
+    )
+    numa: int | None = option(
+        None,
+        metavar="NODE",
+        help="NUMA node that the server is bound to: its processors (fewer with --cpus) and its memory.",
+        minimum=0,
+        panel=SUPERVISION,
+    )
     ui: bool = option(False, "--ui", help="Serve a page with a conversation and the server's figures.", common=True)
     exit_timeout: int = option(
         3, metavar="SECONDS", help="Time for tritonserver to end in order.", minimum=1, panel=GPUS
@@ -178,6 +189,13 @@ class ServerSpec(InContainer):
             listed = ",".join(map(str, self.gpus))
             raise UsageError(f"--gpus {listed} names a GPU twice: two ranks cannot share it.")
         self._check_access()
+        if self.cpus is not None:
+            parse_cpus(self.cpus)
+        if self.container is not None and (self.cpus is not None or self.numa is not None):
+            raise UsageError(
+                "--cpus and --numa bind processes of this machine, not those of a container.",
+                hint="Use docker's own: --container-flag=--cpuset-cpus=0-7 --container-flag=--cpuset-mems=0",
+            )
         if self.trace_to is not None and not self.trace_to.startswith(("http://", "https://")):
             raise UsageError(
                 f"--trace-to is {self.trace_to!r}; expected the URL of an OTLP/HTTP receiver.",

@@ -20,7 +20,7 @@ from trtserve.files import open_file, read_json_object, write_json
 
 _CHUNK = 1 << 20
 # What Triton reads as a configuration may be edited by hand.
-_EDITABLE = "config.pbtxt"
+EDITABLE = "config.pbtxt"
 _MOST_REMEMBERED = 20_000
 
 
@@ -75,7 +75,7 @@ def damages(artifact: Artifact, checksums: Checksums) -> Mapping[Path, str]:
     if artifact.manifest is None:
         return {}
     recorded = {artifact.path / name: text for name, text in artifact.manifest.files.items()}
-    recorded = {path: text for path, text in recorded.items() if path.name != _EDITABLE}
+    recorded = {path: text for path, text in recorded.items() if path.name != EDITABLE}
     present = checksums.of(list(recorded))
     found = {path: "is missing, or cannot be read" for path in recorded if path not in present}
     changed = [path for path, text in present.items() if text != recorded[path]]

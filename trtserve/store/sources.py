@@ -63,6 +63,7 @@ ALIASES: dict[str, str] = {
     "falcon-7b": "tiiuae/falcon-7b",
 }
 
+_BUCKETS = ("s3", "gs", "az", "abfs", "file")  # schemes of fsspec
 _CACHED = "models--"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SERVED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -73,8 +74,8 @@ class Source:
     """Where a model comes from."""
 
     text: str  # as the user typed it
-    kind: Literal["demo", "hub", "folder"]
-    location: str  # `org/name` of the hub, else an absolute folder
+    kind: Literal["demo", "hub", "folder", "bucket"]
+    location: str  # `org/name` of the hub, the URL of a folder in an object store, else an absolute folder
     name: str  # that the model is served under
     revision: str | None = None  # branch, tag or commit of the hub; None: its default branch
 
@@ -85,6 +86,8 @@ def parse_source(text: str, *, name: str | None = None) -> Source:
     An existing folder is always a folder, and a text that looks like a path is never looked up on the hub. The prefixes
     `hf:` and `local:` decide explicitly. Raises UsageError or ModelNotFoundError when nothing fits.
     """
+    if "://" in text:
+        return _bucket(text, name)
     if text.startswith("local:"):
         return _folder(text, text.removeprefix("local:"), name)
     if text.startswith("hf:"):
@@ -149,6 +152,19 @@ def _folder(text: str, path: str, name: str | None) -> Source:
         derived = folder.name.rpartition("--")[2]
         folder = _snapshot(folder)
     return Source(text=text, kind="folder", location=str(folder), name=served_name(name or plain_name(derived)))
+
+
+def _bucket(url: str, name: str | None) -> Source:
+    scheme, _, path = url.partition("://")
+    if scheme not in _BUCKETS or not path.strip("/"):
+        raise UsageError(
+            f"{url[:200]} is not a place that models are imported from.",
+            hint=f"Expected a folder in an object store ({', '.join(f'{each}://…' for each in _BUCKETS)}), a hub id "
+            "or a folder.",
+        )
+    location = url.rstrip("/")
+    derived = plain_name(location.rpartition("/")[2])
+    return Source(text=url, kind="bucket", location=location, name=served_name(name or derived))
 
 
 def _snapshot(folder: Path) -> Path:

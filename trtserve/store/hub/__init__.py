@@ -51,9 +51,9 @@ class RemoteFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """One commit of a repository on the hub, and its files."""
+    """One commit of a repository on the hub, or the content of a folder in an object store, and its files."""
 
-    repository: str
+    repository: str  # `org/name`, or the URL of the folder
     commit: str
     files: tuple[RemoteFile, ...]
 

@@ -1,0 +1,229 @@
+"""Artefacts that are pushed to a folder and pulled into another store: whole, resumed, or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_folders import built_here, write_engine
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Engine, Manifest, ModelRepository
+from trtserve.cli.app import run
+from trtserve.errors import CorruptFileError, MachineError, ModelNotFoundError, TrtserveError, UsageError
+from trtserve.pipeline import travel
+from trtserve.pipeline.travel import pull, push
+from trtserve.repository.assembling import plan_repository
+from trtserve.repository.publishing import assemble_repository
+from trtserve.specs import RepositorySpec
+from trtserve.store import Store
+from trtserve.store.remote import Blob, Layout, parse_target
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, ModelRepository]:
+    """An engine of TensorRT-LLM and its repository, both in a store of their own."""
+    root = tmp_path_factory.mktemp("built")
+    tokenizer = write_tiny_model(root / "hf")
+    engine = built_here(write_engine(root / "engine"))
+    (engine.path / "rank0.engine").write_bytes(bytes(range(256)) * 400)
+    plan = plan_repository(engine, tokenizer, RepositorySpec(name="tiny"), store=Store(root / "store"))
+    return engine, assemble_repository(plan)
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(travel, "PIECE", 30_000)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_repository_arrives_as_it_was(built: tuple[Engine, ModelRepository], tmp_path: Path) -> None:
+    repository, target, store = built[1], str(tmp_path / "shelf"), Store(tmp_path / "other")
+    sent = push(str(repository.path), f"{target}:v1")
+    assert 0 < sent.missing <= sent.total  # equal files are sent once
+    assert push(str(repository.path), f"{target}:v1").missing == 0
+    got = pull(f"{target}:v1", any_machine=True, store=store)
+    assert (got.missing, got.digest) == (sent.total, sent.digest)
+    before, after = _files(repository.path), _files(got.artifact.path)
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name] and name != "manifest.json"] == []
+    assert Manifest.read(got.artifact.path).fingerprint == repository.fingerprint
+    assert [(record.name, record.source) for record in store.recorded()] == [("tiny", f"{target}:v1")]
+    assert list(store.downloads.iterdir()) == []
+    assert pull(f"{target}:v1", any_machine=True, store=store).missing == 0
+    assert pull(f"{target}@{sent.digest}", any_machine=True, store=store).missing == 0
+
+
+def test_no_weights_move_to_a_machine_that_cannot_serve_them(
+    built: tuple[Engine, ModelRepository], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, store = str(tmp_path / "shelf"), Store(tmp_path / "other")
+    push(str(built[1].path), target)
+    monkeypatch.setattr(travel, "count_gpus", lambda: 0)
+    with pytest.raises(MachineError, match="GPU"):
+        pull(target, store=store)
+    assert list(store.root.rglob("*.engine")) == []
+    assert list(store.root.rglob("config.pbtxt")) != []  # what the check read; the next pull begins there
+    assert not store.folder(ModelRepository).exists()
+    assert pull(target, any_machine=True, store=store).missing < push(str(built[1].path), target).total
+
+
+@pytest.mark.usefixtures("pieces")
+def test_an_interrupted_pull_continues_with_the_next_piece(
+    built: tuple[Engine, ModelRepository], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, store = str(tmp_path / "shelf"), Store(tmp_path / "other")
+    total = push(str(built[1].path), target).total
+    received = Layout.receive
+    taken: list[Blob] = []
+
+    def two_large_ones(place: Layout, blob: Blob) -> Iterator[bytes]:
+        taken.append(blob)
+        if sum(each.size == travel.PIECE for each in taken) > 2:
+            raise KeyboardInterrupt
+        yield from received(place, blob)
+
+    monkeypatch.setattr(Layout, "receive", two_large_ones)
+    with pytest.raises(KeyboardInterrupt):
+        pull(target, any_machine=True, store=store)
+    monkeypatch.setattr(Layout, "receive", received)
+    rest = pull(target, any_machine=True, store=store)
+    assert 0 < rest.missing <= total - 2 * travel.PIECE
+    assert _files(rest.artifact.path)["tensorrt_llm/1/rank0.engine"] == bytes(range(256)) * 400
+
+
+def test_an_interrupted_push_names_nothing(
+    built: tuple[Engine, ModelRepository], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, sent, calls = str(tmp_path / "shelf"), Layout.send, 0
+
+    def three(place: Layout, blob: Blob, content: Callable[[], Iterator[bytes]]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise KeyboardInterrupt
+        sent(place, blob, content)
+
+    monkeypatch.setattr(Layout, "send", three)
+    with pytest.raises(KeyboardInterrupt):
+        push(str(built[1].path), target)
+    with pytest.raises(ModelNotFoundError, match="nothing under latest"):
+        pull(target, store=Store(tmp_path / "other"))
+    monkeypatch.setattr(Layout, "send", sent)
+    assert push(str(built[1].path), target).missing < push(str(built[1].path), str(tmp_path / "new")).missing
+
+
+def test_an_engine_travels_too(built: tuple[Engine, ModelRepository], tmp_path: Path) -> None:
+    store = Store(tmp_path / "other")
+    push(str(built[0].path), str(tmp_path / "shelf"))
+    got = pull(str(tmp_path / "shelf"), store=store)
+    assert isinstance(got.artifact, Engine)
+    assert store.recorded() == []
+    assert list(store.by_name(Engine)) == [built[0].name]
+
+
+def _changed(shelf: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the OCI manifest of a layout, and its name with it."""
+    place, reference = parse_target(str(shelf))
+    manifest = json.loads(place.manifest(reference))
+    change(manifest)
+    place.publish(reference, json.dumps(manifest).encode())
+
+
+def _layer(manifest: dict[str, Any], end: str) -> dict[str, Any]:
+    return next(
+        each for each in manifest["layers"] if each["annotations"]["org.opencontainers.image.title"].endswith(end)
+    )
+
+
+def _lead_out(manifest: dict[str, Any]) -> None:
+    _layer(manifest, "rank0.engine")["annotations"]["org.opencontainers.image.title"] = "../../outside"
+
+
+def _swap_files(manifest: dict[str, Any]) -> None:
+    first, second = _layer(manifest, "postprocessing/1/model.py"), _layer(manifest, "preprocessing/1/model.py")
+    names = first["annotations"], second["annotations"]
+    first["annotations"], second["annotations"] = names[1], names[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_lead_out, "lists '../../outside' wrongly"),
+        (_swap_files, "is not the file that tiny was made with"),
+        (lambda m: m["layers"].pop(), "has other files than"),
+        (lambda m: _layer(m, "rank0.engine").update(digest="sha256:../../x"), "is not a SHA-256 digest"),
+        (lambda m: _layer(m, "rank0.engine").update(size=-1), "is not the size of a blob"),
+        (lambda m: m.update(layers=[{}]), "a manifest that trtserve did not write"),
+        (lambda m: m["config"].update(digest=f"sha256:{'0' * 64}"), "does not exist"),
+    ],
+)
+def test_a_place_that_lies_is_not_believed(
+    change: Callable[[dict[str, Any]], None], message: str, built: tuple[Engine, ModelRepository], tmp_path: Path
+) -> None:
+    push(str(built[1].path), str(tmp_path / "shelf"))
+    _changed(tmp_path / "shelf", change)
+    store = Store(tmp_path / "home" / "other")
+    with pytest.raises(TrtserveError, match=message):
+        pull(str(tmp_path / "shelf"), any_machine=True, store=store)
+    assert not (tmp_path / "home" / "outside").exists()
+    assert store.recorded() == []
+    assert list(store.complete(ModelRepository)) == []
+
+
+def test_a_damaged_blob_is_fetched_again(built: tuple[Engine, ModelRepository], tmp_path: Path) -> None:
+    shelf, store = tmp_path / "shelf", Store(tmp_path / "other")
+    push(str(built[1].path), str(shelf))
+    engine = max((shelf / "blobs").rglob("*"), key=lambda path: path.stat().st_size)
+    content = engine.read_bytes()
+    engine.write_bytes(b"\0" * len(content))
+    with pytest.raises(CorruptFileError, match="differs from its digest, from byte 0 on"):
+        pull(str(shelf), any_machine=True, store=store)
+    engine.write_bytes(content)
+    assert pull(str(shelf), any_machine=True, store=store).missing == len(content)
+
+
+def test_what_was_changed_since_it_was_built_is_not_pushed(
+    built: tuple[Engine, ModelRepository], tmp_path: Path
+) -> None:
+    push(str(built[1].path), str(tmp_path / "shelf"))
+    got = pull(str(tmp_path / "shelf"), any_machine=True, store=Store(tmp_path / "other"))
+    (got.artifact.path / "preprocessing" / "1" / "model.py").write_text("import os\n")
+    with pytest.raises(CorruptFileError, match="has another content than when it was made"):
+        push(str(got.artifact.path), str(tmp_path / "shelf"))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("oci://registry.example/Name", "does not name a repository"),
+        ("oci://registry.example", "does not name a repository"),
+        ("oci://registry.example/name:bad!tag", "is neither a tag nor a digest"),
+        ("nothing://x/y", "Protocol not known"),
+    ],
+)
+def test_wrong_targets_are_refused(target: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_target(target)
+
+
+def test_the_commands_say_what_they_moved(
+    built: tuple[Engine, ModelRepository], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shelf = str(tmp_path / "shelf")
+    assert run(["push", str(built[1].path), shelf, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["dry_run"] is True
+    assert not (tmp_path / "shelf").exists()
+    assert run(["push", str(built[1].path), shelf, "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("sha256:")
+    assert run(["pull", shelf, "--any-machine"]) == 0
+    out, err = capsys.readouterr()
+    assert Path(out.strip()).is_dir()
+    assert "Next: trtserve start tiny" in err

@@ -1,0 +1,360 @@
+"""Places that artefacts travel through: an OCI registry, or an OCI image layout in a folder or an object store.
+
+Both hold blobs, named by their SHA-256, and manifests, named by a tag: the OCI image and distribution specifications
+1.1. `skopeo` and `oras` can copy between them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlencode, urljoin, urlsplit
+
+from trtserve.errors import (
+    AccessDeniedError,
+    CorruptFileError,
+    MissingDependencyError,
+    ModelNotFoundError,
+    NetworkError,
+    TrtserveError,
+    UsageError,
+)
+from trtserve.files import parse_json, read_json_object
+from trtserve.host.machine import install_command
+from trtserve.host.proxies import is_here
+
+T = TypeVar("T")
+
+REGISTRY = "oci://"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+LARGEST_MANIFEST = 4 << 20
+"""Bytes of a manifest; registries refuse larger ones."""
+_TAG_NAME = "org.opencontainers.image.ref.name"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_NAME = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*")
+_BLOCK = 1 << 20
+_LONGEST_WAIT = 2.0  # seconds before the last attempt
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Bytes by their digest (`sha256:…`) and size."""
+
+    digest: str
+    size: int
+
+    def __post_init__(self) -> None:
+        """Check a digest that a stranger may have written: it becomes a part of a path."""
+        if not _DIGEST.fullmatch(str(self.digest)):
+            raise CorruptFileError(f"{str(self.digest)[:100]!r} is not a SHA-256 digest.", hint="Push it again.")
+        if type(self.size) is not int or self.size < 0:
+            raise CorruptFileError(f"{str(self.size)[:100]!r} is not the size of a blob.", hint="Push it again.")
+
+
+class Shelf(Protocol):
+    """Where blobs and manifests are."""
+
+    def manifest(self, reference: str) -> bytes:
+        """Return the manifest with this tag or digest. Raises ModelNotFoundError."""
+
+    def has(self, blob: Blob) -> bool:
+        """Return whether the blob is there as a whole."""
+
+    def send(self, blob: Blob, content: Callable[[], Iterator[bytes]]) -> None:
+        """Store a blob; `content` is asked again when a connection breaks."""
+
+    def receive(self, blob: Blob) -> Iterator[bytes]:
+        """Yield at most `blob.size` bytes; the caller compares the digest."""
+
+    def publish(self, reference: str, manifest: bytes) -> None:
+        """Store a manifest under a tag, in place of another one."""
+
+
+def parse_target(text: str) -> tuple[Shelf, str]:
+    """Return the place and the tag or digest that `oci://HOST/NAME[:TAG]`, `s3://…[:TAG]` or a folder means.
+
+    Raises UsageError for a text that is none of these, MissingDependencyError without the package for a scheme.
+    """
+    head, slash, last = text.rpartition("/")
+    last, at, reference = last.partition("@") if "@sha256:" in last else last.partition(":")
+    if at and not (_DIGEST if at == "@" else _TAG).fullmatch(reference):
+        raise UsageError(f"{reference[:200]!r} in {text[:200]} is neither a tag nor a digest.", hint="NAME:v1, say")
+    reference = reference or "latest"
+    if not text.startswith(REGISTRY):
+        return _layout(f"{head}{slash}{last}"), reference
+    host, _, name = f"{head}{slash}{last}".removeprefix(REGISTRY).partition("/")
+    if not host or not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{text[:200]} does not name a repository of a registry.", hint="Expected oci://HOST[:PORT]/NAME[:TAG]."
+        )
+    return Registry(host, name), reference
+
+
+def open_file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL or a folder, and the path there.
+
+    Raises MissingDependencyError when the package for its scheme is not installed, UsageError for an unknown scheme.
+    """
+    import fsspec
+
+    try:
+        file_system, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise MissingDependencyError(f"{url}: {error}.", hint=install_command("cloud")) from None
+    except ValueError as error:
+        raise UsageError(f"{url}: {error}.", hint="Give oci://…, s3://…, gs://… or a folder.") from None
+    return file_system, path
+
+
+@contextmanager
+def reaching(what: str) -> Iterator[None]:
+    """Turn what the clients of object stores raise into errors that name `what`."""
+    try:
+        yield
+    except TrtserveError:
+        raise
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{what} does not exist.", hint="Check its spelling.") from None
+    except PermissionError as error:
+        raise AccessDeniedError(
+            f"{what} is closed to you: {error}.", hint="Log in as its own tools need it (AWS_PROFILE, gcloud auth, …)."
+        ) from error
+    except Exception as error:  # each package has classes of its own
+        raise NetworkError(f"{what} cannot be reached: {type(error).__name__}: {error}.", hint="Try again.") from error
+
+
+def _layout(text: str) -> Layout:
+    if "://" not in text:
+        text = str(Path(text).expanduser().absolute())
+    file_system, path = open_file_system(text)
+    return Layout(text, file_system, path.rstrip("/"))
+
+
+@dataclass
+class Layout:
+    """An OCI image layout in a folder or an object store."""
+
+    text: str
+    file_system: Any
+    path: str
+
+    def manifest(self, reference: str) -> bytes:
+        """Return the manifest with this tag or digest."""
+        for entry in self._index().get("manifests", ()):
+            if reference in (entry.get("digest"), entry.get("annotations", {}).get(_TAG_NAME)):
+                blob = Blob(entry.get("digest"), entry.get("size"))
+                return b"".join(self.receive(Blob(blob.digest, min(blob.size, LARGEST_MANIFEST))))
+        raise ModelNotFoundError(f"{self.text} has nothing under {reference}.", hint=f"There: {self._tags() or 'none'}")
+
+    def has(self, blob: Blob) -> bool:
+        """Return whether a file of this size is there."""
+        with reaching(self.text):
+            try:
+                return int(self.file_system.info(self._file(blob))["size"]) == blob.size
+            except FileNotFoundError:
+                return False
+
+    def send(self, blob: Blob, content: Callable[[], Iterator[bytes]]) -> None:
+        """Write a file, which appears when it is complete."""
+        self._write(self._file(blob), content())
+
+    def receive(self, blob: Blob) -> Iterator[bytes]:
+        """Yield the bytes of a file."""
+        with reaching(self.text), self.file_system.open(self._file(blob), "rb") as handle:
+            left = blob.size
+            while left and (block := handle.read(min(_BLOCK, left))):
+                left -= len(block)
+                yield block
+
+    def publish(self, reference: str, manifest: bytes) -> None:
+        """Write the manifest, then the index that names it; not for two processes at once."""
+        blob = Blob(f"sha256:{hashlib.sha256(manifest).hexdigest()}", len(manifest))
+        self.send(blob, lambda: iter([manifest]))
+        others = [
+            entry
+            for entry in self._index().get("manifests", ())
+            if entry.get("annotations", {}).get(_TAG_NAME) != reference
+        ]
+        entry = {"mediaType": MANIFEST_TYPE, **vars(blob), "annotations": {_TAG_NAME: reference}}
+        index = {"schemaVersion": 2, "manifests": [*others, entry]}
+        self._write(f"{self.path}/oci-layout", iter([b'{"imageLayoutVersion": "1.0.0"}']))
+        self._write(f"{self.path}/index.json", iter([json.dumps(index, indent=1).encode()]))
+
+    def _write(self, path: str, content: Iterator[bytes]) -> None:
+        with reaching(self.text):
+            self.file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with self.file_system.transaction, self.file_system.open(path, "wb") as handle:
+                for block in content:
+                    handle.write(block)
+
+    def _file(self, blob: Blob) -> str:
+        return f"{self.path}/blobs/{blob.digest.replace(':', '/')}"
+
+    def _index(self) -> dict[str, Any]:
+        with reaching(self.text):
+            try:
+                with self.file_system.open(f"{self.path}/index.json", "rb") as handle:
+                    return _object(handle.read(LARGEST_MANIFEST), self.text)
+            except FileNotFoundError:
+                return {}
+
+    def _tags(self) -> str:
+        entries = self._index().get("manifests", ())
+        return ", ".join(str(entry.get("annotations", {}).get(_TAG_NAME)) for entry in entries[:20])
+
+
+@dataclass
+class Registry:
+    """A repository of an OCI registry, over HTTPS; over HTTP on this machine."""
+
+    host: str
+    name: str
+    _authorization: str = field(default="", repr=False)
+
+    @property
+    def text(self) -> str:
+        """The target as users write it."""
+        return f"{REGISTRY}{self.host}/{self.name}"
+
+    def manifest(self, reference: str) -> bytes:
+        """Return the manifest with this tag or digest."""
+        return self._again(lambda: self._manifest(reference))
+
+    def _manifest(self, reference: str) -> bytes:
+        with self._call("GET", f"manifests/{reference}", headers={"Accept": MANIFEST_TYPE}) as answer:
+            return bytes(answer.read(LARGEST_MANIFEST))
+
+    def has(self, blob: Blob) -> bool:
+        """Return whether the registry has the blob."""
+        try:
+            self._again(lambda: self._call("HEAD", f"blobs/{blob.digest}").close())
+        except ModelNotFoundError:
+            return False
+        return True
+
+    def send(self, blob: Blob, content: Callable[[], Iterator[bytes]]) -> None:
+        """Upload a blob in one piece."""
+        self._again(lambda: self._send(blob, content))
+
+    def _send(self, blob: Blob, content: Callable[[], Iterator[bytes]]) -> None:
+        with self._call("POST", "blobs/uploads/", headers={"Content-Length": "0"}) as answer:
+            place = urljoin(answer.url, answer.headers["Location"] or "")
+        place += ("&" if "?" in place else "?") + urlencode({"digest": blob.digest})
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
+        self._call("PUT", place, headers=headers, data=content() if blob.size else b"").close()
+
+    def receive(self, blob: Blob) -> Iterator[bytes]:
+        """Yield the bytes of a blob."""
+        with reaching(self.text), self._again(lambda: self._call("GET", f"blobs/{blob.digest}")) as answer:
+            left = blob.size
+            while left and (block := answer.read(min(_BLOCK, left))):
+                left -= len(block)
+                yield block
+
+    def publish(self, reference: str, manifest: bytes) -> None:
+        """Upload a manifest."""
+        headers = {"Content-Type": MANIFEST_TYPE, "Content-Length": str(len(manifest))}
+        self._again(lambda: self._call("PUT", f"manifests/{reference}", headers=headers, data=manifest).close())
+
+    def _again(self, call: Callable[[], T]) -> T:
+        """Run `call` again after a broken connection or a failure of the registry."""
+        wait = 0.5
+        while True:
+            try:
+                return call()
+            except (OSError, NetworkError) as error:
+                if wait > _LONGEST_WAIT:
+                    reason = error if isinstance(error, NetworkError) else None
+                    raise reason or NetworkError(
+                        f"{self.text} cannot be reached: {error}.", hint="Try again."
+                    ) from error
+            time.sleep(wait)
+            wait *= 2
+
+    def _call(
+        self, method: str, path: str, *, headers: dict[str, str] | None = None, data: Any = None, login: bool = True
+    ) -> Any:
+        scheme = "http" if is_here(urlsplit(f"//{self.host}").hostname or "") else "https"
+        base = f"{scheme}://{self.host}/v2/{self.name}/"
+        try:
+            return self._open(method, urljoin(base, path), headers, data)
+        except urllib.error.HTTPError as refused:
+            status, challenge = refused.code, refused.headers.get("WWW-Authenticate", "")
+            said = refused.read(500).decode(errors="replace").strip()
+        if status == HTTPStatus.UNAUTHORIZED and login and not isinstance(data, Iterator):
+            self._authorization = self._authorized(challenge)
+            return self._call(method, path, headers=headers, data=data, login=False)
+        if status == HTTPStatus.NOT_FOUND:
+            raise ModelNotFoundError(f"{self.text} has no {path}.", hint="Check the name and the tag.")
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise AccessDeniedError(f"{self.text} is closed to you: {said}", hint=f"docker login {self.host}")
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.TOO_MANY_REQUESTS:
+            raise TrtserveError(f"{self.text} refused {method} {path} with {status}: {said}")
+        raise NetworkError(f"{self.text} failed at {method} {path} with {status}: {said}", hint="Try again later.")
+
+    def _open(self, method: str, url: str, headers: dict[str, str] | None, data: Any) -> Any:
+        request = urllib.request.Request(url, data=data, headers=headers or {}, method=method)
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https"):
+            raise NetworkError(f"{self.text} led to {url[:200]}.", hint="It is not a registry.")
+        # Not sent on to the storage that a registry redirects to.
+        if self._authorization and parts.netloc == self.host:
+            request.add_unredirected_header("Authorization", self._authorization)
+        proxies = urllib.request.ProxyHandler({}) if is_here(parts.hostname or "") else urllib.request.ProxyHandler()
+        return urllib.request.build_opener(proxies).open(request, timeout=_SECONDS)
+
+    def _authorized(self, challenge: str) -> str:
+        """Return the Authorization that answers a challenge, with the login that docker keeps for the host."""
+        login = _docker_login(self.host)
+        kind, _, rest = challenge.partition(" ")
+        values = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+        if kind.lower() != "bearer":
+            return f"Basic {login}"
+        realm = values.get("realm", "")
+        if urlsplit(realm).scheme != "https" and not is_here(urlsplit(realm).hostname or ""):
+            raise AccessDeniedError(f"{self.host} asks for a login at {realm[:200]!r}.", hint="It is not encrypted.")
+        query = urlencode({key: values[key] for key in ("service", "scope") if key in values})
+        request = urllib.request.Request(f"{realm}?{query}")
+        if login:
+            request.add_unredirected_header("Authorization", f"Basic {login}")
+        try:
+            with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+                content = _object(answer.read(LARGEST_MANIFEST), realm)
+        except urllib.error.HTTPError as refused:
+            raise AccessDeniedError(f"{realm} refuses the login: {refused}", hint=f"docker login {self.host}") from None
+        return f"Bearer {content.get('token') or content.get('access_token')}"
+
+
+def _docker_login(host: str) -> str:
+    """Return the base64 of `user:password` that `docker login` stored for a host, or an empty text."""
+    from os import environ
+
+    folder = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    with suppress(FileNotFoundError):
+        kept = read_json_object(folder / "config.json").get("auths", {}).get(host, {})
+        with suppress(ValueError, AttributeError):
+            return base64.b64encode(base64.b64decode(kept.get("auth", ""), validate=True)).decode()
+    return ""
+
+
+def _object(content: bytes, what: str) -> dict[str, Any]:
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise CorruptFileError(f"{what} answered with something that is not JSON: {error}.", hint="Check it.") from None
+    if not isinstance(found, dict):
+        raise CorruptFileError(f"{what} answered with a JSON value that is no object.", hint="Check it.")
+    return found
