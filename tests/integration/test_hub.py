@@ -32,6 +32,7 @@ from trtserve.errors import (
     NetworkError,
     TrtserveError,
     UnsupportedModelError,
+    UsageError,
 )
 from trtserve.pipeline.model import plan_model
 from trtserve.progress import Task, Unit
@@ -272,6 +273,15 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NetworkError, match="cannot be reached") as caught:
         pull_model(ID)
     assert caught.value.code == 12
+
+
+@pytest.mark.parametrize(
+    "address", ["ftp://x", "localhost:8000", "http://", "http://x:99999", "http://x:y", "https://a\nb"]
+)
+def test_an_address_that_is_none_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(UsageError, match="begins with https:// or http://"):
+        pull_model(ID)
 
 
 def test_a_full_disk_is_reported_before_the_download(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

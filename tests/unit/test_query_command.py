@@ -22,6 +22,17 @@ def set_stdin(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
 
 
+@pytest.mark.parametrize("arguments", [["-"], ["--input-file", "-"]])
+def test_stdin_without_an_end_is_not_read(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trtserve.cli.query.LARGEST_TEXT", 1 << 20)
+    with open("/dev/zero") as endless:  # noqa: PTH123 - as a shell opens it
+        monkeypatch.setattr("sys.stdin", endless)
+        assert run(["query", *arguments]) == 2
+    assert "stdin is larger than 1 MiB: it is not read further" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["argument", "stdin"])
 def test_prompt_that_is_not_utf8_is_a_usage_error(
     source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

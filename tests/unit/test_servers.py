@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tests.support.server_records import server_record
 from trtserve.errors import ServerAmbiguousError, ServerDiedError, ServerNotFoundError
 from trtserve.process import ProcessId
-from trtserve.server.discovery import find_server
+from trtserve.server.discovery import find_log, find_server
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import (
     GatewayState,
@@ -103,6 +104,20 @@ def test_without_a_server_the_hint_starts_one(store: Store, monkeypatch: pytest.
     with pytest.raises(ServerNotFoundError) as caught:
         find_server(store=store)
     assert caught.value.hint == "Start one: trtserve start --detach"
+
+
+def test_a_name_that_leads_elsewhere_is_no_server(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(store.root))
+    server(store, "demo")
+    asks: list[Callable[[], object]] = [
+        lambda: find_server("../x", store=store),
+        lambda: server_status("../x", store=store),
+        lambda: stop_server("../x", store=store),
+        lambda: find_log("../x"),
+    ]
+    for ask in asks:
+        with pytest.raises(ServerNotFoundError, match=r"No server \.\./x is running; running: demo"):
+            ask()
 
 
 def test_an_unknown_name_lists_the_known(store: Store) -> None:

@@ -20,7 +20,7 @@ from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.client.spec import PROMPTS, REQUEST_OPTIONS, QuerySpec, RequestOptions
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.files import is_unicode, parse_json, read_text
+from trtserve.files import LARGEST_TEXT, is_unicode, parse_json, read_text
 from trtserve.specs.options import given_flags
 
 if TYPE_CHECKING:
@@ -278,7 +278,10 @@ def as_utf8(text: str, flag: str) -> str:
 
 def _stdin() -> bytes:
     # sys.stdin is None when it was closed (`<&-`).
-    return b"" if sys.stdin is None else sys.stdin.buffer.read()
+    content = b"" if sys.stdin is None else sys.stdin.buffer.read(LARGEST_TEXT + 1)
+    if len(content) > LARGEST_TEXT:
+        raise UsageError(f"stdin is larger than {LARGEST_TEXT >> 20} MiB: it is not read further.")
+    return content
 
 
 def _decoded(content: bytes) -> str:

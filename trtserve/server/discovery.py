@@ -50,10 +50,10 @@ def find_log(name: str | None = None) -> Path:
     Without a name: of the only server that runs, or when none runs of the last one that ran.
     """
     store = Store()
-    if name is not None:
+    if name is not None and "/" not in name:
         log: Path | None = log_file(name, store)
     else:
-        logs = [] if list_servers(store) else store.servers.glob("*.log")
+        logs = [] if name is not None or list_servers(store) else store.servers.glob("*.log")
         log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
     if log is None or not log.exists():
         log = find_server(name, store=store).instances[0].log

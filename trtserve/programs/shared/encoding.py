@@ -113,7 +113,7 @@ class Allowance:
             self._left -= seconds
             if self._left > 0:
                 return ids
-        raise TimeoutError(f"it takes more than {self._seconds:g} s")
+        raise TimeoutError(f"it takes more than {self._seconds:.2g} s")
 
 
 def python() -> str:

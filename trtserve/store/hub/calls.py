@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
-from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError
+from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError, UsageError
 from trtserve.files import is_below, writing_error
 from trtserve.host.proxies import is_here, proxied
 
@@ -46,6 +46,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         subject = arguments[0]
         repository = str(getattr(subject, "repository", subject))
         _require_sendable(options.get("token"))
+        _require_address()
         _take_no_proxy_to_this_machine(urlsplit(endpoint()).hostname or "")
         for least in (*_DELAYS, None):
             try:
@@ -68,6 +69,20 @@ def _take_no_proxy_to_this_machine(host: str) -> None:
     if is_here(host) and proxied(host):
         for name in ("no_proxy", "NO_PROXY"):
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
+
+
+def _require_address() -> None:
+    """Raise UsageError for an HF_ENDPOINT that cannot be the address of a hub, which no attempt would change."""
+    try:
+        address = urlsplit(endpoint())
+        right = address.scheme in ("http", "https") and bool(address.hostname) and (address.port or 1) > 0
+    except ValueError:
+        right = False
+    if not right or not endpoint().isprintable():
+        raise UsageError(
+            f"HF_ENDPOINT is {endpoint()[:200]!r}; expected an address that begins with https:// or http://.",
+            hint="Unset it for the hub itself.",
+        )
 
 
 def _require_sendable(given: object) -> None:
