@@ -69,7 +69,7 @@ def test_usage_is_what_the_engine_counts(client: OpenAI, features: ModelServer) 
         """The counts, once those of earlier tests have arrived."""
         counts, before = counted(), [-1.0]
         while counts != before:
-            time.sleep(2.0)
+            time.sleep(0.5)
             counts, before = counted(), counts
         return counts
 

@@ -438,10 +438,10 @@ def _start_and_kill(source: str, *, at_bytes: int) -> Path:
     """Kill a process that imports when `at_bytes` of the weights are on disk; returns the part that it left."""
     # Small blocks, so that a part is on disk long before the end.
     small_blocks = "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 4096"
-    code = f"{small_blocks}; from trtserve.pipeline.model import pull_model; pull_model({source!r})"
+    code = f"{small_blocks}; from tests.support.stages import pull_model; pull_model({source!r})"
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) as process:
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and process.poll() is None:
             parts = list((Store().root / "downloads").glob("*/model.safetensors.part"))
             if parts and parts[0].stat().st_size >= at_bytes:
                 process.send_signal(signal.SIGKILL)

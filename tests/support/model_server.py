@@ -5,8 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import queue
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.host.ports import free_ports
-from trtserve.process import Command, ProcessId, exit_code, spawn, stop, tree
+from trtserve.process import Command, ProcessId, spawn, stop, tree
 from trtserve.process.signals import one_interrupt
 from trtserve.server.launch.commands import LaunchSetup, without_mpi
 from trtserve.server.launch.modes import Single
 from trtserve.server.triton.installation import find_triton, prepare_backends
-from trtserve.server.triton.tritonserver import Address, is_ready, stub_environment, sweep_shared_memory, unique_prefix
+from trtserve.server.triton.tritonserver import (
+    Address,
+    stub_environment,
+    sweep_shared_memory,
+    unique_prefix,
+    wait_until_ready,
+)
 from trtserve.store import Store
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -171,28 +177,31 @@ def _outputs(result: Any) -> Tensors:
 class _Triton:
     """The process of one server, which can be started again."""
 
-    def __init__(self, command: Command, address: Address, log: Path) -> None:
-        self._command, self._address, self._log = command, address, log
+    def __init__(self, command: Callable[[Address], Command], log: Path) -> None:
+        self._command, self._log = command, log
         self._process: ProcessId | None = None
         self._stubs: set[ProcessId] = set()
+        self.address = _free_address()
 
     def start(self) -> None:
-        """Start it, and wait until it is ready."""
-        if not self._ready_in_time():
-            # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
+        """Start it, and wait until it is ready; once more where another program took a port or Triton 2.51 failed."""
+        try:
+            self._start()
+        except PortInUseError:
             self.stop()
-            assert self._ready_in_time(), self.last_lines()
+            self.address = _free_address()
+            self._start()
+        except ServerStartError as error:
+            # It waits for ever when a Python model gets no CPU for a second while it loads, and may abort then.
+            if not (error.by_chance or error.killed or "models still loading" in error.message):
+                raise
+            self.stop()
+            self._start()
 
-    def _ready_in_time(self) -> bool:
-        self._process = spawn(self._command, log=self._log)
-        deadline = time.monotonic() + 120
-        while not is_ready(self._address):
-            assert exit_code(self._process) is None, self.last_lines()
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
+    def _start(self) -> None:
+        self._process = spawn(self._command(self.address), log=self._log)
+        wait_until_ready(self._process, self.address, self._log, timeout=120)
         self._stubs = tree(self._process)
-        return True
 
     def stop(self) -> None:
         """Kill it: models need seconds to unload, which other tests look at."""
@@ -211,6 +220,11 @@ class _Triton:
 _running: list[_Triton] = []
 
 
+def _free_address() -> Address:
+    http_port, grpc_port, metrics_port = free_ports("127.0.0.1", 3)
+    return Address(host="127.0.0.1", http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
+
+
 @contextmanager
 def serving(repository: Path, root: Path, *, backends: Path | None = None) -> Iterator[ModelServer]:
     """Start tritonserver on `repository`, wait until it is ready, and end it; `root` receives its log and links.
@@ -218,23 +232,25 @@ def serving(repository: Path, root: Path, *, backends: Path | None = None) -> It
     `backends` is the folder of its backends, where it is not that of the installation.
     """
     triton, prefix = find_triton(), unique_prefix("test")
-    http_port, grpc_port, metrics_port = free_ports("127.0.0.1", 3)
-    address = Address(host="127.0.0.1", http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
-    backends = backends or prepare_backends(triton, Store(root / "home"))
-    setup = LaunchSetup(
-        executable=str(triton.executable),
-        repository=repository,
-        address=address,
-        shm_prefix=prefix,
-        backends=backends,
-        environment=stub_environment(),
-    )
-    process = _Triton(without_mpi(setup, Single.name).command, address, root / "triton.log")
+    found = backends or prepare_backends(triton, Store(root / "home"))
+
+    def command(address: Address) -> Command:
+        setup = LaunchSetup(
+            executable=str(triton.executable),
+            repository=repository,
+            address=address,
+            shm_prefix=prefix,
+            backends=found,
+            environment=stub_environment(),
+        )
+        return without_mpi(setup, Single.name).command
+
+    process = _Triton(command, root / "triton.log")
     _running.append(process)
     with one_interrupt():  # SIGTERM too must end it
         try:
             process.start()
-            yield ModelServer(address)
+            yield ModelServer(process.address)
         finally:
             _running.remove(process)
             process.stop()

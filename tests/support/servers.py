@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.commands import spare_round_trip
 from trtserve.artifacts import ModelRepository, load_artifact
-from trtserve.errors import ServerStartError
+from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.host.ports import free_ports
 from trtserve.process import stop
 from trtserve.process.signals import one_interrupt
@@ -67,27 +67,34 @@ def running_server(
     store = Store(home)
     spare_round_trip(home)
     artifact = load_artifact(ModelRepository, repository)
-    spec = replace(free_spec(name, gateway=gateway, **options), extra_arguments=flags, bindings=bindings)
-    plan = plan_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)
+
+    def start() -> Server:
+        spec = replace(free_spec(name, gateway=gateway, **options), extra_arguments=flags, bindings=bindings)
+        plan = plan_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)
+        return start_server(plan)
+
+    server = None
     with one_interrupt():  # SIGTERM too must end the server
         try:
             try:
-                server = start_server(plan)
+                server = start()
+            except PortInUseError:  # by another program, since it was found to be free
+                server = start()
             except ServerStartError as error:
                 # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
                 if "models still loading" not in error.message:
                     raise
-                server = start_server(plan)
+                server = start()
             yield server
         except BaseException:
             _print_log(log_file(name or artifact.name, store))
             raise
         finally:
-            for server in list_servers(store):
-                if server.address.http_port == spec.http_port:
+            for each in list_servers(store):
+                if server is not None and each.name == server.name:
                     if not gracefully:
-                        stop(server.instances[0].process, grace=0)
-                    stop_server(server.name, store=store)
+                        stop(each.instances[0].process, grace=0)
+                    stop_server(each.name, store=store)
 
 
 def _print_log(log: Path) -> None:
