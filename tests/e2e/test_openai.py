@@ -32,25 +32,6 @@ def client(url: str) -> Iterator[OpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_answer_is_that_of_query(client: OpenAI, endpoint: Endpoint, prompt: str) -> None:
-    text, tokens, reason = expected(endpoint, prompt)
-    assert reason == "length"
-    whole = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0)
-    assert whole.choices[0].text.lstrip(" ") == text
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == tokens
-    assert whole.choices[0].finish_reason == "length"
-    stream = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0, stream=True)
-    pieces = [chunk.choices[0].text for chunk in stream]
-    assert "".join(pieces).lstrip(" ") == text
-    assert len(pieces) > 1
-    chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": prompt}], max_tokens=24, temperature=0
-    )
-    assert chat.choices[0].message.content == text
-
-
 def test_answers_have_the_types_of_the_client(client: OpenAI) -> None:
     raw = client.completions.with_raw_response.create(model="tiny", prompt="Hi", logprobs=2)
     Completion.model_validate_json(raw.text, strict=True)
@@ -94,7 +75,9 @@ def test_usage_is_what_the_engine_counts(client: OpenAI, features: ModelServer) 
 def test_asynchronous_streams(url: str, endpoint: Endpoint) -> None:
     async def ask(client: AsyncOpenAI, prompt: str) -> str:
         stream = await client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0, stream=True)
-        return "".join([chunk.choices[0].text async for chunk in stream])
+        pieces = [chunk.choices[0].text async for chunk in stream]
+        assert len(pieces) > 1
+        return "".join(pieces)
 
     async def ask_all() -> list[str]:
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -102,18 +85,6 @@ def test_asynchronous_streams(url: str, endpoint: Endpoint) -> None:
 
     texts = [text.lstrip(" ") for text in asyncio.run(ask_all())]
     assert texts == [expected(endpoint, prompt)[0] for prompt in PROMPTS] * 3
-
-
-def test_stop_strings(client: OpenAI, endpoint: Endpoint) -> None:
-    text, _, _ = expected(endpoint, PROMPTS[0])
-    stop = text[6:8]
-    for stream in (False, True):
-        answer: Any = client.completions.create(
-            model="tiny", prompt=PROMPTS[0], max_tokens=24, temperature=0, stop=stop, stream=stream
-        )
-        chunks = list(answer) if stream else [answer]
-        assert "".join(chunk.choices[0].text for chunk in chunks).lstrip(" ") == text[: text.index(stop)]
-        assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_sampling_is_repeatable_with_a_seed(client: OpenAI) -> None:

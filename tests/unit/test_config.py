@@ -12,7 +12,7 @@ from trtserve.errors import UsageError
 from trtserve.nvidia.releases import RELEASES
 from trtserve.programs.bls.inputs import CORE as FORWARDED
 from trtserve.repository.config import ConfigOptions, config_text, parse_config
-from trtserve.repository.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, profile
+from trtserve.repository.profiles import BLS, CORE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, profile
 from trtserve.repository.settings import resolve_settings
 
 OPTIONS = ConfigOptions(
@@ -29,15 +29,13 @@ def config(model: str, release: str | None = None, options: ConfigOptions = OPTI
 
 
 @pytest.mark.parametrize("release", [*RELEASES, None])
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_reads_back(model: str, release: str | None) -> None:
-    read = config(model, release)
-    assert read.name == model
-    assert read.max_batch_size == 16
-    table = profile(release).models[model]
-    assert [tensor.name for tensor in read.input] == [tensor.name for tensor in table.inputs]
-    assert [tensor.name for tensor in read.output] == [tensor.name for tensor in table.outputs]
-    assert {parameter.name for parameter in table.parameters} <= set(read.parameters)
+def test_every_model_reads_back(release: str | None) -> None:
+    for model, table in profile(release).models.items():
+        read = config(model, release)
+        assert (read.name, read.max_batch_size) == (model, 16)
+        assert [tensor.name for tensor in read.input] == [tensor.name for tensor in table.inputs]
+        assert [tensor.name for tensor in read.output] == [tensor.name for tensor in table.outputs]
+        assert {parameter.name for parameter in table.parameters} <= set(read.parameters)
 
 
 def test_core_tensors() -> None:
@@ -112,12 +110,20 @@ def test_data_types_match_those_of_set(setting: str) -> None:
     assert set(re.findall(r"TYPE_\w+", str(refused.value))) - {"TYPE_INT8"} == listed
 
 
-@pytest.mark.parametrize(("setting", "value"), DATA_TYPES)
-@pytest.mark.parametrize("release", [*RELEASES, None])
-def test_an_ensemble_tensor_has_one_type(release: str | None, setting: str, value: str) -> None:
-    """Triton loads no ensemble in which a tensor has another type in one model than in the next."""
-    change: dict[str, Any] = {setting: value}
+@pytest.mark.parametrize("setting", DATA_TYPES, ids=" ".join)
+def test_types_agree_between_the_models_of_each_release(setting: tuple[str, str]) -> None:
+    change: dict[str, Any] = dict([setting])
     options = replace(OPTIONS, **change)
+    for release in (*RELEASES, None):
+        assert {name: found for name, found in _ensemble_types(release, options).items() if len(found) > 1} == {}
+        core = {tensor.name: tensor.data_type for tensor in config(CORE, release, options).input}
+        for tensor in config(BLS, release, options).input:
+            if (inner := FORWARDED.get(tensor.name)) in core and tensor.name != "max_tokens":
+                assert tensor.data_type == core[inner], (release, tensor.name)
+
+
+def _ensemble_types(release: str | None, options: ConfigOptions) -> dict[str, set[int]]:
+    """Types of each tensor in all models: Triton loads no ensemble in which one has two."""
     ensemble = config(ENSEMBLE, release, options)
     types: dict[str, set[int]] = {}
     for tensor in (*ensemble.input, *ensemble.output):
@@ -128,15 +134,4 @@ def test_an_ensemble_tensor_has_one_type(release: str | None, setting: str, valu
             declared = {tensor.name: tensor.data_type for tensor in tensors}
             for name, ensemble_tensor in links.items():
                 types.setdefault(ensemble_tensor, set()).add(declared[name])
-    assert {name: found for name, found in types.items() if len(found) > 1} == {}
-
-
-@pytest.mark.parametrize(("setting", "value"), DATA_TYPES)
-@pytest.mark.parametrize("release", [*RELEASES, None])
-def test_the_bls_model_forwards_all_inputs_of_the_core_model(release: str | None, setting: str, value: str) -> None:
-    change: dict[str, Any] = {setting: value}
-    options = replace(OPTIONS, **change)
-    core = {tensor.name: tensor.data_type for tensor in config(CORE, release, options).input}
-    for tensor in config(BLS, release, options).input:
-        if (inner := FORWARDED.get(tensor.name)) in core and tensor.name != "max_tokens":
-            assert tensor.data_type == core[inner], tensor.name
+    return types
