@@ -77,39 +77,6 @@ def test_concurrency_is_kept(server: Endpoint) -> None:
     assert highest == 3
 
 
-def test_known_delay_is_measured(server: Endpoint) -> None:
-    report = measure(server, model="core_slow", num_requests=4, output_mean=10, output_stdev=0)
-    statistics = report.statistics
-    assert statistics.inter_token_ms.p50 is not None
-    assert statistics.time_to_first_token_ms.minimum is not None
-    # The model sleeps 20 ms before each token; upper bounds are left to the machine.
-    assert statistics.inter_token_ms.p50 >= 19
-    assert statistics.time_to_first_token_ms.minimum >= 20
-    assert statistics.latency_ms.minimum is not None
-    assert statistics.latency_ms.minimum >= 200
-
-
-def test_open_loop_keeps_its_schedule(server: Endpoint) -> None:
-    report = measure(server, request_rate=100.0, arrivals="constant", num_requests=20)
-    offsets = [record.intended_ns - report.records[0].intended_ns for record in report.records]
-    assert offsets == pytest.approx([index * 10_000_000 for index in range(20)], abs=2)
-    assert all(record.sent_ns is not None and record.sent_ns >= record.intended_ns for record in report.records)
-    assert report.statistics.counts.completed == 20
-
-
-def test_wait_behind_a_cap_counts(server: Endpoint) -> None:
-    report = measure(
-        server, model="core_slow", request_rate=1000.0, concurrency=1, num_requests=4, output_mean=5, output_stdev=0
-    )
-    # Four answers of at least 100 ms one after the other, all wanted within a few milliseconds.
-    assert report.statistics.latency_ms.maximum is not None
-    assert report.statistics.latency_ms.maximum >= 350
-    assert report.statistics.latency_from_send_ms.minimum is not None
-    assert report.statistics.dispatch_delay_ms.maximum is not None
-    assert report.statistics.dispatch_delay_ms.maximum >= 250
-    assert any("Invalid as an open loop" in note for note in report.notes)
-
-
 def test_failures_stay_in_the_figures(server: Endpoint) -> None:
     report = measure(server, model="core_failing", num_requests=40, warmup_requests=0)
     counts = report.statistics.counts

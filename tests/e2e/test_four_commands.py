@@ -21,7 +21,7 @@ from trtserve.server.triton.tritonserver import shared_memory_regions
 pytestmark = pytest.mark.triton
 
 READY_WITHIN = 90.0
-STOPPED_WITHIN = 10.0
+STOPPED_WITHIN = 60.0
 PROXIES = dict.fromkeys(
     ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "GRPC_PROXY", "ALL_PROXY"),
     "http://127.0.0.1:1",

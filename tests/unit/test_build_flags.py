@@ -7,7 +7,6 @@ import pytest
 from trtserve.errors import UsageError
 from trtserve.nvidia.releases.options import (
     SPECULATIVE_MODES,
-    build_flags,
     build_notes,
     check_build_arguments,
     speculative_mode,
@@ -94,28 +93,6 @@ def test_invalid_values_are_refused(release: str, arguments: str, answer: str) -
     with pytest.raises(UsageError) as caught:
         check_build_arguments(release, arguments.split())
     assert answer in f"{caught.value.message} {caught.value.hint}"
-
-
-@pytest.mark.parametrize(
-    ("name", "release", "default"),
-    [
-        ("--max_batch_size", "0.13", "256"),
-        ("--max_batch_size", "0.14", "2048"),
-        ("--max_num_tokens", "0.12", "8192"),
-        ("--max_seq_len", "1.2", None),
-        ("--max_input_len", "1.2", "1024"),
-        ("--tokens_per_block", "0.16", "64"),
-        ("--tokens_per_block", "1.2", "32"),
-        ("--use_paged_context_fmha", "0.16", "disable"),
-        ("--use_paged_context_fmha", "1.2", "enable"),
-        ("--gpt_attention_plugin", "0.12", "auto"),
-        ("--lora_plugin", "1.2", "disable"),
-        ("--max_lora_rank", "1.2", "64"),
-        ("--output_dir", "1.2", "engine_outputs"),
-    ],
-)
-def test_default_of_a_flag_in_a_release(name: str, release: str, default: str | None) -> None:
-    assert build_flags(release)[name].default == default
 
 
 def test_deprecated_flags_pass_with_a_note() -> None:
