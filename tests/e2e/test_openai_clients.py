@@ -184,6 +184,59 @@ def test_examples(url: str, name: str, capsys: pytest.CaptureFixture[str]) -> No
     assert len(capsys.readouterr().out) > 20
 
 
+def test_responses_of_any_repository(any_client: OpenAI, endpoint: Endpoint) -> None:
+    text, tokens, _ = expected(endpoint, PROMPTS[0])
+    asked: dict[str, Any] = {"model": "tiny", "input": PROMPTS[0], "max_output_tokens": 24, "temperature": 0}
+    answer = any_client.responses.create(**asked)
+    assert (answer.output_text, answer.status) == (text, "incomplete")
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == tokens
+    with any_client.responses.stream(**asked, previous_response_id=answer.id) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(pieces) == final.output_text == text  # a model without a template sees the last message
+
+
+@pytest.mark.needs("anthropic")
+def test_anthropics_client(any_url: str, endpoint: Endpoint) -> None:
+    import anthropic
+
+    text, tokens, _ = expected(endpoint, PROMPTS[0])
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 24, "temperature": 0}
+    asked["messages"] = [{"role": "user", "content": PROMPTS[0]}]
+    with anthropic.Anthropic(base_url=any_url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
+        answer = client.messages.create(**asked)
+        assert [block.text for block in answer.content if block.type == "text"] == [text]
+        assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", tokens)
+        with client.messages.stream(**asked) as stream:
+            assert "".join(stream.text_stream) == text
+            assert stream.get_final_message().usage == answer.usage
+        counted = client.messages.count_tokens(model="tiny", messages=asked["messages"])
+        assert counted.input_tokens == answer.usage.input_tokens
+        assert [each.id for each in client.models.list()] == ["tiny"]
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            client.messages.create(**{**asked, "model": "other"})
+
+
+@pytest.mark.needs("anthropic")
+def test_a_tool_of_anthropics_client(url: str) -> None:
+    import anthropic
+
+    tool: Any = {"name": "animal", "description": "Name an animal.", "input_schema": SCHEMA}
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "any"}}
+    asked["messages"] = [{"role": "user", "content": "Say:"}]
+    with (
+        anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0) as client,
+        client.messages.stream(**asked) as stream,
+    ):
+        answer = stream.get_final_message()
+    (call,) = answer.content
+    assert call.type == "tool_use"
+    assert answer.stop_reason == "tool_use"
+    found: Any = call.input
+    assert found["kind"] in ("cat", "dog")
+
+
 @pytest.mark.needs("clients")
 def test_langchain(any_url: str, endpoint: Endpoint) -> None:
     from langchain_openai import ChatOpenAI

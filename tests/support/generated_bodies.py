@@ -72,6 +72,7 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "metadata": ({"a": "b"},),
     "store": (False,),
     "min_p": (0, 0.1),
+    "return_token_ids": (True,),
     "suffix": ("", "x"),
     "priority": (0,),
 }
@@ -96,7 +97,70 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none", "required", {"type": "function", "function": {"name": "f"}}),
     "parallel_tool_calls": (True, False),
     "chat_template_kwargs": ({"enable_thinking": False}, {"messages": [], "tools": 1}),
-    "reasoning_effort": ("low",),
+    "reasoning_effort": ("low", "none"),
+    "include_reasoning": (False,),
+    "separate_reasoning": (False,),
+    "continue_final_message": (True, False),
+    "add_generation_prompt": (True, False),
+}
+_FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}
+_ITEMS: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "Hi"},
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes.", "annotations": []}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "x"}'},
+    {"type": "function_call_output", "call_id": "c", "output": "1"},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]},
+)
+_RESPONSES: dict[str, tuple[Any, ...]] = {
+    "stream": (True, False),
+    "instructions": ("Be brief.", ""),
+    "temperature": (0, 0.7),
+    "top_p": (0.5, 1),
+    "max_output_tokens": (1, 2),
+    "store": (True, False),
+    "previous_response_id": ("", "resp_unknown"),
+    "tools": ([_FUNCTION], []),
+    "tool_choice": ("auto", "none", {"type": "function", "name": "f"}),
+    "text": (
+        {"format": {"type": "text"}},
+        {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}, "verbosity": "low"},
+    ),
+    "reasoning": ({"effort": "low"}, {"effort": "none", "summary": "auto"}),
+    "metadata": ({"a": "b"},),
+    "include": (["reasoning.encrypted_content"],),
+    "truncation": ("disabled",),
+    "background": (False,),
+}
+_TURNS: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "Hi"},
+    {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": "x"}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1", "is_error": False}]},
+    {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text", "text": "1"}]}]},
+    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}]},
+    {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "Hi"}}]},
+)
+_MESSAGES_API: dict[str, tuple[Any, ...]] = {
+    "stream": (True, False),
+    "system": ("Be brief.", [{"type": "text", "text": "Be brief."}]),
+    "temperature": (0, 1),
+    "top_p": (0.5,),
+    "top_k": (5,),
+    "stop_sequences": (["x"], []),
+    "tools": ([{"name": "f", "description": "d", "input_schema": _SCHEMA}], []),
+    "tool_choice": ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "none"}),
+    "thinking": ({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}),
+    "output_config": ({"effort": "low"}, {"format": {"type": "json_schema", "schema": _SCHEMA}}),
+    "metadata": ({"user_id": "u"},),
+    "context_management": ({"edits": []},),
+}
+_TOKENS: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True, False),
+    "return_token_strs": (True,),
+    "add_generation_prompt": (True, False),
 }
 _GENERATE: dict[str, tuple[Any, ...]] = {
     "stream": (True, False),
@@ -134,13 +198,40 @@ def chat_body(model: str, chance: random.Random) -> bytes:
     return _body({"model": model, "messages": messages, "max_tokens": 2}, _CHAT, chance)
 
 
+def responses_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/v1/responses`."""
+    items = [chance.choice(_ITEMS) for _ in range(chance.randrange(1, 5))]
+    needed = {"model": model, "input": chance.choice(("Hi", items)), "max_output_tokens": 2}
+    return _body(needed, _RESPONSES, chance)
+
+
+def messages_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/v1/messages`."""
+    messages = [chance.choice(_TURNS) for _ in range(chance.randrange(1, 5))]
+    return _body({"model": model, "messages": messages, "max_tokens": 2}, _MESSAGES_API, chance)
+
+
+def tokenize_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/tokenize`."""
+    messages = [chance.choice(_MESSAGES) for _ in range(chance.randrange(1, 5))]
+    given = chance.choice(({"prompt": "Hi"}, {"messages": messages}))
+    return _body({"model": model, **given}, _TOKENS, chance)
+
+
+def detokenize_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/detokenize`."""
+    return _body({"model": model, "tokens": [5, 6]}, {}, chance)
+
+
 def generate_body(chance: random.Random) -> bytes:
     """A body for `generate` and `generate_stream` of a text model."""
     return _body({"text_input": "Hi", "max_tokens": 2}, _GENERATE, chance)
 
 
 def _body(needed: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]], chance: random.Random) -> bytes:
-    asked = {name: chance.choice(keys[name]) for name in chance.sample(sorted(keys), chance.randrange(6))}
+    asked = {
+        name: chance.choice(keys[name]) for name in chance.sample(sorted(keys), min(len(keys), chance.randrange(6)))
+    }
     body = changed({**needed, **asked}, chance, share=chance.choice((0, 0.02, 0.1)))
     # Lone surrogates as escapes, or as the bytes that UTF-8 does not allow.
     content = json.dumps(body, ensure_ascii=chance.random() < 0.8).encode("utf-8", "surrogatepass")

@@ -37,6 +37,7 @@ NEEDS = {
     "nginx": Need("nginx", _programs("nginx"), "nginx-light"),
     "notebook": Need("nbclient and vl-convert", _modules("nbclient", "ipykernel", "vl_convert"), None),
     "clients": Need("LangChain and litellm", _modules("langchain_openai", "litellm"), None),
+    "anthropic": Need("Anthropic's client", _modules("anthropic"), None),
     "chromium": Need("Chromium", lambda: _modules("playwright")() and _programs("chromium")(), "chromium"),
     "promtool": Need("promtool", _programs("promtool"), "prometheus"),
     "registry": Need("an OCI registry", _programs("docker-registry"), "docker-registry"),

@@ -50,6 +50,27 @@ def chat(client: TestClient, content: Any = "Hi", **body: Any) -> Any:
     return client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, **body})
 
 
+def respond(client: TestClient, content: Any = "Hi", **body: Any) -> Any:
+    return client.post("/v1/responses", json={"model": NAME, "input": content, **body})
+
+
+def send_message(client: TestClient, content: Any = "Hi", **body: Any) -> Any:
+    messages = body.pop("messages", [{"role": "user", "content": content}])
+    asked = {"model": NAME, "messages": messages, "max_tokens": 100, **body}
+    return client.post("/v1/messages", json=asked)
+
+
+def named_events(response: Any) -> list[dict[str, Any]]:
+    """Events whose names are the types in their data."""
+    found = []
+    for each in response.text.strip().split("\n\n"):
+        name, data = each.split("\n")
+        content = json.loads(data.removeprefix("data: "))
+        assert name.removeprefix("event: ") == content["type"]
+        found.append(content)
+    return found
+
+
 def events(response: Any) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert lines[-1] == "[DONE]"

@@ -24,6 +24,8 @@ from tests.support.scripted_triton import NAME, ScriptedTriton
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.guard import check_generate, check_infer
 from trtserve.gateway.openai.answering import Measures
+from trtserve.gateway.openai.dialects import dialect_of
+from trtserve.gateway.openai.reading import reader_of
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.settings import RequestLimits
 from trtserve.programs.core.request import RequestFactory
@@ -108,6 +110,32 @@ CHAT: dict[str, Make] = {
     },
     "chat_template_kwargs": lambda n: {"chat_template_kwargs": {f"v{each}": 1 for each in range(n // 8)}},
 }
+RESPONSES: dict[str, Make] = {
+    "input": lambda n: {"input": "word " * (n // 5)},
+    "items": lambda n: {"input": [{"role": "user", "content": "Hi"}] * (n // 16)},
+    "parts": lambda n: {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * (n // 16)}]},
+    "calls": lambda n: {
+        "input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * (n // 32)
+    },
+    "thoughts": lambda n: {"input": [{"type": "reasoning", "summary": [{"type": "text", "text": "a"}]}] * (n // 16)},
+    "instructions": lambda n: {"instructions": "x" * n},
+    "tools": lambda n: {"tools": [{"type": "function", "name": f"f{each}"} for each in range(n // 32)]},
+    "previous_response_id": lambda n: {"previous_response_id": "x" * n},
+    "metadata": lambda n: {"metadata": {str(each): "v" for each in range(n // 4)}},
+}
+MESSAGES: dict[str, Make] = {
+    "messages": lambda n: {"messages": [{"role": "user", "content": "Hi"}] * (n // 16)},
+    "blocks": lambda n: _said([{"type": "text", "text": "Hi"}] * (n // 16)),
+    "results": lambda n: _said([{"type": "tool_result", "tool_use_id": "c", "content": "1"}] * (n // 16)),
+    "calls": lambda n: _said([{"type": "tool_use", "id": "c", "name": "f", "input": {}}] * (n // 32), "assistant"),
+    "system": lambda n: {"system": [{"type": "text", "text": "Hi"}] * (n // 16)},
+    "tools": lambda n: {"tools": [{"name": f"f{each}", "input_schema": {}} for each in range(n // 32)]},
+    "stop_sequences": lambda n: {"stop_sequences": [f"stop {each}" for each in range(n)]},
+}
+TOKENS: dict[str, Make] = {
+    "prompt": lambda n: {"prompt": "word " * (n // 5)},
+    "tokens": lambda n: {"tokens": [5] * n},
+}
 ANSWERS: dict[str, Mapping[str, Any]] = {
     "completion": {"prompt": "Hi"},
     "streamed completion": {"prompt": "Hi", "stream": True},
@@ -116,6 +144,15 @@ ANSWERS: dict[str, Mapping[str, Any]] = {
     "chat": _said("Hi"),
     "chat with tools": {**_said("Hi"), "tools": [WEATHER]},
     "streamed chat with tools": {**_said("Hi"), "tools": [WEATHER], "stream": True},
+    "streamed response": {"input": "Hi", "stream": True},
+}
+TEXTS = {
+    "marks": "<tool_call> a b c",
+    "thoughts": "<think>a </think> b ",
+    "objects": '<tool_call>{"a": [{',
+    "a call": '<tool_call>{"name": "weather", "arguments": {"a": "' + "x" * 10,
+    "pairs": "<tool_call>weather<arg_key>a</arg_key><arg_value>x",
+    "Python": "[weather(a=[(",
 }
 DATATYPES = {"text_input": "BYTES", "max_tokens": "INT32", "stop_words": "BYTES", "ids": "INT32", "weights": "FP32"}
 GENERATE: dict[str, Make] = {
@@ -206,6 +243,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("doubling") / "model")
 
 
+NEEDED: dict[str, Mapping[str, Any]] = {
+    "completions": {"prompt": "Hi", "max_tokens": 1},
+    "chat/completions": {**_said("Hi"), "max_tokens": 1},
+    "responses": {"input": "Hi", "max_output_tokens": 1},
+    "messages": {**_said("Hi"), "max_tokens": 1},
+}
+
+
 @contextmanager
 def _application(
     folder: Path,
@@ -215,9 +260,9 @@ def _application(
     loop = asyncio.new_event_loop()
 
     def post(path: str, body: Mapping[str, Any]) -> Callable[[], object]:
-        needed = {"prompt": "Hi"} if path == "completions" else _said("Hi")
-        content = json.dumps({"model": NAME, "max_tokens": 1, **needed, **body}).encode()
-        return lambda: loop.run_until_complete(post_to(app, f"/v1/{path}", content))
+        content = json.dumps({"model": NAME, **NEEDED.get(path, {}), **body}).encode()
+        whole = path if path.startswith("/") else f"/v1/{path}"
+        return lambda: loop.run_until_complete(post_to(app, whole, content))
 
     try:
         yield triton, post
@@ -237,10 +282,47 @@ def test_chat(field: str, folder: Path) -> None:
         require_linear(lambda size: post("chat/completions", CHAT[field](size)))
 
 
+@pytest.mark.parametrize("field", RESPONSES)
+def test_responses(field: str, folder: Path) -> None:
+    with _application(folder) as (_, post):
+        require_linear(lambda size: post("responses", RESPONSES[field](size)))
+
+
+@pytest.mark.parametrize("field", MESSAGES)
+def test_messages(field: str, folder: Path) -> None:
+    with _application(folder) as (_, post):
+        require_linear(lambda size: post("messages", MESSAGES[field](size)))
+
+
+@pytest.mark.parametrize("field", TOKENS)
+def test_tokens(field: str, folder: Path) -> None:
+    path = "/detokenize" if field == "tokens" else "/tokenize"
+    with _application(folder) as (_, post):
+        require_linear(lambda size: post(path, TOKENS[field](size)))
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_reading_answers(kind: str) -> None:
+    def read(size: int) -> Callable[[], object]:
+        text = TEXTS[kind] * (size // len(TEXTS[kind]))
+        if kind in ("a call", "pairs"):  # one call without an end
+            text = TEXTS[kind] + "x" * size
+
+        def run() -> None:
+            reader = reader_of(dialect_of("<think>"), {"weather": {}}, thinks=False, thoughts=True, required=False)
+            for each in text:
+                list(reader.add(each))
+            list(reader.finish())
+
+        return run
+
+    require_linear(read)
+
+
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_answers(kind: str, folder: Path) -> None:
     body = ANSWERS[kind]
-    path = "completions" if "prompt" in body else "chat/completions"
+    path = "completions" if "prompt" in body else "responses" if "input" in body else "chat/completions"
     with _application(folder) as (triton, post):
 
         def answer(size: int) -> Callable[[], object]:

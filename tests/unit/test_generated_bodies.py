@@ -13,7 +13,14 @@ from pathlib import Path
 import psutil
 from fastapi import FastAPI
 
-from tests.support.generated_bodies import chat_body, completion_body
+from tests.support.generated_bodies import (
+    chat_body,
+    completion_body,
+    detokenize_body,
+    messages_body,
+    responses_body,
+    tokenize_body,
+)
 from tests.support.scripted_endpoint import post_to, write_chat_model
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from trtserve.gateway.openai.answering import Measures
@@ -23,19 +30,32 @@ COUNT = int(os.environ.get("TRTSERVE_FUZZ", "400"))  # make fuzz asks for more, 
 SEED = int(os.environ.get("TRTSERVE_FUZZ_SEED", "1"))
 SETTLED = 20_000
 """Requests after which the caches are full."""
-PATHS = {"/v1/completions": completion_body, "/v1/chat/completions": chat_body}
+PATHS = {
+    "/v1/completions": completion_body,
+    "/v1/chat/completions": chat_body,
+    "/v1/responses": responses_body,
+    "/v1/messages": messages_body,
+    "/tokenize": tokenize_body,
+    "/detokenize": detokenize_body,
+}
 
 
-def _require_honest(status: int, answer: bytes) -> None:
-    if answer.startswith(b"data: "):
+def _require_honest(path: str, status: int, answer: bytes) -> None:
+    if answer.startswith(b"event: "):
+        assert status == 200
+        contents = [json.loads(each.partition(b"\ndata: ")[2]) for each in answer.strip().split(b"\n\n")]
+        assert contents[-1]["type"] in ("message_stop", "response.completed", "response.incomplete", "response.failed")
+    elif answer.startswith(b"data: "):
         assert status == 200
         assert answer.endswith(b"data: [DONE]\n\n")
         contents = [json.loads(line[6:]) for line in answer.split(b"\n\n")[:-2]]
     else:
         contents = [json.loads(answer)]
+    assert contents
     for content in contents:
         if (error := content.get("error")) is not None:
             assert error["message"]
+            assert (content.get("type") == "error") == (path == "/v1/messages")
             assert "log says why" not in error["message"], error
             assert "is a bug" not in error["message"], error
         else:
@@ -57,7 +77,7 @@ def test_any_openai_body_has_an_honest_answer(tmp_path: Path) -> None:
             triton.stops.clear()
             try:
                 status, answer = await post_to(app, path, body)
-                _require_honest(status, answer)
+                _require_honest(path, status, answer)
             except BaseException as error:
                 raise AssertionError(f"seed {SEED}, request {number}: {path} {body[:3000]!r}") from error
             statuses[status] += 1

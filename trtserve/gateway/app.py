@@ -12,7 +12,6 @@ from ipaddress import ip_address
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic_core import to_json
 from starlette.middleware.cors import CORSMiddleware
 
 from trtserve._version import __version__
@@ -29,7 +28,7 @@ from trtserve.gateway.asgi import (
     send_answer,
 )
 from trtserve.gateway.openai.answering import Measures
-from trtserve.gateway.openai.errors import error_type
+from trtserve.gateway.openai.errors import TOKENS, error_content, error_event
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.page import page_router
@@ -99,7 +98,7 @@ class Gateway:
         task = asyncio.current_task()
         assert task is not None
         exchange = Exchange(task=task, hang_up=scope.get("extensions", {}).get(HANG_UP))
-        answer = _Answer(exchange, send, openai=scope["path"].startswith("/v1/"))
+        answer = _Answer(exchange, send, scope["path"])
         with ExitStack() as stack:
             stack.enter_context(self.gate.watch(exchange))
             try:
@@ -126,7 +125,7 @@ class Gateway:
         if path in OPEN_PATHS:
             await self._routes(scope, replayed(b"", receive), send)
             return
-        if path.startswith("/v1/"):
+        if path.startswith("/v1/") or path in TOKENS:
             exchange.needs = self._needed
             self._health.require(exchange.needs)
         with self.gate.memory() as reserve:
@@ -204,10 +203,10 @@ async def _say_where() -> Response:
 class _Answer:
     """The answer to one request on its way to the client."""
 
-    def __init__(self, exchange: Exchange, send: Send, *, openai: bool) -> None:
+    def __init__(self, exchange: Exchange, send: Send, path: str) -> None:
         self._exchange = exchange
         self._send = send
-        self._openai = openai
+        self._path = path
         self._begun = False
         self._events = False
 
@@ -228,13 +227,11 @@ class _Answer:
         """
         self._exchange.refusal = refusal  # it is being ended already
         headers = {**refusal.headers, "connection": "close"} if refusal.status in _BEFORE_BODY else refusal.headers
-        content: object = {"error": refusal.text}
-        if self._openai:
-            kind = error_type(refusal.status)
-            content = {"error": {"message": refusal.text, "type": kind, "param": None, "code": None}}
+        content = error_content(self._path, refusal.status, refusal.text)
         if not self._begun:
             await send_answer(self, refusal.status, content, headers)
         elif self._events:
-            await self({"type": "http.response.body", "body": b"data: " + to_json(content) + b"\n\n"})
+            event = error_event(self._path, refusal.status, refusal.text)
+            await self({"type": "http.response.body", "body": event})
         elif self._exchange.hang_up is not None:
             self._exchange.hang_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -54,11 +55,10 @@ class Sequenced(Generic[A]):
 class Form(ABC, Generic[A]):
     """One API's form of an answer: a JSON document, or events of a stream."""
 
-    id: str
-    """Name of the request, for the header `x-request-id`."""
-
-    def __init__(self, sequences: Sequence[Sequenced[A]]) -> None:
+    def __init__(self, sequences: Sequence[Sequenced[A]], *, id: str | None = None) -> None:  # noqa: A002 - the field's word
+        """`id` is the name of the request, for the header `x-request-id`."""
         self.sequences = sequences
+        self.id = id or uuid.uuid4().hex
 
     @abstractmethod
     def whole(self) -> Json:
@@ -98,8 +98,7 @@ class ChoicesForm(Form[Any]):
 
         `prompt_ids` are told if the client wants them.
         """
-        super().__init__(sequences)
-        self.id = envelope.id
+        super().__init__(sequences, id=envelope.id)
         self._envelope, self._options, self._prompts = envelope, options, prompts
         self._kept = kept or len(sequences) // prompts
         self._head: Json = {} if prompt_ids is None else {"prompt_token_ids": list(prompt_ids)}

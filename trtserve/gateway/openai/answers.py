@@ -7,7 +7,7 @@ import uuid
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,8 @@ class TextPiece:
     """The ids of the new tokens, where the engine names them."""
     finish_reason: str | None = None
     """`stop` or `length` with the last piece."""
+    stop: str | None = None
+    """The stop string that ended the text, with the last piece."""
 
 
 @dataclass(kw_only=True)
@@ -112,6 +114,20 @@ class Completion:
 
 
 @dataclass(kw_only=True)
+class AnswerBlock:
+    """Thoughts, text or a call, between which an answer changes."""
+
+    kind: Literal["reasoning", "text", "call"]
+    call: Call | None = None
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Thoughts or text so far."""
+        return "".join(self.pieces)
+
+
+@dataclass(kw_only=True)
 class Message:
     """One answer of a conversation while it grows, whatever the API."""
 
@@ -122,15 +138,30 @@ class Message:
     parallel: bool = True
     """Whether there may be more than one call."""
     shows_reasoning: bool = True
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    blocks: list[AnswerBlock] = field(default_factory=list)
     tokens: list[TokenLogProb] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
     """Tokens of the pieces with thoughts; of a piece with other text too the share of its characters."""
     finish_reason: str | None = None
     """OpenAI's: `stop`, `length` or `tool_calls`."""
+    stop: str | None = None
+    """The stop string that ended it."""
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return "".join(block.text for block in self.blocks if block.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        """What was thought."""
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of tools."""
+        return [block.call for block in self.blocks if block.call is not None]
 
     def add(self, piece: TextPiece) -> list[Part]:
         """Add a piece and return the parts that it completes."""
@@ -141,18 +172,21 @@ class Message:
             self.reasoning_tokens += round(len(piece.ids) * thought / sum(len(part.text) for part in parts))
         parts = [part for part in parts if self._kept(part)]
         for part in parts:
-            if part.kind == "text":
-                self.text += part.text
-            elif part.kind == "reasoning":
-                self.reasoning += part.text
-            elif part.kind == "call" and part.call is not None:
-                self.calls.append(part.call)
+            if part.kind == "arguments":  # they grow in the call itself
+                continue
+            if part.kind == "call" or self._kind != part.kind:
+                self.blocks.append(AnswerBlock(kind=part.kind, call=part.call))
+            self.blocks[-1].pieces.append(part.text)
         self.tokens += piece.tokens
         self.ids += piece.ids
         if piece.finish_reason is not None:
             calls = piece.finish_reason == "stop" and self.calls and not self.named
-            self.finish_reason = "tool_calls" if calls else piece.finish_reason
+            self.finish_reason, self.stop = "tool_calls" if calls else piece.finish_reason, piece.stop
         return parts
+
+    @property
+    def _kind(self) -> str:
+        return self.blocks[-1].kind if self.blocks else ""
 
     def _kept(self, part: Part) -> bool:
         if part.call is not None:

@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trtserve.files import parse_json
+from trtserve.gateway.openai.errors import validation_error
 from trtserve.gateway.openai.other_keys import understood
 from trtserve.gateway.openai.schemas import moved
 
@@ -33,7 +34,9 @@ Guide = tuple[str, str]
 """Guide type of TensorRT-LLM, and the guide."""
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A JSON object of a client."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -42,7 +45,7 @@ class _Body(BaseModel):
         return understood(value, cls.model_fields) if isinstance(value, dict) else value
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """What a stream contains besides the answer."""
 
     include_usage: bool = False
@@ -50,7 +53,7 @@ class StreamOptions(_Body):
     include_obfuscation: bool = False  # no effect: nothing is padded
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A named schema."""
 
     name: str = ""
@@ -59,7 +62,7 @@ class JsonSchema(_Body):
     strict: bool = True
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """What the answer must match."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -72,7 +75,7 @@ class ResponseFormat(_Body):
         return self
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's other form of the guided_ parameters."""
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
@@ -83,7 +86,7 @@ class StructuredOutputs(_Body):
     whitespace_pattern: str | None = None
 
 
-class Sampling(_Body):
+class Sampling(Body):
     """What completions and chat have in common."""
 
     model: str
@@ -247,7 +250,7 @@ class CompletionBody(Sampling):
         return list(self.prompt)  # type: ignore[arg-type]  # ids were handled above
 
 
-class FunctionTool(_Body):
+class FunctionTool(Body):
     """A function that the model may call."""
 
     name: str
@@ -256,41 +259,41 @@ class FunctionTool(_Body):
     strict: bool = False
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool; OpenAI's other types run on its own servers."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
-class NamedFunction(_Body):
+class NamedFunction(Body):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     """The tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedSet(_Body):
+class AllowedSet(Body):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)
 
 
-class AllowedTools(_Body):
+class AllowedTools(Body):
     """The tools that the model may call in this answer; the prompt has all of them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedSet
 
 
-class Thinking(_Body):
+class Thinking(Body):
     """Whether the model thinks first, as GLM's, DeepSeek's and Anthropic's APIs ask."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
@@ -416,6 +419,47 @@ class ChatBody(Sampling):
         # References of a tool's schema begin at its own root, which is below $defs here.
         definitions = {str(number): moved(tool.parameters, f"#/$defs/{number}") for number, tool in enumerate(tools)}
         return "json_schema", self._schema({"anyOf": calls, "$defs": definitions})
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a text or a conversation."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+    def chat(self) -> ChatBody:
+        """Return the conversation. Raises ApiError."""
+        names = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message")
+        return chat_body({name: getattr(self, name) for name in (*names, "chat_template_kwargs")})
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str
+    tokens: list[TokenId]
+
+
+def chat_body(asked: dict[str, Any]) -> ChatBody:
+    """Return the chat that a body of another API asks for. Raises ApiError for what no chat can be."""
+    try:
+        return ChatBody.model_validate({key: value for key, value in asked.items() if value is not None})
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise validation_error(found, asked) from None
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:

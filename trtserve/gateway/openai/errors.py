@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
 
 from trtserve.errors import ServerUnreachableError, TrtserveError
@@ -29,6 +29,20 @@ _TYPES = {
     500: "server_error",
     501: "not_implemented_error",
     503: "service_unavailable",
+}
+MESSAGES = "/v1/messages"
+"""Where Anthropic's API is; its errors have a shape of their own."""
+TOKENS = ("/tokenize", "/detokenize")
+"""Paths of vLLM outside /v1."""
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 # What the engine's error contains → status and code; the first one counts, since the first two quote anything.
 # Whatever else the engine refuses is the request's fault.
@@ -49,11 +63,30 @@ def error_type(status: int) -> str:
 Validate = Callable[..., tuple[Any, Sequence[Any] | None]]
 
 
+def error_content(path: str, status: int, text: str) -> object:
+    """Return the JSON of an error as the clients of a path expect it."""
+    if path.startswith(MESSAGES):
+        return {
+            "type": "error",
+            "error": {"type": _MESSAGES_TYPES.get(status, "invalid_request_error"), "message": text},
+        }
+    if path.startswith("/v1/") or path in TOKENS:
+        return {"error": {"message": text, "type": error_type(status), "param": None, "code": None}}
+    return {"error": text}
+
+
+def error_event(path: str, status: int, text: str) -> bytes:
+    """Return the event of an error within a stream."""
+    name = b"event: error\n" if path.startswith((MESSAGES, "/v1/responses")) else b""
+    return name + b"data: " + to_json(error_content(path, status, text)) + b"\n\n"
+
+
 class ApiError(Exception):
     """An error that the client gets as OpenAI's JSON."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
+        self.message = message
         self.status = status
         self.body = {
             "error": {
@@ -64,10 +97,11 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
+    def response(self, path: str = "") -> Response:
+        """Return the HTTP response, in the shape of the path's API."""
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return JSONResponse(self.body, status_code=self.status, headers=headers)
+        body = error_content(path, self.status, self.message) if path.startswith(MESSAGES) else self.body
+        return JSONResponse(body, status_code=self.status, headers=headers)
 
 
 def api_error(error: TrtserveError) -> ApiError:
@@ -92,24 +126,26 @@ class OpenAIRoute(APIRoute):
                 if self.body_field is not None:
                     await _prepare(request, self.body_field.validate)
                 return await handler(request)
-            except RequestValidationError as error:
-                return _of_validation(error.errors(), error.body).response()
-            except ApiError as error:
-                return error.response()
-            except RefusedError as refusal:
-                return ApiError(refusal.text, status=refusal.status).response()
-            except HTTPException as error:  # FastAPI cannot read the body
-                cause = error.__cause__
-                if isinstance(cause, RefusedError):
-                    return ApiError(cause.text, status=cause.status).response()
-                return ApiError("The body is not valid JSON.", status=error.status_code).response()
-            except TrtserveError as error:
-                return api_error(error).response()
-            except Exception:  # noqa: BLE001 - clients read only OpenAI's JSON
-                _LOG.exception("%s %s failed", request.method, request.url.path)
-                return ApiError("The request failed; the gateway's log says why.", status=500).response()
+            except Exception as error:  # noqa: BLE001 - clients read only their API's JSON
+                return self._explained(error, request).response(request.url.path)
 
         return answer
+
+    def _explained(self, error: Exception, request: Request) -> ApiError:
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, RequestValidationError):
+            return validation_error(error.errors(), error.body)
+        if isinstance(error, HTTPException):  # FastAPI cannot read the body
+            if not isinstance(error.__cause__, RefusedError):
+                return ApiError("The body is not valid JSON.", status=error.status_code)
+            error = error.__cause__
+        if isinstance(error, RefusedError):
+            return ApiError(error.text, status=error.status)
+        if isinstance(error, TrtserveError):
+            return api_error(error)
+        _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return ApiError("The request failed; the gateway's log says why.", status=500)
 
 
 async def _prepare(request: Request, validate: Validate) -> None:
@@ -139,7 +175,7 @@ def _readable(body: bytes) -> Any:
         raise ApiError(f"The body is not valid JSON: {str(error)[:200]}.") from None
 
 
-def _of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """Describe the first fault of a body; unknown keys come before wrong values."""
     first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
     param = _param(first["loc"][1:], body)  # the first part is "body"

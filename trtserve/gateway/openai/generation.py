@@ -51,7 +51,7 @@ async def generate(
             if waiting or ids:
                 piece.tokens, piece.ids = [*waiting, *piece.tokens], [*ids, *piece.ids]
             if stopped.stopped:
-                piece.finish_reason = "stop"
+                piece.finish_reason, piece.stop = "stop", stopped.stop
             if piece.text or piece.finish_reason is not None:
                 yield piece
                 waiting, ids = [], []
@@ -64,7 +64,7 @@ async def generate(
         full = (usage.completion_tokens or 0) >= request.max_tokens
         rest = stopped.add(reader.rest(), last=True)
         reason = "length" if full and not stopped.stopped else "stop"
-        yield TextPiece(text=rest, tokens=waiting, ids=ids, finish_reason=reason)
+        yield TextPiece(text=rest, tokens=waiting, ids=ids, finish_reason=reason, stop=stopped.stop)
     finally:
         if not ended:
             call.abandon()
@@ -269,7 +269,13 @@ class TextBeforeStop:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+        """The stop string that came."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one came."""
+        return self.stop is not None
 
     def add(self, piece: str, *, last: bool = False) -> str:
         """Return what the next piece adds to the text; `last`: nothing follows, so nothing is held back."""
@@ -278,10 +284,9 @@ class TextBeforeStop:
         if not self._stops:
             return piece
         text = self._held + piece
-        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if starts:
-            self.stopped = True
-            return text[: min(starts)]
+        if starts := [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]:
+            first, self.stop = min(starts)
+            return text[:first]
         keep = 0 if last else max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

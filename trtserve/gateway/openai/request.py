@@ -287,6 +287,25 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
 
     A model without a template gets the last message alone: it continues texts and follows no conversation.
     """
+    text = await chat_text(served, body)
+    if text is None:
+        return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True, untrained=True)
+    assert served.encoder is not None
+    added = served.adds_special and not served.takes_ids
+    sent = text
+    if added:
+        bos = served.require_tokenizer("A conversation").special_tokens().get("bos_token")
+        sent = await _text_for_server(served.encoder, text, bos)
+    return replace(
+        await _text_prompt(served, sent, special=added),
+        chat=True,
+        thinks=body.separates_thoughts and served.dialect.thinks(text),
+        marks=served.mark_ids(served.dialect.marks(tools=bool(body.usable_tools), thoughts=body.separates_thoughts)),
+    )
+
+
+async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
+    """Return the conversation as the chat template renders it, or None for a model without one. Raises ApiError."""
     files = served.require_tokenizer("A conversation")
     assert served.encoder is not None
     shown = body.tools if isinstance(body.tool_choice, AllowedTools) else body.usable_tools
@@ -296,7 +315,7 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     except UsageError as error:
         raise ApiError(error.message) from None
     if template is None:
-        return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True, untrained=True)
+        return None
     tokens = files.special_tokens()
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice
     variables = {**body.template_variables, **({"tools": tools, "tool_choice": choice} if tools else {})}
@@ -311,14 +330,7 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
     if body.guide is not None:
         text = served.dialect.without_thoughts(text)
     served.require_room(text)
-    added = served.adds_special and not served.takes_ids
-    sent = await _text_for_server(served.encoder, text, tokens.get("bos_token")) if added else text
-    return replace(
-        await _text_prompt(served, sent, special=added),
-        chat=True,
-        thinks=body.separates_thoughts and served.dialect.thinks(text),
-        marks=served.mark_ids(served.dialect.marks(tools=bool(tools), thoughts=body.separates_thoughts)),
-    )
+    return text
 
 
 def _up_to_the_end_of(content: str, text: str) -> str:

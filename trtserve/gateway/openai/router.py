@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from trtserve.gateway.anthropic import CountBody, MessagesBody, MessagesForm
 from trtserve.gateway.openai.answering import Answering, ChoicesForm, Form, Measures, Sequenced
-from trtserve.gateway.openai.answers import ChatAnswer, Completion, Envelope, Json
-from trtserve.gateway.openai.bodies import ChatBody, CompletionBody, NamedTool, Sampling, StreamOptions
+from trtserve.gateway.openai.answers import ChatAnswer, Completion, Envelope, Json, Message
+from trtserve.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    NamedTool,
+    Sampling,
+    StreamOptions,
+    TokenizeBody,
+)
 from trtserve.gateway.openai.errors import ApiError, OpenAIRoute
 from trtserve.gateway.openai.reading import reader_of
-from trtserve.gateway.openai.request import EngineRequest, Prompt, chat_prompt, completion_prompt, engine_requests
+from trtserve.gateway.openai.request import (
+    EngineRequest,
+    Prompt,
+    chat_prompt,
+    chat_text,
+    completion_prompt,
+    engine_requests,
+)
+from trtserve.gateway.openai.responses import ResponsesBody, ResponsesForm, ResponseStore
 from trtserve.gateway.openai.served import Backend, ServedModel
+from trtserve.programs.shared.tokenizer import decode
 
 COMPLETION_TOKENS = 16
 """Most tokens of a completion that does not say, as in OpenAI's API."""
@@ -42,19 +62,24 @@ def openai_router(
         await backend.close()
 
     router = APIRouter(
-        prefix="/v1",
         route_class=OpenAIRoute,
         lifespan=lifespan,
         dependencies=[Depends(_key_check(api_keys))] if api_keys else [],
     )
     paths = Paths(backend, measures, require)
-    router.add_api_route("/models", paths.models, methods=["GET"])
-    router.add_api_route("/models/{name}", paths.model, methods=["GET"])
-    router.add_api_route("/completions", paths.completions, methods=["POST"])
-    router.add_api_route("/chat/completions", paths.chat, methods=["POST"])
-    router.add_api_route("/embeddings", paths.embeddings, methods=["POST"])
+    router.add_api_route("/v1/models", paths.models, methods=["GET"])
+    router.add_api_route("/v1/models/{name}", paths.model, methods=["GET"])
+    router.add_api_route("/v1/completions", paths.completions, methods=["POST"])
+    router.add_api_route("/v1/chat/completions", paths.chat, methods=["POST"])
+    router.add_api_route("/v1/responses", paths.responses, methods=["POST"])
+    router.add_api_route("/v1/responses/{id}", paths.stored_response, methods=["GET", "DELETE"])
+    router.add_api_route("/v1/messages", paths.messages, methods=["POST"])
+    router.add_api_route("/v1/messages/count_tokens", paths.count_tokens, methods=["POST"])
+    router.add_api_route("/v1/embeddings", paths.embeddings, methods=["POST"])
+    router.add_api_route("/tokenize", paths.tokenize, methods=["POST"])
+    router.add_api_route("/detokenize", paths.detokenize, methods=["POST"])
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    router.add_api_route("/{path:path}", paths.unknown, methods=every, include_in_schema=False)
+    router.add_api_route("/v1/{path:path}", paths.unknown, methods=every, include_in_schema=False)
     return router
 
 
@@ -63,11 +88,14 @@ class Paths:
 
     def __init__(self, backend: Backend, measures: Measures, require: Require | None) -> None:
         self._backend, self._measures, self._require = backend, measures, require
+        self._store = ResponseStore()
 
     async def models(self) -> Response:
         """List the models and their adapters."""
         served = await self._backend.models()
-        return JSONResponse({"object": "list", "data": [each for model in served for each in _described(model)]})
+        data = [each for model in served for each in _described(model)]
+        pages = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}  # Anthropic's clients ask
+        return JSONResponse({"object": "list", "data": data, **pages})
 
     async def model(self, name: str) -> Response:
         """Describe one model or adapter."""
@@ -131,6 +159,64 @@ class Paths:
         tops = (body.top_logprobs or 0) if body.logprobs else None
         requests = await self._requests(served, body, prompt, body.n, max_tokens, adapter, tops)
         return AskedConversation(served=served, body=body, prompt=prompt, requests=requests)
+
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        """Answer a conversation that the server may keep."""
+        before = self._store.find(body.previous_response_id).messages if body.previous_response_id else ()
+        said = await asyncio.to_thread(body.messages, before)
+        asked = await self.conversation(request, await asyncio.to_thread(body.chat, said))
+        sequence = Sequenced(request=asked.requests[0], answer=Message(**asked.message()))
+
+        def store(name: str, document: Json, answer: Json) -> None:
+            self._store.add(name, document, [*said, answer])
+
+        form = ResponsesForm(sequence, body, store if body.store else None)
+        return await self._respond(request, asked.served, form, stream=body.stream)
+
+    async def stored_response(self, id: str, request: Request) -> Response:  # noqa: A002 - the field's word
+        """Return a response of this process, or forget it."""
+        if request.method == "DELETE":
+            self._store.remove(id)
+            return JSONResponse({"id": id, "object": "response", "deleted": True})
+        return JSONResponse(self._store.find(id).document)
+
+    async def messages(self, body: MessagesBody, request: Request) -> Response:
+        """Answer a conversation in Anthropic's form."""
+        asked = await self.conversation(request, await asyncio.to_thread(body.chat))
+        sequence = Sequenced(request=asked.requests[0], answer=Message(**asked.message()))
+        return await self._respond(request, asked.served, MessagesForm(sequence, body.model), stream=body.stream)
+
+    async def count_tokens(self, body: CountBody) -> Response:
+        """Count the tokens of a conversation."""
+        served, _ = await self._backend.find(body.model)
+        prompt = await chat_prompt(served, await asyncio.to_thread(body.chat))
+        return JSONResponse({"input_tokens": prompt.tokens})
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Return the token ids of a text, or of a conversation in the chat template, as vLLM does."""
+        served, _ = await self._backend.find(body.model)
+        files = served.require_tokenizer("tokenize")
+        assert served.encoder is not None
+        text, special = body.prompt, body.add_special_tokens
+        if text is None:
+            chat = await asyncio.to_thread(body.chat)
+            text, special = await chat_text(served, chat), False
+            if text is None:  # no chat template
+                text, special = chat.messages[-1]["content"], True
+        served.require_room(text)
+        (ids,) = await served.encoder.encode([text], special=special)
+        names = {"token_strs": files.tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
+        return JSONResponse({"count": len(ids), "max_model_len": served.max_seq_len, "tokens": ids, **names})
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """Return the text of token ids, special tokens included, as vLLM does."""
+        served, _ = await self._backend.find(body.model)
+        files = served.require_tokenizer("detokenize")
+        served.require_room(body.tokens)
+        if served.vocab_size is not None and max(body.tokens, default=0) >= served.vocab_size:
+            raise ApiError(f"tokens has an id beyond the vocabulary of {served.vocab_size}.", param="tokens")
+        text = await asyncio.to_thread(decode, files.tokenizer, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
 
     async def embeddings(self) -> Response:
         """Refuse embeddings."""
@@ -221,11 +307,13 @@ def _described(served: ServedModel) -> list[Json]:
         "object": "model",
         "created": served.created,
         "owned_by": "trtserve",
+        "type": "model",
+        "created_at": datetime.fromtimestamp(served.created, timezone.utc).isoformat(),
         "max_model_len": served.max_seq_len,
         "system_messages": served.takes_system,
     }
     parents = {name: None if name == served.name else served.name for name in served.names}
-    return [{"id": name, **head, "parent": parent} for name, parent in parents.items()]
+    return [{"id": name, "display_name": name, **head, "parent": parent} for name, parent in parents.items()]
 
 
 def _echoed(served: ServedModel, prompt: Prompt) -> str:

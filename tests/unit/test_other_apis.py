@@ -1,0 +1,330 @@
+"""OpenAI's responses, Anthropic's messages and vLLM's /tokenize in front of a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.support.scripted_endpoint import (
+    TEMPLATE,
+    endpoint_of,
+    error,
+    named_events,
+    respond,
+    send_message,
+    write_chat_model,
+)
+from tests.support.scripted_triton import NAME, ScriptedTriton, refused
+from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.responses import ResponseStore
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+TOOL = {"name": "weather", "input_schema": {"type": "object"}}
+ANSWER = 'Hm.</think>Well. <tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that thinks, unless it is told not to."""
+    folder = write_chat_model(tmp_path_factory.mktemp("apis") / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = TEMPLATE + "{% if enable_thinking | default(true) %}<think>{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def triton(folder: Path) -> ScriptedTriton:
+    return ScriptedTriton(folder)
+
+
+@pytest.fixture
+def client(triton: ScriptedTriton) -> Iterator[TestClient]:
+    with endpoint_of(triton) as client:
+        yield client
+
+
+def prompts(triton: ScriptedTriton) -> list[str]:
+    return [triton.files.decode(sent["input_ids"]) for sent in triton.requests]
+
+
+def test_a_response(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = (ANSWER,)
+    found = Response.model_validate(respond(client, tools=[FUNCTION]).json())
+    thought, message, call = found.output
+    assert (thought.type, message.type, call.type) == ("reasoning", "message", "function_call")
+    assert (found.status, found.output_text) == ("completed", "Well. ")
+    assert thought.type == "reasoning"
+    assert [each.text for each in thought.content or []] == ["Hm."]
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Ulm"})
+    assert found.usage is not None
+    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+    assert found.usage.input_tokens == len(triton.requests[0]["input_ids"])
+
+
+def test_the_events_of_a_response_are_its_document(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = (ANSWER,)
+    found = named_events(respond(client, tools=[FUNCTION], stream=True))
+    for each in found:
+        EVENT.validate_python(each)
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    assert [each["type"] for each in found[:2]] == ["response.created", "response.in_progress"]
+    last = found[-1]
+    assert last["type"] == "response.completed"
+    items = last["response"]["output"]
+    assert [each["item"] for each in found if each["type"] == "response.output_item.done"] == items
+    for number, (kind, whole) in enumerate(
+        (("reasoning_text", "Hm."), ("output_text", "Well. "), ("function_call_arguments", '{"city": "Ulm"}'))
+    ):
+        deltas = [each for each in found if each["type"] == f"response.{kind}.delta"]
+        assert len(deltas) > 1
+        assert "".join(each["delta"] for each in deltas) == whole
+        assert {(each["output_index"], each["item_id"]) for each in deltas} == {(number, items[number]["id"])}
+
+
+def test_a_response_is_continued(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = ('</think><tool_call>{"name": "weather", "arguments": {}}</tool_call>',)
+    first = respond(client, "One", instructions="Be brief.", tools=[FUNCTION]).json()
+    call = first["output"][0]
+    triton.script = ("</think>Rain.",)
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    second = respond(client, [output], previous_response_id=first["id"], tools=[FUNCTION]).json()
+    respond(client, "Two", previous_response_id=second["id"])
+    assert "[system]Be brief.[user]One>" in prompts(triton)[0]
+    assert prompts(triton)[1].endswith("[user]One[assistant][tool]rain><think>")
+    assert prompts(triton)[2] == "[user]One[assistant][tool]rain[assistant]Rain.[user]Two><think>"
+    assert client.get(f"/v1/responses/{second['id']}").json() == second
+    assert client.delete(f"/v1/responses/{second['id']}").json()["deleted"]
+    for status, _, _ in (
+        error(respond(client, "Three", previous_response_id=second["id"])),
+        error(client.get(f"/v1/responses/{second['id']}")),
+    ):
+        assert status == 404
+    kept = respond(client, "Four", store=False).json()
+    assert client.get(f"/v1/responses/{kept['id']}").status_code == 404
+
+
+def test_the_store_of_responses_is_bounded() -> None:
+    store = ResponseStore(most=3, most_bytes=1000)
+    for number in range(4):
+        store.add(str(number), {}, [])
+    with pytest.raises(ApiError, match="made room"):
+        store.find("0")
+    store.find("1")
+    store.add("large", {"text": "x" * 985}, [])
+    assert store.find("large").size > 980
+    for gone in ("1", "2", "3"):
+        with pytest.raises(ApiError):
+            store.find(gone)
+
+
+def test_items_of_a_conversation(client: TestClient, triton: ScriptedTriton) -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "S"}]},
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+    assert respond(client, items).status_code == 200
+    assert prompts(triton) == ["[system]S[user]a[assistant]b[tool]rain><think>"]
+
+
+def test_a_schema_and_tools_of_responses(client: TestClient, triton: ScriptedTriton) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    respond(client, text={"format": {"type": "json_schema", "name": "n", "schema": schema}})
+    assert json.loads(triton.requests[0]["guided_decoding_guide"][0]) == schema
+    assert prompts(triton)[0] == "[user]Hi>"
+    other = {**FUNCTION, "name": "other"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    for choice in (allowed, {"type": "function", "name": "weather"}):
+        respond(client, tools=[FUNCTION, other], tool_choice=choice)
+        guide = json.loads(triton.requests[-1]["guided_decoding_guide"][0])
+        assert [each["properties"]["name"]["const"] for each in guide["anyOf"]] == ["weather"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input": []}, "no message"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
+        ({"input": [{"content": "x"}]}, "no role"),
+        ({"tools": [{"type": "web_search"}]}, "'function'"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"temperature": 3}, "less than or equal to 2"),
+        ({"previous_response_id": "x"}, "not found"),
+        ({"model": "other"}, "does not exist"),
+    ],
+)
+def test_a_wrong_response(client: TestClient, triton: ScriptedTriton, body: dict[str, Any], words: str) -> None:
+    status, message, _ = error(client.post("/v1/responses", json={"model": NAME, "input": "Hi", **body}))
+    assert status in (400, 404)
+    assert words in message
+    assert not triton.requests
+
+
+def test_a_response_that_fails_or_is_cut(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = ("</think>He", refused("the engine failed"))
+    last = named_events(respond(client, stream=True))[-1]
+    EVENT.validate_python(last)
+    assert (last["type"], last["response"]["error"]["message"]) == ("response.failed", "the engine failed")
+    triton.script, triton.finish_reason = ("</think>He",), "length"
+    cut = respond(client).json()
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert named_events(respond(client, stream=True))[-1]["type"] == "response.incomplete"
+
+
+def test_a_message(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = (ANSWER,)
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    found = send_message(client, system="S", tools=[TOOL], thinking=thinking).json()
+    thought, text, call = found["content"]
+    assert (thought["thinking"], text["text"], call["input"]) == ("Hm.", "Well. ", {"city": "Ulm"})
+    assert (found["type"], found["role"], found["stop_reason"]) == ("message", "assistant", "tool_use")
+    assert found["usage"]["input_tokens"] == len(triton.requests[0]["input_ids"])
+    triton.script = ("Well.",)
+    assert send_message(client, system=[{"type": "text", "text": "S"}]).json()["content"] == [
+        {"type": "text", "text": "Well."}
+    ]
+    assert prompts(triton)[1] == "[system]S[user]Hi>"
+
+
+def test_the_events_of_a_message_are_its_document(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = (ANSWER,)
+    asked: dict[str, Any] = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    whole = send_message(client, **asked).json()
+    found = named_events(send_message(client, **asked, stream=True))
+    assert (found[0]["type"], found[-1]["type"]) == ("message_start", "message_stop")
+    assert found[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    blocks: list[dict[str, Any]] = []
+    for each in found[1:-2]:
+        assert each["index"] == len(blocks) - (each["type"] != "content_block_start")
+        if each["type"] == "content_block_start":
+            blocks.append({**each["content_block"], "json": ""})
+        elif each["type"] == "content_block_delta":
+            delta = each["delta"]
+            key = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "json"}[delta.pop("type")]
+            blocks[-1][key] += delta["partial_json" if key == "json" else key]
+    for block in blocks:
+        if text := block.pop("json"):
+            block["input"] = json.loads(text)
+        if block["type"] == "tool_use":
+            block["id"] = whole["content"][2]["id"]
+    assert blocks == whole["content"]
+    assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+def test_turns_with_tools_and_a_beginning_of_the_answer(client: TestClient, triton: ScriptedTriton) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "weather", "input": {}}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+        {"role": "assistant", "content": "It"},
+    ]
+    assert send_message(client, messages=messages).status_code == 200
+    assert prompts(triton) == ["[user]a[assistant][tool]rain[user]So?[assistant]It"]
+
+
+def test_a_stop_sequence_is_named(client: TestClient, triton: ScriptedTriton) -> None:
+    found = send_message(client, stop_sequences=["zz", "lo"]).json()
+    assert (found["content"][0]["text"], found["stop_reason"], found["stop_sequence"]) == ("Hel", "stop_sequence", "lo")
+    triton.finish_reason = "length"
+    assert send_message(client).json()["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [({"type": "any"}, ["weather", "other"]), ({"type": "tool", "name": "other"}, ["other"])],
+)
+def test_a_tool_that_must_be_used(
+    client: TestClient, triton: ScriptedTriton, choice: dict[str, str], names: list[str]
+) -> None:
+    triton.script = ('{"name": "other", "arguments": {"a": 1}}',)
+    found = send_message(client, tools=[TOOL, {**TOOL, "name": "other"}], tool_choice=choice).json()
+    assert (found["content"][0]["input"], found["stop_reason"]) == ({"a": 1}, "tool_use")
+    guide = json.loads(triton.requests[0]["guided_decoding_guide"][0])
+    assert [each["properties"]["name"]["const"] for each in guide["anyOf"]] == names
+
+
+def test_tokens_of_a_message_are_counted(client: TestClient, triton: ScriptedTriton) -> None:
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "system": "S"}
+    counted = client.post("/v1/messages/count_tokens", json=body).json()
+    assert counted == {"input_tokens": len("[system]S[user]Hi>")}
+    assert not triton.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "reads text only"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, "expected user or assistant"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "needs a content"),
+        ({"messages": [{"role": "user", "content": []}]}, 400, "no message"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "not among the tools"),
+        ({"temperature": 1.5}, 400, "temperature"),
+        ({"mcp_servers": [{}]}, 400, "mcp_servers"),
+        ({"model": "other"}, 404, "does not exist"),
+    ],
+)
+def test_a_wrong_message(client: TestClient, body: dict[str, Any], status: int, words: str) -> None:
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, **body}
+    answer = client.post("/v1/messages", json=asked)
+    assert answer.status_code == status
+    content = answer.json()
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    assert (content["type"], content["error"]["type"]) == ("error", kind)
+    assert words in content["error"]["message"]
+
+
+def test_a_message_that_fails(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = ("He", refused("the engine failed"))
+    last = named_events(send_message(client, stream=True))[-1]
+    assert (last["type"], last["error"]["message"]) == ("error", "the engine failed")
+    triton.script = (refused("Maximum queue size is reached"),)
+    answer = send_message(client)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+def test_tokens_of_texts(client: TestClient, triton: ScriptedTriton) -> None:
+    def tokenize(**body: Any) -> Any:
+        return client.post("/tokenize", json={"model": NAME, **body})
+
+    found = tokenize(prompt="Hé").json()
+    assert found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == 512
+    assert client.post("/detokenize", json={"model": NAME, "tokens": found["tokens"]}).json()["prompt"].endswith("Hé")
+    bare = tokenize(prompt="Hé", add_special_tokens=False, return_token_strs=True).json()
+    assert bare["tokens"] == found["tokens"][1:]
+    assert len(bare["token_strs"]) == len(bare["tokens"])
+    said = tokenize(messages=[{"role": "user", "content": "Hi"}], chat_template_kwargs={"enable_thinking": False})
+    assert triton.files.decode(said.json()["tokens"]) == "[user]Hi>"
+    for body, words in (
+        ({}, "either prompt or messages"),
+        ({"prompt": "a" * 1_000_000}, "exceeds the maximum input length"),
+        ({"messages": []}, "at least 1 item"),
+    ):
+        assert words in error(tokenize(**body))[1]
+    for tokens, words in (([10**6], "beyond the vocabulary"), ([5] * 3000, "exceeds the maximum"), ([-1], "greater")):
+        assert words in error(client.post("/detokenize", json={"model": NAME, "tokens": tokens}))[1]
+    assert not triton.requests

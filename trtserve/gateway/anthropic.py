@@ -1,0 +1,281 @@
+"""Anthropic's messages on the core of OpenAI's API: a body that becomes a chat, and the form of the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_core import to_json
+
+from trtserve.files import parse_json
+from trtserve.gateway.openai.answering import Form, Sequenced
+from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece
+from trtserve.gateway.openai.bodies import Body, ChatBody, Thinking, chat_body
+from trtserve.gateway.openai.errors import MESSAGES, ApiError, error_event
+from trtserve.gateway.openai.reading import Part
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class CustomTool(Body):
+    """A tool of the client; Anthropic's own tools run on its servers."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any]
+    strict: bool = False
+
+    # No effect.
+    cache_control: dict[str, Any] = Field(default_factory=dict)
+    input_examples: list[dict[str, Any]] = Field(default_factory=list)
+    defer_loading: bool = False
+    eager_input_streaming: bool = False
+    allowed_callers: list[str] = Field(default_factory=list)
+
+
+class ToolChoice(Body):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class OutputFormat(Body):
+    """The schema of the answer."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class MessagesOutput(Body):
+    """What the answer must match, and how much the model may think."""
+
+    format: OutputFormat | None = None
+    effort: str = ""
+
+
+class CountBody(Body):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] = ""
+    tools: list[CustomTool] = Field(default_factory=list)
+    tool_choice: ToolChoice = Field(default_factory=lambda: ToolChoice(type="auto"))
+    thinking: Thinking | None = None
+    output_config: MessagesOutput = Field(default_factory=MessagesOutput)
+
+    # No effect: they concern Anthropic's own service.
+    cache_control: dict[str, Any] = Field(default_factory=dict)
+    context_management: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    service_tier: str = ""
+    inference_geo: str = ""
+    betas: list[str] = Field(default_factory=list)
+
+    def chat(self, **more: Any) -> ChatBody:
+        """Return the chat that this asks for. Raises ApiError for what the model cannot read."""
+        messages = [
+            *_system(self.system),
+            *(each for number, m in enumerate(self.messages) for each in _said(number, m)),
+        ]
+        if not messages:
+            raise ApiError("There is no message with a content.", param="messages")
+        choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(self.tool_choice.type)
+        if choice is None:
+            choice = {"type": "function", "function": {"name": self.tool_choice.name}}
+        schema = self.output_config.format and {"name": "answer", "schema": self.output_config.format.json_schema}
+        tools = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
+        ]
+        return chat_body(
+            {
+                "model": self.model,
+                "messages": messages,
+                "tools": [{"type": "function", "function": tool} for tool in tools],
+                "tool_choice": choice,
+                "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+                "response_format": schema and {"type": "json_schema", "json_schema": schema},
+                "reasoning_effort": self.output_config.effort,
+                "thinking": {"type": "disabled" if self.thinking is None else self.thinking.type},
+                "include_reasoning": self.thinking is not None and self.thinking.type != "disabled",
+                "continue_final_message": messages[-1]["role"] == "assistant" and bool(messages[-1]["content"]),
+                **more,
+            }
+        )
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    stream: bool = False
+    stop_sequences: list[str] = Field(default_factory=list)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+
+    def chat(self, **more: Any) -> ChatBody:
+        """Return the chat that this asks for."""
+        return super().chat(
+            max_tokens=self.max_tokens,
+            stream=self.stream,
+            stop=self.stop_sequences or None,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            **more,
+        )
+
+
+def _system(system: str | list[dict[str, Any]]) -> list[Json]:
+    text = system if isinstance(system, str) else "\n\n".join(_text("system", block) for block in system)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _said(number: int, message: dict[str, Any]) -> Iterator[Json]:
+    """Yield the messages of a chat that one of Anthropic's is: results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    where = f"message {number}"
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(f"{where} has the role {str(role)[:50]!r}; expected user or assistant.", param="messages")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise ApiError(f"{where} needs a content: a text or a list of blocks.", param="messages")
+    texts, thoughts, calls = [], list[str](), list[Json]()
+    for block in content:
+        kind = block.get("type")
+        if kind == "tool_result" and role == "user":
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(where, block)}
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
+            texts.append(_text(where, block))
+    if texts or calls or thoughts:
+        more: Json = {"tool_calls": calls} if calls else {}
+        more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        yield {"role": role, "content": "\n\n".join(texts) if role == "user" else "".join(texts), **more}
+
+
+def _text(where: str, block: dict[str, Any]) -> str:
+    """Return the text of a block, or of a document that is one."""
+    kind, text = block.get("type"), block.get("text")
+    if kind == "document" and isinstance(source := block.get("source"), dict) and source.get("type") == "text":
+        kind, text = "text", source.get("data")
+    if kind != "text" or not isinstance(text, str):
+        raise ApiError(f"{where} has a block of type {str(kind)[:50]!r}; this model reads text only.", param="messages")
+    return text
+
+
+def _result(where: str, block: dict[str, Any]) -> str:
+    content = block.get("content") or ""
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not all(isinstance(each, dict) for each in blocks):
+        raise ApiError(f"{where} has a tool_result whose content is no text and no list of blocks.", param="messages")
+    return "\n".join(_text(where, each) for each in blocks)
+
+
+class MessagesForm(Form[Message]):
+    """A message, or its events."""
+
+    def __init__(self, sequence: Sequenced[Message], model: str) -> None:
+        super().__init__([sequence])
+        self._model = model
+        self._begun = False
+        self._open: AnswerBlock | None = None
+        self._count = 0
+
+    def whole(self) -> Json:
+        """Return the message."""
+        answer, usage = self.sequences[0].answer, self.sequences[0].usage
+        return {
+            **self._head(),
+            "content": [self._block(block) for block in answer.blocks if block.call or block.text],
+            **self._reason(),
+            "usage": {"input_tokens": usage.prompt_tokens or 0, "output_tokens": usage.completion_tokens or 0},
+        }
+
+    def collect(self, sequence: Sequenced[Message], piece: TextPiece) -> None:
+        """Add a piece."""
+        sequence.answer.add(piece)
+
+    def events(self, sequence: Sequenced[Message], piece: TextPiece) -> bytes:
+        """Return the events of a piece."""
+        made = []
+        parts = sequence.answer.add(piece)
+        if not self._begun:
+            self._begun = True
+            usage = {"input_tokens": sequence.usage.prompt_tokens or 0, "output_tokens": 0}
+            head = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            made.append(_event("message_start", message=head))
+        for part in parts:
+            made += self._part(part)
+        return b"".join(made)
+
+    def end(self) -> bytes:
+        """Return the events that end the message."""
+        usage = {"output_tokens": self.sequences[0].usage.completion_tokens or 0}
+        delta = _event("message_delta", delta=self._reason(), usage=usage)
+        return b"".join([*self._close(), delta, _event("message_stop")])
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error."""
+        return error_event(MESSAGES, error.status, error.message)
+
+    def _head(self) -> Json:
+        return {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "model": self._model}
+
+    def _reason(self) -> Json:
+        answer = self.sequences[0].answer
+        reason = _REASONS[answer.finish_reason or "stop"]
+        if answer.calls and reason == "end_turn":  # of a tool that the client named
+            reason = "tool_use"
+        return {"stop_reason": "stop_sequence" if answer.stop else reason, "stop_sequence": answer.stop}
+
+    def _block(self, block: AnswerBlock, *, empty: bool = False) -> Json:
+        if block.call is not None:
+            arguments = {} if empty else _object(block.call.arguments)
+            return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": "" if empty else block.text, "signature": ""}
+        return {"type": "text", "text": "" if empty else block.text}
+
+    def _part(self, part: Part) -> Iterator[bytes]:
+        kind = "call" if part.call is not None else part.kind
+        if self._open is None or part.kind == "call" or self._open.kind != kind:
+            yield from self._close()
+            self._open = AnswerBlock(kind="call" if kind == "arguments" else kind, call=part.call)
+            yield _event("content_block_start", index=self._count, content_block=self._block(self._open, empty=True))
+        if part.kind != "call":
+            keys = {"text": "text", "reasoning": "thinking", "arguments": "partial_json"}
+            types = {"text": "text_delta", "reasoning": "thinking_delta", "arguments": "input_json_delta"}
+            delta = {"type": types[part.kind], keys[part.kind]: part.text}
+            yield _event("content_block_delta", index=self._count, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._count)
+            self._open = None
+            self._count += 1
+
+
+def _event(kind: str, **content: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **content}) + b"\n\n"
+
+
+def _object(arguments: str) -> Json:
+    """Return the arguments of a call; those of one that was cut are none."""
+    try:
+        found = parse_json(arguments or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {"value": json.loads(arguments)}

@@ -1,0 +1,396 @@
+"""OpenAI's responses on the core of chats: a body that becomes one, a bounded store of past ones, and the form."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_core import to_json
+
+from trtserve.gateway.openai.answering import Form, Sequenced
+from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, call_json
+from trtserve.gateway.openai.bodies import Body, ChatBody, NamedFunction, chat_body
+from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.reading import Part
+
+_MOST_STORED = 1024
+_MOST_STORED_BYTES = 64 << 20
+_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+
+
+class FunctionOfResponses(Body):
+    """A function that the model may call; OpenAI's other tools run on its servers."""
+
+    type: Literal["function"]
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    strict: bool = False
+
+
+class NamedToolOfResponses(NamedFunction):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+
+
+class AllowedToolsOfResponses(Body):
+    """The tools that the model may call in this answer."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolOfResponses] = Field(min_length=1)
+
+
+class TextFormat(Body):
+    """What the answer must match."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    description: str = ""
+    strict: bool = True
+
+
+class TextSettings(Body):
+    """The form of the text."""
+
+    format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({"type": "text"}))
+    verbosity: str = ""  # no effect
+
+
+class Reasoning(Body):
+    """How much the model thinks."""
+
+    effort: str = ""
+    summary: str = ""  # no effect: thoughts are not summarised, they are part of the answer
+    generate_summary: str = ""
+
+
+class ResponsesBody(Body):
+    """`POST /v1/responses`."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str = ""
+    previous_response_id: str = ""
+    store: bool = True
+    stream: bool = False
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    tools: list[FunctionOfResponses] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolOfResponses | AllowedToolsOfResponses = "auto"
+    parallel_tool_calls: bool = True
+    text: TextSettings = Field(default_factory=TextSettings)
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+
+    # No effect.
+    include: list[str] = Field(default_factory=list)
+    max_tool_calls: int | None = None
+    stream_options: dict[str, Any] = Field(default_factory=dict)
+    user: str = ""
+    service_tier: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+
+    def messages(self, before: Sequence[Json]) -> list[Json]:
+        """Return the conversation that goes on: what was said before, and the input. Raises ApiError."""
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        return [*before, *_messages(items)]
+
+    def chat(self, messages: Sequence[Json]) -> ChatBody:
+        """Return the chat that this asks for. Raises ApiError."""
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        choice: Any = self.tool_choice
+        if isinstance(choice, AllowedToolsOfResponses):
+            tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+        elif isinstance(choice, NamedToolOfResponses):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        wanted = self.text.format
+        named = {"name": wanted.name, "schema": wanted.json_schema or {}, "strict": wanted.strict}
+        return chat_body(
+            {
+                "model": self.model,
+                "messages": [*instructions, *messages],
+                "stream": self.stream,
+                "max_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "tools": [
+                    {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+                    for tool in self.tools
+                ],
+                "tool_choice": choice,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": self.reasoning.effort,
+                "response_format": {
+                    "type": wanted.type,
+                    **({"json_schema": named} if wanted.type == "json_schema" else {}),
+                },
+            }
+        )
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[Json]:
+    """Return the messages of a chat that items are; thoughts and calls belong to the assistant's next text."""
+    made: list[Json] = []
+    thoughts = ""
+    for number, item in enumerate(items):
+        kind, where = item.get("type", "message"), f"item {number} of the input"
+        if kind == "message":
+            made.append({"role": item.get("role"), "content": _text(where, item.get("content"))})
+        elif kind == "function_call":
+            call = {"id": item.get("call_id"), "type": "function"}
+            call["function"] = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            if not made or made[-1]["role"] != "assistant":
+                made.append({"role": "assistant", "content": ""})
+            made[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            content = _text(where, item.get("output"))
+            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        elif kind == "reasoning":
+            thoughts += _text(where, item.get("content") or item.get("summary") or "")
+            continue
+        else:
+            raise ApiError(f"{where} has the type {str(kind)[:50]!r}, which is not supported.", param="input")
+        if thoughts and made[-1]["role"] == "assistant":
+            made[-1]["reasoning_content"], thoughts = thoughts, ""
+    if not made:
+        raise ApiError("The input has no message.", param="input")
+    return made
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
+        if not isinstance(text, str):
+            raise ApiError(f"{where} has a part of type {str(kind)[:50]!r}; this model reads text only.", param="input")
+        texts.append(text)
+    return "".join(texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A past response."""
+
+    document: Json
+    messages: Sequence[Json]
+    """The conversation with its answer, without instructions."""
+    size: int
+    """Bytes, about."""
+
+
+class ResponseStore:
+    """The responses of this process that clients may continue: the latest ones, within bounds."""
+
+    def __init__(self, most: int = _MOST_STORED, most_bytes: int = _MOST_STORED_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+
+    def find(self, id: str) -> Stored:  # noqa: A002 - the field's word
+        """Return a response. Raises ApiError for one that was never stored, or had to make room."""
+        found = self._kept.get(id)
+        if found is None:
+            raise ApiError(
+                f"Response with id {id[:100]!r} not found: it was not stored, or made room for newer ones.", status=404
+            )
+        self._kept.move_to_end(id)
+        return found
+
+    def add(self, id: str, document: Json, messages: Sequence[Json]) -> None:  # noqa: A002 - the field's word
+        """Keep a response, and drop those that were not used for longest if there are too many."""
+        size = len(to_json(document)) + len(to_json(messages))
+        self._kept[id] = Stored(document=document, messages=messages, size=size)
+        self._bytes += size
+        while len(self._kept) > self._most or self._bytes > self._most_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= dropped.size
+
+    def remove(self, id: str) -> None:  # noqa: A002 - the field's word
+        """Forget a response. Raises ApiError if it is not there."""
+        self.find(id)
+        self._bytes -= self._kept.pop(id).size
+
+
+class ResponsesForm(Form[Message]):
+    """A response, or its events."""
+
+    def __init__(
+        self, sequence: Sequenced[Message], body: ResponsesBody, store: Callable[[str, Json, Json], None] | None
+    ) -> None:
+        """`store` gets the id, the document, and the answer as a message."""
+        super().__init__([sequence])
+        self._body, self._store = body, store
+        self._created = int(time.time())
+        self._ids: list[str] = []
+        self._items = 0
+        self._number = 0
+        self._open: AnswerBlock | None = None
+
+    def whole(self) -> Json:
+        """Return the response, and store it."""
+        answer = self.sequences[0].answer
+        blocks = [block for block in answer.blocks if block.call is not None or block.text]
+        cut = answer.finish_reason == "length"
+        document = self._document("incomplete" if cut else "completed")
+        document["output"] = [self._item(number, block, cut=cut) for number, block in enumerate(blocks)]
+        document["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        document["usage"] = self._usage()
+        if self._store is not None:
+            said: Json = {"role": "assistant", "content": answer.text}
+            if answer.calls:
+                said["tool_calls"] = [call_json(call, call.arguments or "{}") for call in answer.calls]
+            self._store(document["id"], document, said)
+        return document
+
+    def collect(self, sequence: Sequenced[Message], piece: TextPiece) -> None:
+        """Add a piece."""
+        sequence.answer.add(piece)
+
+    def events(self, sequence: Sequenced[Message], piece: TextPiece) -> bytes:
+        """Return the events of a piece."""
+        made: list[bytes] = []
+        if not self._number:
+            document = self._document("in_progress")
+            made += [self._event(f"response.{state}", response=document) for state in ("created", "in_progress")]
+        for part in sequence.answer.add(piece):
+            made.extend(self._part(part))
+        return b"".join(made)
+
+    def end(self) -> bytes:
+        """Return the events that end the response."""
+        made = list(self._close())
+        document = self.whole()
+        return b"".join([*made, self._event(f"response.{document['status']}", response=document)])
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the events of a response that failed."""
+        document = self._document("failed")
+        document["error"] = {"code": error.body["error"]["code"] or "server_error", "message": error.message}
+        return self._event("response.failed", response=document)
+
+    def _document(self, status: str) -> Json:
+        body = self._body
+        return {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions or None,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id or None,
+            "reasoning": {"effort": body.reasoning.effort or None, "summary": None},
+            "store": body.store,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": body.text.model_dump(by_alias=True, exclude_unset=True) or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user or None,
+            "metadata": body.metadata,
+        }
+
+    def _usage(self) -> Json:
+        usage, answer = self.sequences[0].usage, self.sequences[0].answer
+        given, made = usage.prompt_tokens or 0, usage.completion_tokens or 0
+        return {
+            "input_tokens": given,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+            "total_tokens": given + made,
+        }
+
+    def _item(self, number: int, block: AnswerBlock, *, begins: bool = False, cut: bool = False) -> Json:
+        while number >= len(self._ids):
+            self._ids.append(uuid.uuid4().hex)
+        name, status = self._ids[number], "in_progress" if begins else "incomplete" if cut else "completed"
+        if block.call is not None:
+            call = {"call_id": block.call.id, "name": block.call.name}
+            arguments = "" if begins else block.call.arguments or "{}"
+            return {"id": f"fc_{name}", "type": "function_call", **call, "arguments": arguments, "status": status}
+        content = [] if begins else [self._content(block)]
+        if block.kind == "reasoning":
+            return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": content, "status": status}
+
+    def _content(self, block: AnswerBlock, text: str | None = None) -> Json:
+        text = block.text if text is None else text
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _part(self, part: Part) -> Iterator[bytes]:
+        kind = "call" if part.call is not None else part.kind
+        if self._open is None or part.kind == "call" or self._open.kind != kind:
+            yield from self._close()
+            self._open = AnswerBlock(kind="call" if kind == "arguments" else kind, call=part.call)
+            item = self._item(self._items, self._open, begins=True)
+            yield self._event("response.output_item.added", output_index=self._items, item=item)
+            if part.call is None:
+                yield self._at("response.content_part.added", part=self._content(self._open, ""))
+        if part.kind != "call":
+            self._open.pieces.append(part.text)
+            yield self._at(f"{self._channel}.delta", delta=part.text, **self._log_probs)
+
+    @property
+    def _channel(self) -> str:
+        kind = "" if self._open is None else self._open.kind
+        names = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+        return f"response.{names[kind]}"
+
+    @property
+    def _log_probs(self) -> Json:
+        return {"logprobs": []} if self._open is not None and self._open.kind == "text" else {}
+
+    def _close(self) -> Iterator[bytes]:
+        block = self._open
+        if block is None:
+            return
+        if block.call is not None:
+            yield self._at(f"{self._channel}.done", arguments=block.call.arguments or "{}", name=block.call.name)
+        else:
+            yield self._at(f"{self._channel}.done", text=block.text, **self._log_probs)
+            yield self._at("response.content_part.done", part=self._content(block))
+        item = self._item(self._items, block)
+        yield self._event("response.output_item.done", output_index=self._items, item=item)
+        self._open = None
+        self._items += 1
+
+    def _at(self, kind: str, **content: Any) -> bytes:
+        """Return an event about the open item."""
+        assert self._open is not None
+        where: Json = {"item_id": self._item(self._items, self._open, begins=True)["id"], "output_index": self._items}
+        return self._event(kind, **where, **({} if self._open.call is not None else {"content_index": 0}), **content)
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return b"event: %b\ndata: %b\n\n" % (
+            kind.encode(),
+            to_json({"type": kind, "sequence_number": number, **content}),
+        )
