@@ -191,10 +191,11 @@ def test_responses_of_any_repository(any_client: OpenAI, endpoint: Endpoint) -> 
     assert (answer.output_text, answer.status) == (text, "incomplete")
     assert answer.usage is not None
     assert answer.usage.output_tokens == tokens
-    with any_client.responses.stream(**asked, previous_response_id=answer.id) as stream:
-        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        final = stream.get_final_response()
-    assert "".join(pieces) == final.output_text == text  # a model without a template sees the last message
+    events = list(any_client.responses.create(**asked, previous_response_id=answer.id, stream=True))
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert "".join(pieces) == last.response.output_text == text  # a model without a template sees the last message
 
 
 @pytest.mark.needs("anthropic")
@@ -202,7 +203,7 @@ def test_anthropics_client(any_url: str, endpoint: Endpoint) -> None:
     import anthropic
 
     text, tokens, _ = expected(endpoint, PROMPTS[0])
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 24, "temperature": 0}
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 24, "extra_body": {"temperature": 0}}
     asked["messages"] = [{"role": "user", "content": PROMPTS[0]}]
     with anthropic.Anthropic(base_url=any_url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
         answer = client.messages.create(**asked)

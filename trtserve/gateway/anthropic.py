@@ -76,6 +76,10 @@ class CountBody(Body):
     service_tier: str = ""
     inference_geo: str = ""
     betas: list[str] = Field(default_factory=list)
+    diagnostics: dict[str, Any] = Field(default_factory=dict)
+    speed: str = ""
+    user_profile_id: str = ""
+    workspace_id: str = ""
 
     def chat(self, **more: Any) -> ChatBody:
         """Return the chat that this asks for. Raises ApiError for what the model cannot read."""
