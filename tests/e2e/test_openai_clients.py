@@ -214,7 +214,7 @@ def test_anthropics_client(any_url: str, endpoint: Endpoint) -> None:
             assert stream.get_final_message().usage == answer.usage
         counted = client.messages.count_tokens(model="tiny", messages=asked["messages"])
         assert counted.input_tokens == answer.usage.input_tokens
-        assert [each.id for each in client.models.list()] == ["tiny"]
+        assert next(iter(client.models.list())).id == "tiny"
         with pytest.raises(anthropic.NotFoundError, match="does not exist"):
             client.messages.create(**{**asked, "model": "other"})
 

@@ -68,6 +68,7 @@ class CountBody(Body):
     tool_choice: ToolChoice = Field(default_factory=lambda: ToolChoice(type="auto"))
     thinking: Thinking | None = None
     output_config: MessagesOutput = Field(default_factory=MessagesOutput)
+    output_format: OutputFormat | None = None  # the former place of the schema
 
     # No effect: they concern Anthropic's own service.
     cache_control: dict[str, Any] = Field(default_factory=dict)
@@ -92,7 +93,8 @@ class CountBody(Body):
         choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(self.tool_choice.type)
         if choice is None:
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
-        schema = self.output_config.format and {"name": "answer", "schema": self.output_config.format.json_schema}
+        wanted = self.output_config.format or self.output_format
+        schema = wanted and {"name": "answer", "schema": wanted.json_schema}
         tools = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
         ]
