@@ -42,6 +42,7 @@ NEEDS = {
     "promtool": Need("promtool", _programs("promtool"), "prometheus"),
     "registry": Need("an OCI registry", _programs("docker-registry"), "docker-registry"),
     "s3": Need("moto and s3fs", _modules("moto", "s3fs", "flask"), None),
+    "helm": Need("Helm", _modules("helm_python"), None),
     "sshd": Need("sshd", _programs("sshd", "ssh", "ssh-keygen"), "openssh-server"),
 }
 BARE = os.environ.get("TRTSERVE_TESTS_BARE") == "1"
