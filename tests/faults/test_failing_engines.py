@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.servers import HOST
@@ -170,6 +171,26 @@ def test_a_stopped_process_is_ended_and_the_server_started_again(process: str, r
 
 
 if ALL:  # make faults
+
+    @pytest.mark.parametrize("parent", [False, True], ids=["who encodes", "who starts it"])
+    def test_a_stopped_helper_is_replaced(parent: bool, repository: Path, home: Path) -> None:
+        """What the gateway has started to encode texts: it is killed, and the next text starts another."""
+        with supervised(repository, home, "--restart", "on-failure", "--no-verify", gateway=True) as one:
+            one.ready()
+            text = completion(one)
+            assert text[0] == 200
+            helpers = psutil.Process(one.victim("gateway")).children(recursive=True)
+            encoders = [each for each in helpers if any("encoding" in word for word in each.cmdline())]
+            starters = [each for each in encoders if each.children()]
+            stopped = starters if parent else [each for each in encoders if not each.children()]
+            assert stopped
+            for each in stopped:
+                each.suspend()
+            gone = seconds_until(lambda: not any(each.is_running() for each in stopped), NOTICED)
+            assert healthy(one)
+            wait_until(lambda: completion(one) == text)
+            assert one.record().restarts == 0
+        measured("stopped helper", starts=parent, gone_s=gone)
 
     def test_a_server_whose_engine_fails_ends(order: Path, repository: Path, home: Path) -> None:
         with supervised(repository, home, "--no-verify", gateway=True) as one:

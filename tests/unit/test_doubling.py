@@ -10,7 +10,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from trtserve.gateway.openai.dialects import dialect_of
 from trtserve.gateway.openai.reading import reader_of
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.settings import RequestLimits
+from trtserve.programs.bls import inputs as bls
 from trtserve.programs.core.request import RequestFactory
 from trtserve.programs.core.settings import load_executor_module
 from trtserve.programs.preprocessing.model import TritonPythonModel
+from trtserve.programs.shared.lora_names import LoraNames
 
 FULL = os.environ.get("TRTSERVE_DOUBLING") == "1"
 MOST = 1 << 20 if FULL else 1 << 14
@@ -415,6 +417,48 @@ def test_preprocessing(field: str, folder: Path, tmp_path: Path) -> None:
         def run() -> None:
             with suppress(ValueError):
                 model._process(inputs)
+
+        return run
+
+    require_linear(make)
+
+
+def _bls_rows(count: int, **more: Any) -> dict[str, Any]:
+    rows = {"text_input": np.array([[b"Hi"]] * count, dtype=object), "max_tokens": np.full((count, 1), 4)}
+    return {**rows, **more}
+
+
+BLS: dict[str, Make] = {
+    "text_input": lambda n: _bls_rows(1, text_input=np.array([[b"word " * (n // 5)]], dtype=object)),
+    "rows": lambda n: _bls_rows(n // 16),
+    "stop_words": lambda n: _bls_rows(1, stop_words=np.array([[b"a%d" % each for each in range(n // 16)]], object)),
+    "lora_name": lambda n: _bls_rows(1, lora_name=np.array([[b"n" * n]], object)),
+    "lora_name, rows": lambda n: _bls_rows(n // 16, lora_name=np.array([[b"n"]] * (n // 16), object)),
+    "random_seed": lambda n: _bls_rows(n // 16, random_seed=np.arange(n // 16)),
+    "prompt_embedding_table": lambda n: _bls_rows(1, prompt_embedding_table=np.ones((1, n, 16), np.float16)),
+    "guided_decoding_guide": lambda n: _bls_rows(1, guided_decoding_guide=np.array([[b"a" * n]], object)),
+}
+
+
+@pytest.mark.parametrize("field", BLS)
+def test_bls(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preprocessed(_model: str, given: Mapping[str, Any], wanted: Sequence[str], _id: str) -> dict[str, Any]:
+        ids = np.array([list(bytes(row[0])) for row in given["QUERY"]], np.int32)
+        return dict.fromkeys(wanted, ids) | {"REQUEST_INPUT_LEN": np.full((len(ids), 1), ids.shape[1])}
+
+    monkeypatch.setattr(bls, "call", preprocessed)
+    settings = bls.BlsSettings(
+        core="tensorrt_llm", lora=LoraNames(tmp_path, "lora.json"), inputs=frozenset({"random_seed"})
+    )
+
+    def make(size: int) -> Callable[[], object]:
+        inputs = dict(BLS[field](size))
+
+        def run() -> None:
+            with suppress(ValueError):
+                bls.check(settings, inputs)
+                bls.adapter_of(inputs)
+                bls.prompts(bls.core_inputs(settings, inputs, "1"))
 
         return run
 

@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from tritonclient import http as tritonclient
 
 from trtserve.gateway.asgi import RefusedError, inflate
 from trtserve.gateway.guard import CheckedBody, check_control, check_generate, check_infer
+from trtserve.gateway.relay import _BINARY_TYPES, _JSON_TYPES, _require_type
 from trtserve.gateway.settings import RequestLimits
 from trtserve.gateway.triton import GROUPS, find_target
 
@@ -362,3 +364,20 @@ def test_any_generate_body_passes_flat_or_is_refused(body: Any) -> None:
     checked = passed(lambda: check_generate(json.dumps(body).encode(), LIMITS, DATATYPES))
     if checked is not None:
         assert set(json.loads(checked.content)) <= {*DATATYPES, "id", "parameters"}
+
+
+@pytest.mark.parametrize(
+    ("given", "types", "words"),
+    [
+        ("text/html", _JSON_TYPES, "the header Content-Type is 'text/html'; expected application/json"),
+        ("Text/HTML; charset=utf-8", _JSON_TYPES, "is 'text/html'; expected application/json"),
+        ("a" * 5000, _JSON_TYPES, f"is '{'a' * 100}'; expected application/json"),
+        ("text/html", _BINARY_TYPES, "expected application/json or application/octet-stream"),
+    ],
+)
+def test_a_body_of_another_type_is_refused_by_name(given: str, types: tuple[str, ...], words: str) -> None:
+    with pytest.raises(RefusedError, match=re.escape(words)) as caught:
+        _require_type({"content-type": given}, types)
+    assert caught.value.status == 415
+    for taken in types:
+        _require_type({"content-type": f"{taken.upper()}; charset=utf-8"}, types)

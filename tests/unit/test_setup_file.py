@@ -190,6 +190,11 @@ def test_a_change_rebuilds_only_the_stages_after_it(tmp_path: Path, capsys: pyte
     actions = {stage["stage"]: stage["action"] for stage in model["stages"]}
     assert actions == {"model": "reuse", "convert": "reuse", "build": "make", "repo": "make"}
     assert model["differences"] == ["max_batch_size: 4 → 2"]
+    more = "    max_seq_len: 64\n    gather_context_logits: true\n"
+    file.write_text(MODEL + "    runtime: openvino\n    max_batch_size: 4\n" + more, encoding="utf-8")
+    assert run(["diff", str(file), "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["result"]["models"]
+    assert sorted(model["differences"]) == ["gather_context_logits: false → true", "max_seq_len: not set → 64"]
 
 
 def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
