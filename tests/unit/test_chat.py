@@ -170,7 +170,7 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
         *("max_tokens 1024", "temperature 0.5", "top_k 3", "stop_words ('END',)"),
         *("two", "three"),
     ]
-    for said in ("no question to ask again", "'temperature'", "--max-tokens is 'x'", "did you mean /set?"):
+    for said in ("no question to ask again", "'temperature'", "max_tokens is 'x'", "did you mean /set?"):
         assert said in captured.err
     assert [spec.prompts for spec in model.asked] == [("Hi",), ("Hi",), ("first\n\n  second ",)]
     assert (model.asked[1].history, len(model.asked[2].history)) == ((), 2)

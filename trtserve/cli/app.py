@@ -130,6 +130,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     logging.raiseExceptions = False  # what a library logs may have half a character of a file, which no stream takes
     forget_documents()
+    arguments = _asked_help(arguments)
     try:
         _warn_of_variables()
         code = command_tree(_named(arguments))(args=list(arguments), prog_name="trtserve", standalone_mode=False)
@@ -142,6 +143,18 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         return _report(_explained(error), arguments)
     return code if isinstance(code, int) else 0  # the code of typer.Exit; commands return None
+
+
+def _asked_help(arguments: Sequence[str]) -> Sequence[str]:
+    """Return `COMMAND --help WORD` for `help COMMAND WORD`."""
+    if arguments[:1] != ["help"]:
+        return arguments
+    words = list(arguments[1:])
+    entry = COMMANDS.get(words[0]) if words else None
+    path = (
+        0 if entry is None else 2 if isinstance(entry, GroupEntry) and words[1:2] and words[1] in entry.commands else 1
+    )
+    return [*words[:path], "--help", *words[path:]]
 
 
 def _report(error: TrtserveError, arguments: Sequence[str]) -> int:
@@ -207,7 +220,8 @@ def application(names: Collection[str] = SHOWN) -> typer.Typer:
         name="trtserve",
         help="From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server."
         '\n\nExamples:\n  trtserve import demo\n  trtserve start --detach\n  trtserve query "What is ML?"',
-        epilog="Every option is also read from the environment, as TRTSERVE_COMMAND_OPTION: "
+        epilog="`trtserve help COMMAND` explains a command, and `trtserve help WORD` finds options. Every option is "
+        "also read from the environment, as TRTSERVE_COMMAND_OPTION: "
         "TRTSERVE_START_HTTP_PORT=9000.",
         cls=ParsedGroup,
         rich_markup_mode=None,

@@ -132,7 +132,7 @@ def _explain(
     spelled = option.replace("_", "-")
     if spelled in owners:
         tail = next((name for name in known if spelled.endswith(name[1:])), None)
-        here = f" Here it may be {tail}." if tail else ""
+        here = f" Here it may be {tail}." if tail else f" {_meant(spelled, known)}".rstrip()
         if not names:
             return UnknownOption(advice=f"Write {option} after a command: `trtserve COMMAND … {option}`.")
         commands = ", ".join(f"`{owner}`" for owner in owners[spelled])
@@ -140,7 +140,15 @@ def _explain(
     old = old_option_of_any_tool(option)
     if old is not None:
         return UnknownOption(advice=f"{old.answer} `trtserve {old.command}` does that tool's work.")
-    return UnknownOption(advice=did_you_mean(spelled, known, most=3, cutoff=0.65) or None)
+    return UnknownOption(advice=_meant(spelled, known) or did_you_mean(spelled, known, most=3, cutoff=0.65) or None)
+
+
+def _meant(option: str, known: Sequence[str]) -> str:
+    """Return a hint with up to three options that begin as `option` does, else with those that have its words."""
+    words = set(option.strip("-").split("-"))
+    begun = sorted((each for each in known if each.startswith(option)), key=len)
+    found = begun or [each for each in known if words <= set(each.strip("-").split("-"))]
+    return f"Did you mean {' or '.join(found[:3])}?" if found else ""
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,8 @@ This is the only place that changes what Typer does, and it uses public names of
 - an environment variable has the name of the option's flag, not of the Python parameter; variables that look like
   options but are none give a warning
 - what Typer refuses becomes our own error; `corrections.py` has advice about options that do not exist
-- help is plain text: usage, what the command does, examples, common options, then the rest under headings
+- help is plain text: usage, what the command does, examples, common options; `--help-all` adds the rest under headings,
+  and `--help WORD` shows what WORD is about
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ _CLOSE, _CLOSE_SHORT = 0.85, 0.75
 _WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their own
 _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
 _MOST_LISTED = 5  # commands of a group that an error lists
+_MOST_OPTIONS = 30  # of a command whose help shows all of them
+_HELP = "trtserve.help"  # in the context: the word that is asked for, or "" for everything
+_HELP_FLAGS = ("-h", "--help")
+_COMMON = ("Arguments", "Options")
+_MOST_NAMED = 3  # options of a heading that a short help names
 # Attention, MLPs and experts: how the names of modules that adapters change begin.
 _MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
 # What vLLM, Ollama, Docker and Triton CLI call our commands.
@@ -59,7 +65,6 @@ _VERBS_OF_PEERS = {
     "config": "inspect",
     "server": "start",
     "version": "--version",
-    "help": "-h",
 }
 
 
@@ -133,6 +138,8 @@ class ParsedOption(TyperOption):
         """Return the option's spellings with the value, and its help with the default."""
         if self.hidden:
             return None
+        if self.name == "help":
+            return "-h, --help [WORD]", "Show this message, or what WORD is about; --help-all shows every option."
         names = ", ".join(sorted(self.opts, key=lambda flag: flag.startswith("--")))
         if self.secondary_opts:
             names = " / ".join(filter(None, (names, ", ".join(self.secondary_opts))))
@@ -198,7 +205,7 @@ class ParsedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words after the command. Raises UsageError for what it does not take."""
-        args = _with_commas(args)
+        args = _with_commas(_asked_help(ctx, args))
         typed = list(args)
         with _explained(self, ctx, typed):
             extra = super().parse_args(ctx, args)
@@ -223,6 +230,11 @@ class ParsedGroup(TyperGroup):
         if not args and not ctx.resilient_parsing:
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)
+        before = list(itertools.takewhile(lambda word: word.startswith("-"), args))
+        if before and before[-1] in _HELP_FLAGS and args[len(before) :][:1] and args[len(before)] in self.commands:
+            args = [args[len(before)], *before, *args[len(before) + 1 :]]  # `--help COMMAND`
+        elif before:
+            args = _asked_help(ctx, args)
         with _explained(self, ctx, list(args)):
             return super().parse_args(ctx, args)
 
@@ -239,6 +251,9 @@ class ParsedGroup(TyperGroup):
 
 
 def _write_help(node: Any, context: Any, formatter: Any) -> None:
+    if word := context.meta.get(_HELP):
+        _write_matches(node, context, formatter, word)
+        return
     node.format_usage(context, formatter)
     description, examples = split_help(node.help)
     formatter.write_paragraph()
@@ -247,10 +262,65 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
     if examples:
         with formatter.section("Examples"):
             formatter.write("".join(f"  {line}\n" for line in examples))
-    for title, records in help_sections(node, context):
-        with formatter.section(title):
-            _write_columns(formatter, records)
+    sections, more = help_sections(node, context), []
+    options = sum(len(records) for _, records in sections)
+    if _HELP not in context.meta and not hasattr(node, "commands") and options > _MOST_OPTIONS:
+        more = [(title, records) for title, records in sections if title not in _COMMON]
+    for title, records in sections:
+        if (title, records) not in more:
+            with formatter.section(title):
+                _write_columns(formatter, records)
+    if more:
+        with formatter.section(f"More options (`{context.command_path} --help-all`, or `--help WORD`)"):
+            _write_columns(formatter, [(title, _named_options(records)) for title, records in more])
     node.format_epilog(context, formatter)
+
+
+def _named_options(records: Sequence[tuple[str, str]]) -> str:
+    """Return the first spellings of some options, and how many more there are."""
+    names = [next((part for part in names.split() if part.startswith("--")), names).rstrip(",") for names, _ in records]
+    return ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    )
+
+
+def _asked_help(context: Any, args: list[str]) -> list[str]:
+    """Note a word after --help, and --help-all, in the context; return the words without them."""
+    for place, (word, after) in enumerate(zip(args, [*args[1:], "-"], strict=False)):
+        if word == "--":
+            break
+        if word == "--help-all":
+            context.meta[_HELP] = ""
+            return [*args[:place], "--help"]
+        if word in _HELP_FLAGS and not after.startswith("-"):
+            context.meta[_HELP] = after
+            return [*args[:place], "--help"]
+    return args
+
+
+def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
+    """Write the commands and options of a command, and of those below it, that have the word in name, text or heading.
+
+    Raises UsageError when there are none.
+    """
+    found, begins = False, re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE)
+    for names, each in commands_of(node, tuple(context.command_path.split())):
+        if each.hidden:
+            continue
+        own = each.make_context(names[-1], [], parent=context, resilient_parsing=True)
+        records = [
+            record
+            for title, records in help_sections(each, own)
+            for record in records
+            if begins.search(" ".join((title, *record))) and "--help [" not in record[0]
+        ]
+        if records:
+            found = True
+            with formatter.section(" ".join(names)):
+                _write_columns(formatter, records)
+    if not found:
+        path = context.command_path
+        raise UsageError(f"The help of `{path}` has no word {word!r}.", hint=f"`{path} -h` shows it.")
 
 
 def split_help(text: str | None) -> tuple[str, list[str]]:
