@@ -312,10 +312,10 @@ def test_the_page(url: str, features: ModelServer) -> None:
             page.keyboard.type("Tell me a story")
             page.keyboard.press("Enter")
             wait_until(
-                lambda: page.evaluate("[...document.querySelectorAll('.assistant p')].at(-1).textContent !== ''")
+                lambda: page.evaluate("[...document.querySelectorAll('.assistant .words')].at(-1).textContent !== ''")
             )
             page.keyboard.press("Escape")
-            wait_until(lambda: page.evaluate("!document.querySelector('#send').disabled"))
+            wait_until(lambda: page.evaluate("!document.querySelector('#send').hidden"))
             if page.get_by_text("stopped").count():
                 break
         assert page.get_by_text("stopped").count() == 1

@@ -13,7 +13,7 @@ import pytest
 from trtserve.__main__ import main
 from trtserve.cli.app import STAGES, command_tree, run
 from trtserve.cli.output import print_json
-from trtserve.errors import CheckError, MemoryLimitError
+from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError
 
 
 def _commands() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_help_names_every_option_in_full(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert run([*name.split(), "--help"]) == 0
+    assert run([*name.split(), "--help-all"]) == 0
     text = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     for parameter in _commands()[name].params:
@@ -83,6 +83,52 @@ def test_help_names_every_option_in_full(
             continue
         for option in (*parameter.opts, *parameter.secondary_opts):
             assert option in text or not option.startswith("-")
+
+
+def test_help_is_short_where_there_are_many_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "import"]) == 0
+    short = capsys.readouterr().out
+    assert run(["import", "-h"]) == 0
+    assert capsys.readouterr().out == short
+    assert "--max-batch-size REQUESTS" in short
+    assert "--gemm-plugin, " in short  # only named
+    assert len(short.splitlines()) < 110
+
+
+def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["query", "--help", "temp"]) == 0
+    shown = capsys.readouterr().out
+    assert "--temperature NUMBER" in shown
+    assert "--top-k" not in shown.replace("needs --top-k", "")
+    assert run(["help", "gemm"]) == 0
+    shown = capsys.readouterr().out
+    found = [line for line in shown.splitlines() if line.startswith("trtserve")]
+    assert found == [f"trtserve {name}:" for name in ("import", "convert", "build", "plan")]
+    assert run(["help", "xyzzy"]) == UsageError.code
+    assert "no word 'xyzzy'" in capsys.readouterr().err
+    assert run(["--help", "bench", "report"]) == 0
+    assert "Usage: trtserve bench report" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("import demo --tp 2", "--tp-size"),
+        ("convert x --quant int8", "--quantize"),
+        ("build x --batch 3", "--max-batch-size"),
+        ("query hi --temp 1", "--temperature"),
+        ("plan x --seq-len 9", "--max-seq-len"),
+    ],
+)
+def test_a_shortened_option_is_understood(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == UsageError.code
+    assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_bench_alone_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--concurrency", "0"]) == UsageError.code
+    assert "--concurrency is 0" in capsys.readouterr().err
+    assert run(["bench"]) == ServerNotFoundError.code
 
 
 def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

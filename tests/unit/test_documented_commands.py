@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trtserve.cli.app import command_tree
+from trtserve.cli.app import command_tree, with_default
 from trtserve.cli.parser import split_help
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def _resolve(words: list[str]) -> tuple[Any, list[str]]:
 
 def _unknown(line: str) -> set[str]:
     """The options of a line that its command lacks, or its words when it names no command."""
-    node, rest = _resolve(shlex.split(line)[1:])
+    node, rest = _resolve([*with_default(shlex.split(line, comments=True)[1:])])
     if hasattr(node, "commands"):
         return set(rest or [line])
     options = {name for parameter in node.params for name in [*parameter.opts, *parameter.secondary_opts]}

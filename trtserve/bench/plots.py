@@ -1,4 +1,4 @@
-"""Plots of a result with Vega-Lite, as a page that opens without a network, or as SVG and PNG.
+"""Plots of a result with Vega-Lite: a page that begins with the answer and opens without a network, or SVG and PNG.
 
 vl-convert holds Vega and Vega-Lite; it is an optional package (`trtserve[report]`).
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import html
 import importlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from trtserve.bench.report import BenchReport
 from trtserve.bench.statistics import highest_known
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.files import writing
-from trtserve.host.machine import install_command
+from trtserve.host.machine import format_bytes, install_command
 
 _ENDINGS = (".html", ".svg", ".png")
 _WIDTH, _HEIGHT = 430, 240
 _MOST_POINTS = 4000
-_LESS = "\ue000"  # in place of "<", until it can be written as \u003c; no font and no name has this character
+_FEWEST_SAMPLES = 2  # of a line over time
 _HEAT_REQUESTS = 150
 _HEAT_TOKENS = 200
 Spec = dict[str, Any]
@@ -34,17 +33,14 @@ def write_plots(reports: Sequence[BenchReport], path: Path) -> None:
     Raises the errors of `check_plots`.
     """
     convert = check_plots(path)
-    spec = chart(reports)
     with writing(path):
         if path.suffix == ".svg":
-            path.write_text(convert.vegalite_to_svg(spec), encoding="utf-8")
+            path.write_text(convert.vegalite_to_svg(chart(reports)), encoding="utf-8")
         elif path.suffix == ".png":
-            path.write_bytes(convert.vegalite_to_png(spec, scale=2))
+            path.write_bytes(convert.vegalite_to_png(chart(reports), scale=2))
         else:
-            # The page has the specification as JSON in a script, which `</script>` in a model's name would end.
-            spec = json.loads(json.dumps(spec).replace("<", _LESS))
-            page = convert.vegalite_to_html(spec, bundle=True).replace(_LESS, "\\u003c")
-            path.write_text(_with_figures(page, reports), encoding="utf-8")
+            drawn = [convert.vegalite_to_svg({**_SHARED, **plot}) for plot in _plots(reports)]
+            path.write_text(_page(reports, drawn), encoding="utf-8")
 
 
 def check_plots(path: Path) -> Any:
@@ -61,27 +57,35 @@ def check_plots(path: Path) -> Any:
         ) from None
 
 
-def chart(reports: Sequence[BenchReport]) -> Spec:
-    """Return the Vega-Lite specification of all plots; its data are inside.
+_SHARED: Spec = {
+    "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+    "config": {"view": {"stroke": None}, "axis": {"grid": True}},
+}
 
-    Of the stages of a sweep there is one curve, and the other plots show the last stage.
-    """
+
+def chart(reports: Sequence[BenchReport]) -> Spec:
+    """Return the Vega-Lite specification of all plots; its data are inside."""
+    last = reports[-1]
+    answers = [each.answer if len(reports) == 1 else f"{each.load}: {each.answer}" for each in reports]
+    return {
+        **_SHARED,
+        "title": {"text": f"{last.model} at {last.endpoint}", "subtitle": answers, "anchor": "start"},
+        "resolve": {"scale": {"color": "independent"}},
+        "columns": 2,
+        "concat": _plots(reports),
+    }
+
+
+def _plots(reports: Sequence[BenchReport]) -> list[Spec]:
+    """Return the plots that have data. Of a sweep there is one curve, and the other plots show the last stage."""
     last = reports[-1]
     found = [_latency_curves(last.records), _timeline(last), *_samples(last), _heat_map(last.records)]
-    plots, subtitle = [plot for plot in found if plot is not None], str(last.verdict)
+    plots = [plot for plot in found if plot is not None]
     if len(reports) > 1:
         for plot in plots:
             plot["title"] += f", {last.load}"
         plots.insert(0, _throughput_curve(reports))
-        subtitle = ", ".join(f"{each.load}: {each.verdict.judgement}" for each in reports)
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": {"text": f"{last.model} at {last.endpoint}", "subtitle": subtitle, "anchor": "start"},
-        "config": {"view": {"stroke": None}, "axis": {"grid": True}},
-        "resolve": {"scale": {"color": "independent"}},
-        "columns": 2,
-        "concat": plots,
-    }
+    return plots
 
 
 def _plot(title: str, data: Iterable[Any], **rest: Any) -> Spec:
@@ -196,13 +200,14 @@ def _samples(report: BenchReport) -> list[Spec]:
     rows = report.samples.rows
     if not rows:
         return []
-    return [
+    found = [
         _over_time("Server and machine over time", rows, shares, "%"),
         _over_time("Requests in flight and batch size", rows, counts, "requests"),
     ]
+    return [plot for plot in found if plot is not None]
 
 
-def _over_time(title: str, rows: Sequence[Mapping[str, float]], names: Mapping[str, str], unit: str) -> Spec:
+def _over_time(title: str, rows: Sequence[Mapping[str, float]], names: Mapping[str, str], unit: str) -> Spec | None:
     start = rows[0]["time_ns"]
     points = [
         {"s": (row["time_ns"] - start) / 1e9, "what": label, "value": row[name] * (100 if name == "kv_use" else 1)}
@@ -210,6 +215,8 @@ def _over_time(title: str, rows: Sequence[Mapping[str, float]], names: Mapping[s
         for name, label in names.items()
         if name in row
     ]
+    if len(rows) < _FEWEST_SAMPLES or not points:
+        return None
     return _plot(
         title,
         points,
@@ -247,35 +254,72 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
     )
 
 
-def _with_figures(page: str, reports: Sequence[BenchReport]) -> str:
-    """Add the tables, the notes and where the result comes from to the page."""
+_STYLE = """
+:root { color-scheme: light dark; --text: #1c2420; --soft: #56615b; --line: #d8ddd9; --card: #f6f7f5; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6ebe8; --soft: #a3aea8; --line: #343d38; --card: #1d2320; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); margin: 0 auto; padding: 1.5rem; max-width: 75rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .4rem 0; max-width: 60rem; } .soft, dt { color: var(--soft); }
+.plots { display: grid; gap: 1rem; margin: 1.5rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
+.plots svg { width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: .4rem; }
+.table { overflow-x: auto; } table { border-collapse: collapse; margin: .5rem 0 1rem; }
+td, th { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: right; }
+td:first-child, th:first-child { text-align: left; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+dd { margin: 0; overflow-wrap: anywhere; }
+@media (max-width: 30rem) { body { padding: .75rem; } dl { grid-template-columns: 1fr; } dt { margin-top: .4rem; } }
+"""
+
+
+def _page(reports: Sequence[BenchReport], plots: Sequence[str]) -> str:
+    """Return the page: the answer, the plots, the figures, and where they come from."""
+    last, escape = reports[-1], html.escape
     parts = []
     for report in reports:
-        title = ", ".join(filter(None, (report.model, report.load)))
-        parts.append(f"<h2>{html.escape(title)}</h2>")
-        parts.append(f"<p><b>{html.escape(str(report.verdict))}</b></p>")
-        parts.append(
-            _table(("Statistic", "avg", "min", "max", *("p50", "p75", "p90", "p95", "p99")), report.interval_rows())
-        )
+        at = f"{report.load}: " if len(reports) > 1 else ""
+        parts.append(f"<h1>{escape(at + report.answer)}</h1>")
+        parts += [f"<p>{escape(reason[:1].upper() + reason[1:])}</p>" for reason in report.verdict.reasons]
+    rate = f"{last.statistics.output_tokens_per_second:,.1f} output tokens/s"
+    parts.append(f'<p class="soft">{escape(f"{last.model} at {last.endpoint}, {rate}, {last.started[:16]} UTC")}</p>')
+    parts.append(f'<div class="plots">{"".join(plots)}</div>')
+    for report in reports:
+        parts.append(f"<h2>{escape(', '.join(filter(None, ('Figures', report.load))))}</h2>")
+        columns = ("Statistic", "avg", "min", "max", *("p50", "p75", "p90", "p95", "p99"))
+        parts.append(_table(columns, report.interval_rows()))
         parts.append(_table(("Stat", "Value"), report.rows(always=False)))
-        parts += [f"<p>{html.escape(note)}</p>" for note in report.notes]
-    source = {
-        name: getattr(reports[-1], name)
-        for name in ("command", "started", "versions", "machine", "prompts_sha256", "fingerprint")
-    }
-    parts.append(f"<pre>{html.escape(json.dumps(source, indent=2, default=str))}</pre>")
-    style = (
-        "<style>body{font:14px sans-serif;margin:2em;max-width:1250px}table{border-collapse:collapse;margin:1em 0}"
-        "td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:right}td:first-child,th:first-child"
-        "{text-align:left}pre{background:#f5f5f5;padding:1em;overflow:auto}</style>"
+        parts += [f"<p>{escape(note)}</p>" for note in report.notes]
+    parts.append(f"<h2>How it was measured</h2><dl>{''.join(_sources(last))}</dl>")
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(last.model)}: trtserve bench</title><style>{_STYLE}</style>"
     )
-    page = page.replace("<head>", f"<head>{style}", 1).replace("<title>Chart<", "<title>trtserve bench<", 1)
-    # The last one: Vega's own code has more of them in its texts.
-    before, _, after = page.rpartition("</body>")
-    return f"{before}{''.join(parts)}</body>{after}"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _sources(report: BenchReport) -> Iterator[str]:
+    """Yield what a reader needs to measure the same again, as terms and their descriptions."""
+    facts: dict[str, object] = {
+        "Command": report.command,
+        "Began": report.started,
+        "Machine": report.machine,
+        "Versions": report.versions,
+        "Prompts (SHA-256)": report.prompts_sha256,
+        "Engine or repository": report.fingerprint,
+    }
+    for name, value in facts.items():
+        text = ", ".join(_fact(*each) for each in value.items()) if isinstance(value, Mapping) else value
+        if text:
+            yield f"<dt>{name}</dt><dd>{html.escape(str(text))}</dd>"
+
+
+def _fact(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        name, value = name.removesuffix("_bytes"), format_bytes(value)
+    return f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'

@@ -12,7 +12,16 @@ from msgspec import Meta
 
 from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.records import FILE_NAME, Positive, Real, RequestRecord, Whole, read_records
-from trtserve.bench.statistics import QUANTILES, VALID_DELIVERY, Distribution, Goals, Statistics, compute, read_goals
+from trtserve.bench.statistics import (
+    QUANTILES,
+    VALID_DELIVERY,
+    Distribution,
+    Goals,
+    Statistics,
+    compute,
+    highest_known,
+    read_goals,
+)
 from trtserve.bench.verdict import Calibration, Machine, Surroundings, Verdict, implausible, judge
 from trtserve.errors import UsageError
 from trtserve.files import LARGEST_DATA, decode_as, parse_json, read_json_object, read_text
@@ -131,6 +140,27 @@ class BenchReport(RunFacts):
     def partial(self) -> bool:
         """Whether the run ended before all requests were answered."""
         return self.interrupted or self.timed_out
+
+    @property
+    def answer(self) -> str:
+        """The result in one line: `4.1 requests/s, p99 within 500 ms, limited by the server, valid`."""
+        statistics, judgement = self.statistics, self.verdict.judgement
+        if self.goals:
+            parts = [f"{statistics.goodput_per_second:.3g} requests/s with {self.goals}"]
+        else:
+            parts = [f"{statistics.requests_per_second:.3g} requests/s"]
+            quantile = highest_known([statistics.latency_ms]) or "p50"
+            value = getattr(statistics.latency_ms, quantile)
+            parts += [] if value is None or math.isinf(value) else [f"{quantile} within {value:.3g} ms"]
+        if judgement in ("disturbed", "implausible"):
+            pass  # the figures do not tell what the limit was
+        elif judgement == "client-limited":
+            parts.append("limited by the client")
+        elif judgement == "overloaded" or not self.open_loop:
+            parts.append("limited by the server")
+        else:
+            parts.append(f"as fast as the requests came ({self.load})" if self.load else "as fast as the requests came")
+        return ", ".join([*parts, judgement])
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the records and the samples over time; infinite values (see Distribution) become null."""

@@ -64,6 +64,8 @@ class GroupEntry:
     help: str
     panel: str
     commands: dict[str, CommandEntry]
+    default: str
+    """The command that runs where none is given."""
 
 
 def _command(panel: str | None, module: str, function: str | None = None, *, cleans_up: bool = False) -> CommandEntry:
@@ -82,12 +84,14 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "chat": _command(STAGES, "chat"),
     "bench": GroupEntry(
         help="Measure a served model.\n\n"
-        "Every subcommand sends one kind of traffic to the model that users call, or to --model. `report` and "
-        "`compare` read results again.\n\nExamples:\n"
+        "Every subcommand sends one kind of traffic to the model that users call, or to --model; without one it is "
+        "`token-norm-dist`: 100 random prompts, 8 at a time. `report` and `compare` read results again.\n\nExamples:\n"
+        "  trtserve bench\n"
         "  trtserve bench token-norm-dist --concurrency 8\n"
         "  trtserve bench token-norm-dist --request-rate 5 --slo ttft=200ms,itl=50ms --out monday\n"
         "  trtserve bench compare monday tuesday --max-regression 5%",
         panel=STAGES,
+        default="token-norm-dist",
         commands={
             "token-norm-dist": _command(None, "bench", "token_norm_dist"),
             "token-from-histogram": _command(None, "bench", "token_from_histogram"),
@@ -130,7 +134,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     logging.raiseExceptions = False  # what a library logs may have half a character of a file, which no stream takes
     forget_documents()
-    arguments = _asked_help(arguments)
+    arguments = with_default(_asked_help(arguments))
     try:
         _warn_of_variables()
         code = command_tree(_named(arguments))(args=list(arguments), prog_name="trtserve", standalone_mode=False)
@@ -155,6 +159,17 @@ def _asked_help(arguments: Sequence[str]) -> Sequence[str]:
         0 if entry is None else 2 if isinstance(entry, GroupEntry) and words[1:2] and words[1] in entry.commands else 1
     )
     return [*words[:path], "--help", *words[path:]]
+
+
+def with_default(arguments: Sequence[str]) -> Sequence[str]:
+    """Return `GROUP COMMAND` for a group without a command: `bench`, `bench --concurrency 4`."""
+    entry, rest = COMMANDS.get(arguments[0]) if arguments else None, arguments[1:]
+    if not isinstance(entry, GroupEntry) or {"-h", "--help", "--help-all"} & {*rest}:
+        return arguments
+    named = bool(rest) and (
+        not rest[0].startswith("-") or any(word.replace("_", "-") in entry.commands for word in rest)
+    )
+    return arguments if named else [arguments[0], entry.default, *rest]
 
 
 def _report(error: TrtserveError, arguments: Sequence[str]) -> int:

@@ -43,8 +43,6 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     _require_one_process()
     _check_combination(spec, runs, connection)
     progress = output.TerminalProgress(quiet=results.quiet)
-    if not results.dry_run:  # what follows may take seconds: the server's description, the tokenizer, the prompts
-        progress.step("Preparing the requests (loading a tokenizer takes some seconds)")
     served = spec.openai is None and spec.in_process is None
     endpoint = find_endpoint(connection) if served else _other_endpoint(spec, connection)
     if results.dry_run:
@@ -166,7 +164,9 @@ def metrics_url(connection: Connection) -> str | None:
 class _Stages:
     """Runs a benchmark, or every stage of a sweep or a search; an interrupt ends the stages."""
 
-    def __init__(self, endpoint: Endpoint, *, metrics: str | None, out: Path | None, progress: Progress) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, metrics: str | None, out: Path | None, progress: output.TerminalProgress
+    ) -> None:
         self._endpoint, self._metrics, self._out, self._progress = endpoint, metrics, out, progress
         self._reports: list[BenchReport] = []
         self.found: Found | None = None
@@ -187,13 +187,16 @@ class _Stages:
         return self._reports
 
     def _run(self, stage: BenchSpec, name: str | None = None) -> BenchReport:
-        from trtserve.bench.plan import plan_benchmark
-        from trtserve.bench.run import run_benchmark
-
         # One calibration tells about all stages.
         stage = replace(stage, calibrate=stage.calibrate and not self._reports)
-        plan = plan_benchmark(stage, self._endpoint)
-        report = run_benchmark(plan, progress=self._progress, metrics=self._metrics)
+        with output.ChangingLine(quiet=self._progress.quiet) as progress:
+            # What follows may take seconds: imports, the server's description, the tokenizer, the prompts.
+            progress.step("Preparing the requests")
+            from trtserve.bench.plan import plan_benchmark
+            from trtserve.bench.run import run_benchmark
+
+            plan = plan_benchmark(stage, self._endpoint)
+            report = run_benchmark(plan, progress=progress, metrics=self._metrics)
         self._reports.append(report)
         if self._out is not None:
             folder = self._out if name is None else self._out / name

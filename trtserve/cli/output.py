@@ -301,7 +301,10 @@ class TerminalProgress:
 
 
 class ChangingLine(TerminalProgress):
-    """Progress as one line of a terminal, which changes and disappears at the end; plain lines elsewhere."""
+    """Progress as one line of a terminal, which changes and disappears at the end; plain lines elsewhere.
+
+    Work in bytes or items has its bar.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
@@ -338,23 +341,24 @@ class ChangingLine(TerminalProgress):
 
     @contextmanager
     def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
-        if self._line is None:
+        if self._line is None or unit != "parts":
+            if self._line is not None:
+                self._line.stop()
             with super().task(text, total=total, unit=unit, done=done) as task:
                 yield task
         else:
             self.step(text)
-            yield _ChangingTask(self.step, text, total=total, unit=unit, done=done)
+            yield _ChangingTask(self.step, text, total=total, done=done)
 
 
 class _ChangingTask:
-    def __init__(self, show: Callable[[str], None], text: str, *, total: int, unit: Unit, done: int) -> None:
+    def __init__(self, show: Callable[[str], None], text: str, *, total: int, done: int) -> None:
         self._show, self._text, self._total, self._done = show, text, total, done
-        self._format = format_bytes if unit == "bytes" else str
         self._described = ""
 
     def advance(self, amount: int) -> None:
         self._done += amount
-        self._show(f"{self._text}, {self._format(self._done)} of {self._format(self._total)}{self._described}")
+        self._show(f"{self._text}, {self._done} of {self._total}{self._described}")
 
     def describe(self, text: str) -> None:
         self._described = f": {text}" if text else ""

@@ -67,7 +67,7 @@ def pull(
     A model repository is a program that will run as you: pull from where you would take a program.
 
     Examples:
-        trtserve pull oci://registry.example.com/models/llama:2026-11 && trtserve start llama
+        trtserve pull oci://registry.example.com/llama:2026 && trtserve start llama
         trtserve pull s3://bucket/models
     """
     from trtserve.pipeline import travel

@@ -9,19 +9,23 @@ from pathlib import Path
 
 from fastapi import APIRouter, Response
 
-_FILE = Path(__file__).with_name("index.html")
+_FOLDER = Path(__file__).parent
+_SCRIPT = re.compile(r'<script src="(\w+\.js)"></script>')
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page_router() -> APIRouter:
-    """Return the route of the page, which may load nothing from elsewhere."""
-    html = _FILE.read_text(encoding="utf-8")
-    hashes = {
-        kind: base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        for kind, content in _INLINE.findall(html)
-    }
+    """Return the route of the page, which may load nothing from elsewhere: its scripts are in the one file."""
+    html = _SCRIPT.sub(
+        lambda found: f"<script>\n{(_FOLDER / found[1]).read_text(encoding='utf-8')}</script>",
+        (_FOLDER / "index.html").read_text(encoding="utf-8"),
+    )
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, content in _INLINE.findall(html):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        hashes[kind].append(f"'sha256-{digest}'")
     policy = (
-        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}';"
+        f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])};"
         " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     router = APIRouter()

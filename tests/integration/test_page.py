@@ -1,0 +1,152 @@
+"""The page in a real browser, in front of a scripted server: what models write, what is kept, a server that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from tests.support.waiting import wait_until
+from trtserve.gateway.page import page_router
+from trtserve.process import find_sbin_program
+
+pytestmark = pytest.mark.needs("chromium")
+
+HOSTILE = "<img src=x onerror=boom()> <script>boom()</script> [a](javascript:boom()) `<b>`"
+WRITTEN = f"""## Title
+
+**bold** and *soft* [link](https://example.org/a) {HOSTILE}
+
+1. one
+2. two
+   - inner
+
+```html
+<script>boom()</script>
+```
+
+| name | value |
+|---|--:|
+| alpha | 1 |
+
+> quoted
+"""
+STRUCTURE = {"h4": 1, "strong": 1, "em": 1, "a": 1, "ol > li": 2, "ol ul > li": 1, "pre": 1, "td": 2, "blockquote": 1}
+
+
+class Scripted:
+    """A server whose answers are written here."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, str]]] = []
+        self.parts: list[dict[str, str]] = []
+        self.gone = False
+        (route,) = (each for each in page_router().routes if isinstance(each, APIRoute))
+        self._page: Response = asyncio.run(route.endpoint())
+
+    def handle(self, route: Any) -> None:
+        path = route.request.url.partition("//")[2].partition("/")[2]
+        if self.gone:
+            route.abort("connectionrefused")
+        elif path == "":
+            headers = {name: value for name, value in self._page.headers.items() if name != "content-length"}
+            route.fulfill(body=bytes(self._page.body), headers=headers)
+        elif path == "v1/models":
+            route.fulfill(json={"data": [{"id": "m", "system_messages": True}]})
+        elif path == "metrics":
+            route.fulfill(body="")
+        else:
+            self.asked.append(json.loads(route.request.post_data)["messages"])
+            events: list[dict[str, Any]] = [{"choices": [{"delta": part}]} for part in self.parts]
+            events.append({"choices": [], "usage": {"completion_tokens": 7}})
+            body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+            route.fulfill(body=body, content_type="text/event-stream")
+
+
+@pytest.fixture
+def server() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def page(server: Scripted) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=find_sbin_program("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        page = browser.new_page(viewport={"width": 380, "height": 720})
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.route("**/*", server.handle)
+        page.goto("http://page.test/")
+        wait_until(lambda: page.evaluate("document.querySelector('#model').value === 'm'"))
+        yield page
+        assert wrong == []
+        browser.close()
+
+
+def ask(page: Any, question: str) -> None:
+    page.keyboard.type(question)
+    page.keyboard.press("Enter")
+    wait_until(lambda: page.evaluate("!document.querySelector('#send').hidden"))
+
+
+def count(page: Any, selector: str) -> int:
+    return int(page.locator(selector).count())
+
+
+def test_what_a_model_writes_is_marked_up_and_cannot_run(page: Any, server: Scripted) -> None:
+    server.parts = [
+        {"reasoning_content": "I <b>think</b>"},
+        *({"content": WRITTEN[at : at + 5]} for at in range(0, len(WRITTEN), 5)),
+    ]
+    ask(page, HOSTILE)
+    assert {selector: count(page, f".assistant .words {selector}") for selector in STRUCTURE} == STRUCTURE
+    assert page.locator(".assistant a").get_attribute("href") == "https://example.org/a"
+    assert count(page, "#log script, #log img, #log b, #log [href^=javascript]") == 0
+    assert HOSTILE.partition(" `")[0] in page.locator(".assistant .words p").first.text_content()
+    assert page.locator(".user .words").text_content() == HOSTILE
+    assert page.locator(".thoughts div").text_content() == "I <b>think</b>"
+    assert not page.locator(".thoughts div").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 380
+
+
+def test_conversations_are_kept_and_the_last_question_is_asked_again(page: Any, server: Scripted) -> None:
+    server.parts = [{"content": "one"}]
+    ask(page, "Hi")
+    server.parts = [{"content": "two"}]
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("two").wait_for()
+    wait_until(lambda: page.evaluate("!document.querySelector('#send').hidden"))
+    page.reload()
+    assert count(page, ".turn") == 0
+    assert not page.locator("#talks").is_visible()  # the panels are folded on a phone
+    page.get_by_role("button", name="Panels").click()
+    page.locator("#talks button").first.click()
+    assert page.locator(".turn .words").all_text_contents() == ["Hi", "two"]
+    ask(page, "And?")
+    said = [("user", "Hi"), ("assistant", "two"), ("user", "And?")]
+    assert [(each["role"], each["content"]) for each in server.asked[-1]] == said
+    assert [[each["content"] for each in asked] for asked in server.asked[:2]] == [["Hi"], ["Hi"]]
+    page.get_by_role("button", name="Panels").click()
+    page.get_by_role("button", name="Remove").click()
+    assert count(page, "#talks li") == count(page, ".turn") == 0
+
+
+def test_without_a_server_the_page_says_so_and_goes_on_later(page: Any, server: Scripted) -> None:
+    server.gone = True
+    ask(page, "Hi")
+    assert "trtserve start --ui" in page.locator(".assistant .error").text_content()
+    wait_until(lambda: "does not answer" in page.locator("#state").text_content())
+    server.gone, server.parts = False, [{"content": "back"}]
+    wait_until(lambda: page.evaluate("document.querySelector('#state').textContent === 'ready'"))
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("back").wait_for()
+    assert count(page, ".turn") == 2
