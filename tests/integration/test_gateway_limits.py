@@ -287,7 +287,7 @@ def test_a_stop_is_repeated_but_not_while_another_client_waits_for_the_same_id(t
         with gateway.connected() as second:
             second.request("POST", path, body, {"Content-Type": "application/json"})
             wait_until(lambda: len(triton.bodies) - stops() == 2)
-            wait_until(lambda: are_over(stops), 10)
+            wait_until(lambda: are_over(stops))
             triton.release.set()
             assert second.getresponse().status == 200
 

@@ -84,7 +84,7 @@ def test_a_foreign_triton_on_a_port_is_recognised(tmp_path: Path, repository: Mo
         port = int(process.stdout.readline())
         with pytest.raises(PortInUseError, match="a Triton server that was not started from this store, process"):
             start_server(plan_server(repository, ServerSpec(http_port=port), store=store))
-        process.communicate("\n", timeout=20)
+        process.communicate("\n", timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class ModelServer:
 
     def _samples(self, family: str, label: str) -> list[float]:
         with closing(
-            http.client.HTTPConnection(self.address.host, self.address.metrics_port, timeout=10)
+            http.client.HTTPConnection(self.address.host, self.address.metrics_port, timeout=60)
         ) as connection:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode("utf-8").splitlines()

@@ -81,6 +81,7 @@ def test_the_memory_of_large_bodies_is_given_back_once(monkeypatch: pytest.Monke
 
 def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtserve.gateway.triton._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("trtserve.gateway.triton._READY_SECONDS", 0.1)
 
     async def ask(address: str) -> None:
         triton = TritonHttp(address, address)
@@ -92,7 +93,7 @@ def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
             await triton.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        asyncio.run(asyncio.wait_for(ask(f"127.0.0.1:{listening.getsockname()[1]}"), timeout=5))
+        asyncio.run(asyncio.wait_for(ask(f"127.0.0.1:{listening.getsockname()[1]}"), timeout=60))
 
 
 SITE = {"origin": "https://app.example"}

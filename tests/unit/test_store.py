@@ -228,7 +228,7 @@ def test_lock_excludes_threads_and_is_removed_afterwards(tmp_path: Path) -> None
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert not (tmp_path / "a.lock").exists()
 
 
