@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -115,6 +116,14 @@ HOSTILE = {
 }
 
 
+def spent_by_children() -> float:
+    """Return the CPU seconds of the processes that try guides, ended ones too; a busy machine does not change them."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    ended = psutil.Process().cpu_times()
+    running = sum(each.user + each.system + each.children_user + each.children_system for each in times)
+    return running + ended.children_user + ended.children_system
+
+
 @pytest.mark.parametrize(("kind", "guide", "words"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_nobody_waits_for_a_guide_that_takes_too_much(
     executor: api.Executor, kind: GuideType, guide: str, words: str
@@ -126,9 +135,9 @@ def test_nobody_waits_for_a_guide_that_takes_too_much(
     assert re.search(words, error_of(executor, hostile))
     assert enqueued < OTHERS
     assert waited < OTHERS
-    began = time.monotonic()
+    before = spent_by_children()
     assert re.search(words, error_of(executor, executor.enqueue_request(request(kind, guide))))
-    assert time.monotonic() - began < 1  # what was refused once costs nothing
+    assert spent_by_children() - before < 1  # what was refused once costs nothing
     assert not answer(executor, executor.enqueue_request(request(GuideType.JSON_SCHEMA, ORDINARY))).has_error()
 
 
