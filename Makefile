@@ -20,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-openai soak-all fuzz doubling kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
+.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -60,9 +60,6 @@ interruptions: $(READY) ## ten runs of `up` interrupted at random moments and ru
 soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with random cancels: nothing may grow
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
 	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)
-
-soak-openai: $(READY) ## 64 streams of the OpenAI API for two minutes, a third given up: no KV block may be left
-	$(BIN)/python -m tests.benchmarks.soak_openai --work $(BENCH_WORK) $(ARGS)
 
 soak-all: $(READY) ## 80 % of the capacity through every entry for 30 minutes: no error, and nothing may grow
 	$(BIN)/python -m tests.benchmarks.soak_all --work $(BENCH_WORK) $(ARGS)

@@ -23,8 +23,7 @@ import aiohttp
 import psutil
 
 from tests.benchmarks.memory import process_bytes
-from tests.benchmarks.soak import connected, served
-from tests.benchmarks.soak_openai import settled
+from tests.benchmarks.soak import connected, served, settled
 from tests.support.generated_bodies import NUMBERS, TEXTS, chat_body, completion_body, generate_body
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client

@@ -41,6 +41,7 @@ STREAMS = 64
 CANCELLED = 1 / 3
 PERIOD = 5.0
 WARM = 60.0
+ENDED_WITHIN = 30.0
 ANSWER_TIMEOUT = 120.0
 KV_TOKENS = 8192
 CORE = "tensorrt_llm"
@@ -250,6 +251,14 @@ def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
 def _median_between(soak: Soak, first: float, last: float) -> float:
     """Median of the memory between two moments, in seconds after the start."""
     return statistics.median(each.memory for each in soak.samples if first <= each.seconds < last)
+
+
+def settled(server: Server) -> int:
+    """Return the KV blocks that are still in use when the engine has had time to end what was given up."""
+    deadline = time.monotonic() + ENDED_WITHIN
+    while (used := int(kv_blocks(server.address).get("used", -1))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return used
 
 
 def soak_parser(description: str | None, *, minutes: float) -> argparse.ArgumentParser:

@@ -26,9 +26,8 @@ import aiohttp
 import psutil
 
 from tests.benchmarks import soak as grpc_soak
-from tests.benchmarks import soak_openai
 from tests.benchmarks.memory import process_bytes
-from tests.benchmarks.soak import REUSED, STREAMS, end, parsed, served, soak_parser
+from tests.benchmarks.soak import REUSED, STREAMS, end, parsed, served, settled, soak_parser
 from trtserve.server.state import Server
 
 SHARE = 0.8
@@ -78,7 +77,7 @@ async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Ru
         entries: dict[str, Send] = {
             "gRPC": by_grpc,
             "HTTP": lambda chance: _generate(session, chance, server.model),
-            "OpenAI": lambda chance: soak_openai.request(session, chance),
+            "OpenAI": lambda chance: _posted(session, chance, *_openai_body(chance)),
             "page": lambda chance: _page(session),
         }
         capacity = await _answered_per_second(entries, choice, clients=STREAMS)
@@ -150,7 +149,40 @@ async def _generate(session: aiohttp.ClientSession, chance: random.Random, bls: 
     }
     verb = "generate_stream" if stream else "generate"
     path = f"/v2/models/{chance.choice((bls, 'ensemble'))}/{verb}"
-    return await soak_openai.posted(session, chance, path, body)
+    return await _posted(session, chance, path, body)
+
+
+async def _posted(session: aiohttp.ClientSession, choice: random.Random, path: str, body: dict[str, Any]) -> str:
+    """Send a request, of which a third are given up at a random moment, and return how it ended."""
+    patience = choice.uniform(0, 2) if choice.random() < grpc_soak.CANCELLED else None
+
+    async def answer() -> tuple[int, str]:
+        async with session.post(path, json=body) as response:
+            return response.status, await response.text()
+
+    try:
+        status, text = await asyncio.wait_for(answer(), patience)
+    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+        return "given up" if patience is not None else "failed: no answer"
+    except aiohttp.ClientError as error:
+        return f"failed: {type(error).__name__}"
+    return "completed" if status == 200 and '"error"' not in text else f"failed: {status} {text[-300:]} {body}"
+
+
+def _openai_body(choice: random.Random) -> tuple[str, dict[str, Any]]:
+    question = " ".join(choice.choices(grpc_soak.QUESTIONS, k=choice.randint(1, 6)))
+    body: dict[str, Any] = {
+        "model": "soak",
+        "max_tokens": choice.randint(1, 120),
+        "stream": choice.random() < 0.8,
+        "temperature": choice.choice((0, 0.7, 1.5)),
+        **choice.choice(({}, {"stop": ["the", " model"]}, {"n": 2}, {"logprobs": True}, {"ignore_eos": True})),
+    }
+    if choice.random() < 0.5:
+        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": question}]}
+    if "logprobs" in body:
+        body["logprobs"] = 0
+    return "/v1/completions", {**body, "prompt": question}
 
 
 async def _page(session: aiohttp.ClientSession) -> str:
@@ -215,7 +247,7 @@ def main() -> int:
     arguments = parsed(soak_parser(__doc__, minutes=30), least=SETTLED / 60 + 2)
     with served(arguments.work / "soak-all-home", *REUSED, gateway=True, ui=True) as server:
         capacity, run = asyncio.run(drive(server, arguments.minutes * 60, seed=arguments.seed))
-        figures, wrong = judge(run, soak_openai.settled(server))
+        figures, wrong = judge(run, settled(server))
     figures = {"minutes": arguments.minutes, "capacity_per_s": capacity, **figures}
     file = arguments.work / "soak-all.json"
     file.write_text(json.dumps({**figures, "samples": run.memory, "at_once": run.at_once}) + "\n", encoding="utf-8")
