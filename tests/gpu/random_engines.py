@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.artifacts import Engine, ModelRepository
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.placement import Placement
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.executor.torch.runtime import TOKENS_PER_BLOCK, TorchRuntime
@@ -50,7 +50,7 @@ def write_engine(
     """Write the engine of a model with random weights of bfloat16."""
     config = checkpoint_config(hf, ConvertSpec(dtype="bfloat16", tp_size=tp_size, pp_size=pp_size, quantize=quantize))
     placement = Placement(
-        family(config.architecture).targets(config),
+        checkpoint_targets(config),
         layers=config.num_hidden_layers,
         tp_size=tp_size,
         pp_size=pp_size,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets, family
 from trtserve.checkpoint.quantized import is_quantised
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
@@ -42,7 +42,7 @@ class RandomWeights:
 
     def __init__(self, config: CheckpointConfig, device: str, dtype: Any, bits: Literal[8, 4] | None) -> None:
         self._bits = bits
-        self._targets = {each.name: each for each in family(config.architecture).targets(config)}
+        self._targets = {each.name: each for each in checkpoint_targets(config)}
         self._device, self.dtype = device, dtype
 
     def __contains__(self, name: object) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets, family
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
@@ -92,7 +92,7 @@ def config_faults(config: CheckpointConfig) -> dict[str, tuple[str, Callable[[An
 
 def _norm_faults(config: CheckpointConfig, names: list[str]) -> dict[str, Fault]:
     """Norms without their offset, in families that have one, and swapped norms."""
-    targets = family(config.architecture).targets(config)
+    targets = checkpoint_targets(config)
     shifted = sorted({_kind(target.name) for target in targets if target.offset})
     found = {
         f"missing norm + 1, {kind}": _in_files(_mapped(kind, lambda v: (v - 1).astype(v.dtype))) for kind in shifted

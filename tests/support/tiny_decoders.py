@@ -21,9 +21,6 @@ LLAMA = Decoder(
     positions="rope",
     mlp="gated",
     activation="silu",
-    attention_bias=False,
-    dense_bias=False,
-    mlp_bias=False,
     attention_scale=0.25,
     rope_inv_freq=tuple(float(10000 ** (-index / 8)) for index in range(8)),
 )
@@ -32,9 +29,6 @@ GPT2 = Decoder(
     positions="learned",
     mlp="plain",
     activation="gelu_tanh",
-    attention_bias=True,
-    dense_bias=True,
-    mlp_bias=True,
     attention_scale=0.25,
 )
 GPTJ = replace(
@@ -96,10 +90,11 @@ def tiny_decoder(
     *,
     dtype: npt.DTypeLike = np.float32,
     packing: Packing = None,
+    biases: bool | None = None,
     head_bias: bool = False,
     seed: int = 0,
 ) -> TinyDecoder:
-    """Random tensors for `decoder`, large enough that every part changes the logits."""
+    """Random tensors for `decoder`, large enough that every part changes the logits; `biases`: with layer norms."""
     random = np.random.default_rng(seed)
     tensors: dict[str, Array] = {}
 
@@ -109,6 +104,7 @@ def tiny_decoder(
             tensors[f"{name}.bias"] = random.normal(0, 0.15, shape[:1]).astype(dtype)
 
     layer_norm = decoder.norm == "layer"
+    biases = layer_norm if biases is None else biases
     add("transformer.vocab_embedding", sizes.vocab, sizes.hidden, bias=False)
     if decoder.positions == "learned":
         add("transformer.position_embedding", POSITIONS, sizes.hidden, bias=False)
@@ -123,10 +119,10 @@ def tiny_decoder(
             add(f"{name}.attention.q_layernorm", sizes.head, bias=layer_norm, centre=1.0)
             add(f"{name}.attention.k_layernorm", sizes.head, bias=layer_norm, centre=1.0)
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head
-        add(f"{name}.attention.qkv", rows, sizes.hidden, bias=decoder.attention_bias)
-        add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=decoder.dense_bias)
+        add(f"{name}.attention.qkv", rows, sizes.hidden, bias=biases)
+        add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=biases)
         for part, shape in _mlp_shapes(decoder, sizes.hidden).items():
-            add(f"{name}.mlp.{part}", *shape, bias=decoder.mlp_bias)
+            add(f"{name}.mlp.{part}", *shape, bias=biases)
     if decoder.block != "post":
         add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
     add("lm_head", sizes.vocab, sizes.hidden, bias=head_bias)
@@ -161,7 +157,7 @@ def _mlp_norms(decoder: Decoder) -> list[str]:
 # Every property of a decoder that the graph builder supports, at least once.
 DECODERS: dict[str, TinyDecoder] = {
     "llama": tiny_decoder(),
-    "llama, biases": tiny_decoder(replace(LLAMA, attention_bias=True, dense_bias=True, mlp_bias=True)),
+    "llama, biases": tiny_decoder(biases=True),
     "llama, every head its own": tiny_decoder(sizes=replace(GROUPED, kv_heads=4)),
     "llama, one key head": tiny_decoder(sizes=replace(GROUPED, kv_heads=1, layers=1)),
     "llama, window": tiny_decoder(replace(LLAMA, windows=(7,))),

@@ -14,7 +14,7 @@ from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases import RELEASES, load_table, order
@@ -194,4 +194,4 @@ def test_a_checkpoint_without_a_release_loads_in_all_that_know_the_model(name: s
     config = config_of(name, tp_size=2 if "experts" not in name else 1)
     found = loading_releases(config)
     assert found == list(RELEASES[RELEASES.index(found[0]) :])
-    assert family(config.architecture).targets(config)
+    assert checkpoint_targets(config)

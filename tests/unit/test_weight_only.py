@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.families import FAMILIES
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.quantized import is_quantised
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.specs import ConvertSpec
@@ -27,6 +27,6 @@ def test_loader_and_cpu_runtime_quantise_the_same_weights(name: str) -> None:
     config = _config(name, quantize="int8")
     # The loader leaves nothing out beyond its default when no module is excluded.
     assert config.quantization.exclude_modules == ()
-    for target in family(config.architecture).targets(config):
+    for target in checkpoint_targets(config):
         loader = target.name.endswith(QUANTISED) and not target.name.endswith(LEFT_OUT)
         assert loader == is_quantised(target), target.name

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.base import expert_size
 from trtserve.checkpoint.quantized import FP8, group_size, is_excluded, is_quantised
 from trtserve.checkpoint.sharding import matrix, shard, stage_layers, stage_of
@@ -48,7 +48,7 @@ def rank_weights(config: CheckpointConfig, *, packed: bool = False) -> RankWeigh
     widened = config.quantization.algorithm in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
     bits = _BITS.get(weights_precision(config))
     loaded, kept = [0] * pp_size, [0] * pp_size
-    for target in family(config.architecture).targets(config):
+    for target in checkpoint_targets(config):
         stage = stage_of(target, stages)
         shape = shard(target, tp_size, 0).shape
         item = ITEM_SIZE[target.dtype or config.dtype]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.base import Target, require_sizes
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, unpack_fp8, unpack_int4
 from trtserve.checkpoint.sharding import matrix, name_in_stage, older_name, shard, stage_layers, stage_of
@@ -73,7 +73,7 @@ class CheckpointReader:
         mapping = self.config.mapping
         self.tp_size, self.pp_size, self._ep_size = mapping.tp_size, mapping.pp_size, mapping.moe_ep_size
         self._stages = stage_layers(self.config.num_hidden_layers, self.pp_size)
-        listed = family(self.config.architecture).targets(self.config)
+        listed = checkpoint_targets(self.config)
         self._files: dict[int, TensorFile] = {}
         self._targets = {target.name: self._as_stored(target) for target in listed}
 

@@ -211,22 +211,22 @@ def plan_own_conversion(
     """
     asked, files = spec, files or model.path
     hf = architectures.text_model(read_hf_config(files))
-    family = convertible_family(hf)
+    base_prefix = convertible_family(hf).BASE_PREFIX
     stored = source_quantization(hf)
     spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
     if stored is None or stored.method == "fp8":
         # The GPU decides the order of 4-bit weights only: a checkpoint without them is the same for all.
         spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
     config = checkpoint_config(hf, spec)
-    sources = read_source(files, family.BASE_PREFIX)
-    untied = False
-    if not headers_only and _has_other_head(family.targets(architectures.described(hf, config)), sources):
+    sources = read_source(files, base_prefix)
+    described, untied = architectures.described(hf, config), False
+    if not headers_only and _has_other_head(architectures.checkpoint_targets(described), sources):
         hf, untied = {**hf, "tie_word_embeddings": False}, True
         config = checkpoint_config(hf, spec)
-    described = architectures.described(hf, config)
+        described = architectures.described(hf, config)
     wanted = [
         replace(target, name=name_in_release(target.name, config.architecture, spec.trtllm_version))
-        for target in family.targets(described)
+        for target in architectures.checkpoint_targets(described)
     ]
     targets, packed, moved, config = _split_targets(wanted, sources, config, spec, stored, headers_only=headers_only)
     placement = Placement(
@@ -238,7 +238,7 @@ def plan_own_conversion(
         ep_size=config.mapping.moe_ep_size,
         packed=packed,
     )
-    unused = family.unused(described)
+    unused = architectures.unused_tensors(described)
     moved, left_out = _without_unused(targets, moved, unused, spec.ignore_tensors)
     narrow_cache = False
     if stored is not None:

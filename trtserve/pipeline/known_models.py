@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.checkpoint.architectures import described, text_model
+from trtserve.checkpoint.architectures import checkpoint_targets, described, text_model
 from trtserve.checkpoint.placement import source_shapes
 from trtserve.checkpoint.source import INDEX
 from trtserve.errors import CorruptFileError, UnsupportedModelError
 from trtserve.files import is_weights
-from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.model import ModelPlan
 from trtserve.pipeline.model_files import CONFIG, SINGLE, ModelFiles, stored_files
@@ -102,7 +101,7 @@ def _shapes(config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
 @functools.cache
 def _shapes_of(config: str) -> Mapping[str, tuple[int, ...]]:
     hf = text_model(json.loads(config))
-    return source_shapes(convertible_family(hf).targets(described(hf, checkpoint_config(hf, ConvertSpec()))))
+    return source_shapes(checkpoint_targets(described(hf, checkpoint_config(hf, ConvertSpec()))))
 
 
 def outline_model(plan: ModelPlan, folder: Path, progress: Progress) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.quantized import FP8, GPTQ
 from trtserve.errors import TrtserveError
 from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
@@ -216,7 +216,7 @@ def check_memory(config: CheckpointConfig, lengths: Sequence[int], *, beside: in
     The original is float32; one weight is duplicated while read or rounded, or all of them when codes are dequantised
     first. The checkpoint runs as stored, then as a runtime quantises it.
     """
-    counts = [math.prod(target.shape) for target in family(config.architecture).targets(config)]
+    counts = [math.prod(target.shape) for target in checkpoint_targets(config)]
     longest, row = max(lengths), config.vocab_size * 4
     stored = config.changed(quantization={})
     return CheckNeeds(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target
+from trtserve.checkpoint.architectures.parts.named_tensors import named_targets
 from trtserve.errors import UnsupportedModelError
 
 __all__ = [
@@ -18,11 +20,14 @@ __all__ = [
     "Decoder",
     "Target",
     "UnknownArchitectureError",
+    "checkpoint_targets",
     "described",
     "family",
     "parameter_count",
+    "shares_embedding",
     "text_model",
     "tied",
+    "unused_tensors",
 ]
 
 # Architecture name in config.json → module of this package, imported on demand.
@@ -90,8 +95,28 @@ def text_model(hf: HfConfig) -> HfConfig:
     return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
 
 
+def checkpoint_targets(config: CheckpointConfig) -> list[Target]:
+    """Return every tensor of an unsharded checkpoint, in file order.
+
+    To resolve sources, `config` must have the keys that `described` adds.
+    """
+    return named_targets(config, family(config.architecture).names(config), tied=shares_embedding(config))
+
+
+def unused_tensors(config: CheckpointConfig) -> Sequence[str]:
+    """Return patterns (fnmatch) of source tensors that a checkpoint does not need; `config` is `described`."""
+    names = family(config.architecture).names(config)
+    # Some exports store a copy of a tied embedding under the head's name.
+    return (*names.unused, *([f"{names.head}.weight"] if shares_embedding(config) else []))
+
+
+def shares_embedding(config: CheckpointConfig) -> bool:
+    """Return whether the output head of a checkpoint is the embedding table, as far as its config says."""
+    return config.own("tie_word_embeddings", family(config.architecture).TIED)
+
+
 def described(hf: HfConfig, config: CheckpointConfig) -> CheckpointConfig:
-    """Return a checkpoint's config with the source keys that `Architecture.targets` needs."""
+    """Return a checkpoint's config with the source keys that `checkpoint_targets` needs."""
     return config.changed(tie_word_embeddings=tied(hf), word_embed_proj_dim=hf.get("word_embed_proj_dim"))
 
 
@@ -122,4 +147,4 @@ def parameter_count(config: CheckpointConfig) -> int:
 
     `config` is a checkpoint's config.json, or the result of `checkpoint_config` plus `architecture`.
     """
-    return sum(math.prod(target.shape) for target in family(config.architecture).targets(config))
+    return sum(math.prod(target.shape) for target in checkpoint_targets(config))

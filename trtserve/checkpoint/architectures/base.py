@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -116,9 +116,6 @@ class Decoder:
     positions: Positions
     mlp: Mlp
     activation: Activation
-    attention_bias: bool  # query, key and value have biases
-    dense_bias: bool  # the attention's output projection has a bias
-    mlp_bias: bool
     attention_scale: float  # multiplies q·k
     # One inverse frequency, scaling applied, per rotated pair of a head; with partial rotation the first pairs rotate.
     rope_inv_freq: tuple[float, ...] | None = None
@@ -142,6 +139,58 @@ class Decoder:
         return self.windows[layer % len(self.windows)] if self.windows else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """Tensor names inside a layer, without `.weight`; `{}` stands for the expert's number.
+
+    `gate` is the activated branch, multiplied by `up`. `shared` is the prefix of the shared expert's gate_proj, up_proj
+    and down_proj; `shared` + `_gate` names its gate.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    shared: str | None = None
+
+
+Part = Literal["qkv", "dense", "fc", "gate", "proj", "head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceNames:
+    """The source tensors of a family, by their names without `.weight` and `.bias`.
+
+    Names inside a layer follow its prefix `layer`, which has `{}` for the layer's number. The keys of norms are their
+    names in the checkpoint.
+    """
+
+    embedding: str
+    layer: str
+    norms: Mapping[str, str]
+    qkv: Sequence[str]  # three names, or one fused tensor
+    dense: str
+    fc: str
+    proj: str
+    final_norm: str | None
+    head: str = "lm_head"
+    gate: str | None = None  # of a gated MLP; `fc` is the activated branch
+    experts: ExpertNames | None = None  # instead of the MLP
+    head_norms: Mapping[str, str] = field(default_factory=dict)  # of each head's queries and keys
+    positions: str | None = None
+    embedding_norm: str | None = None
+    biases: frozenset[Part] = frozenset()  # the matrices that have one
+    norm_biases: bool = True
+    norm_offset: float = 0.0  # added to the weights of all norms
+    grouped: bool = False  # fused qkv: the queries of a key/value head, its key and its value, then those of the next
+    gate_up: bool = False  # `fc` holds gate and up of a gated MLP, which the checkpoint stores in the other order
+    first_rank_bias: bool = False  # the bias of `proj` is on rank 0 only
+    transposed: bool = False  # the matrices of the layers are stored [in, out]
+    unused_positions: int = 0  # first rows of the table `positions`, which no token uses
+    factors: Mapping[str, Factor] = field(default_factory=dict)  # checkpoint tensor → what it is multiplied by
+    unused: tuple[str, ...] = ()  # patterns (fnmatch) of tensors that the checkpoint does not need
+
+
 class Architecture(Protocol):
     """A model family: a module with these names."""
 
@@ -157,14 +206,8 @@ class Architecture(Protocol):
         Raises UnsupportedModelError when the model has a feature that cannot be converted.
         """
 
-    def targets(self, config: CheckpointConfig) -> list[Target]:
-        """Return every tensor of the unsharded checkpoint, in file order.
-
-        To resolve sources, `config` must have the keys that `architectures.described` adds.
-        """
-
-    def unused(self, config: CheckpointConfig) -> Sequence[str]:
-        """Return patterns (fnmatch) of source tensors that the checkpoint does not need."""
+    def names(self, config: CheckpointConfig) -> SourceNames:
+        """Return the names of the source tensors."""
 
     def decoder(self, config: CheckpointConfig) -> Decoder:
         """Describe the decoder from the checkpoint's `config.json`."""
@@ -254,11 +297,6 @@ def fused_qkv(config: CheckpointConfig) -> tuple[int, int, int]:
 def expert_size(config: CheckpointConfig) -> int:
     """Return the width of one expert: `moe_intermediate_size`, or `intermediate_size` (Mixtral)."""
     return int(config.moe_intermediate_size or config.intermediate_size)
-
-
-def dense_moe(*, normalization_mode: int | None) -> dict[str, Any]:
-    """Return TensorRT-LLM's `moe` object for a model without experts; upstream's Llama has a null mode."""
-    return moe_object(normalization_mode=normalization_mode)
 
 
 def moe_object(

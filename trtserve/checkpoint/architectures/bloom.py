@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, required
-from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
 from trtserve.checkpoint.architectures.parts.positions import alibi_slopes
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."
 TIED = True
 
-_NAMES = SourceNames(
-    embedding="transformer.word_embeddings",
-    embedding_norm="transformer.word_embeddings_layernorm",
-    layer="transformer.h.{}.",
-    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
-    qkv=("self_attention.query_key_value",),
-    dense="self_attention.dense",
-    fc="mlp.dense_h_to_4h",
-    proj="mlp.dense_4h_to_h",
-    head="lm_head",
-    final_norm="transformer.ln_f",
-    biases=frozenset(("qkv", "dense", "fc", "proj")),
-    grouped=True,
-)
 # Size keys in older configs.
 _SPELLINGS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
@@ -58,14 +42,22 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return the head when embeddings are tied: some exports store a copy of the embedding under its name."""
-    return ["lm_head.weight"] if config.own("tie_word_embeddings", TIED) else []
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return SourceNames(
+        embedding="transformer.word_embeddings",
+        embedding_norm="transformer.word_embeddings_layernorm",
+        layer="transformer.h.{}.",
+        norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+        qkv=("self_attention.query_key_value",),
+        dense="self_attention.dense",
+        fc="mlp.dense_h_to_4h",
+        proj="mlp.dense_4h_to_h",
+        final_norm="transformer.ln_f",
+        biases=frozenset(("qkv", "dense", "fc", "proj")),
+        grouped=True,
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -75,9 +67,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="alibi",
         mlp="plain",
         activation="gelu_tanh",
-        attention_bias=True,
-        dense_bias=True,
-        mlp_bias=True,
         attention_scale=1 / math.sqrt(config.head_size),
         alibi_slopes=alibi_slopes(config.num_attention_heads),
         embedding_norm=True,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, require_activation, required
-from trtserve.checkpoint.architectures.parts.named_tensors import Part, SourceNames, named_targets
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Part, SourceNames, require_activation, required
 from trtserve.checkpoint.architectures.parts.positions import alibi_slopes, inverse_frequencies, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
@@ -68,7 +66,8 @@ def _norms(config: CheckpointConfig) -> dict[str, str]:
     return _ONE_NORM | {"post_layernorm": "post_attention_layernorm"}
 
 
-def _names(config: CheckpointConfig) -> SourceNames:
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
     return SourceNames(
         embedding="transformer.word_embeddings",
         layer="transformer.h.{}.",
@@ -77,22 +76,11 @@ def _names(config: CheckpointConfig) -> SourceNames:
         dense="self_attention.dense",
         fc="mlp.dense_h_to_4h",
         proj="mlp.dense_4h_to_h",
-        head="lm_head",
         final_norm="transformer.ln_f",
         biases=_MATRICES if config.own("bias", True) else frozenset(),
         grouped=True,
+        unused=("transformer.h.*.self_attention.rotary.inv_freq", "transformer.h.*.self_attention.rotary_emb.inv_freq"),
     )
-
-
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _names(config), tied=config.own("tie_word_embeddings", TIED))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return position tables of old exports, and the head when embeddings are tied."""
-    patterns = ["transformer.h.*.self_attention.rotary.inv_freq", "transformer.h.*.self_attention.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -101,7 +89,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
     The slopes of alibi are scaled like the scores. transformers rounds slopes × positions to bfloat16; TensorRT-LLM
     does not, and neither do engines made from this.
     """
-    bias = config.own("bias", True)
     norms, scale = _norms(config), 1 / math.sqrt(config.head_size)
     alibi = config.position_embedding_type.startswith("alibi")
     slopes = tuple(slope * scale for slope in alibi_slopes(config.num_attention_heads))
@@ -111,9 +98,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="alibi" if alibi else "rope",
         mlp="plain",
         activation=require_activation(config.hidden_act),
-        attention_bias=bias,
-        dense_bias=bias,
-        mlp_bias=bias,
         attention_scale=scale,
         rope_inv_freq=None if alibi else frequencies,
         alibi_slopes=slopes if alibi else None,

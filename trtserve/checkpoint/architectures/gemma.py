@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, required
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
-from trtserve.checkpoint.architectures.parts.positions import (
-    attention_windows,
-    inverse_frequencies,
-    require_whole_heads,
-    rotary,
-)
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
+from trtserve.checkpoint.architectures.parts.positions import require_whole_heads, rotary
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
 BASE_PREFIX = "model."
 TIED = True
-
-# The checkpoint stores 1 + weight, so that TensorRT-LLM's plain RMS norm applies.
-NORM_OFFSET = 1.0
 
 # Both mean the tanh form: Gemma configs say "gelu", but the models were trained with tanh (transformers' GemmaConfig).
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
@@ -77,23 +67,16 @@ def _refuse_variants(hf: HfConfig) -> None:
             )
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(norm_offset=NORM_OFFSET))
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors.
+
+    The checkpoint stores 1 + weight of the norms, so that TensorRT-LLM's plain RMS norm applies.
+    """
+    del config
+    return replace(llama.NAMES, norm_offset=1.0)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    return Decoder(
-        norm="rms",
-        positions="rope",
-        mlp="gated",
-        activation="gelu_tanh",
-        attention_bias=False,
-        dense_bias=False,
-        mlp_bias=False,
-        attention_scale=1 / math.sqrt(config.head_size),
-        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling),
-        windows=attention_windows(config),
-        embedding_scale=math.sqrt(config.hidden_size),
-    )
+    plain = llama.decoder(replace(config, hidden_act="gelu_pytorch_tanh"))
+    return replace(plain, embedding_scale=math.sqrt(config.hidden_size))

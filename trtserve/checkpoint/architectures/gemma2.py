@@ -8,15 +8,13 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target
-from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config, unused
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
+from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED, gemma_config
 from trtserve.checkpoint.architectures.parts.positions import layer_kinds, rotary, window_keys, windows_of
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
-BASE_PREFIX = "model."
-TIED = True
+_FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -35,9 +33,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(feedforward_norms=True, norm_offset=NORM_OFFSET))
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    plain = gemma.names(config)
+    return replace(plain, norms={**plain.norms, **{name: name for name in _FEEDFORWARD_NORMS}})
 
 
 def decoder(config: CheckpointConfig) -> Decoder:

@@ -7,15 +7,14 @@ In multimodal models (4B and larger) the config is `text_config`, tensor names h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import gemma
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, require_sizes
-from trtserve.checkpoint.architectures.gemma import NORM_OFFSET, gemma_config
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets, llama_unused
+from trtserve.checkpoint.architectures import gemma, gemma2
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_sizes
+from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED, gemma_config
 from trtserve.checkpoint.architectures.parts.positions import (
     inverse_frequencies,
     layer_kinds,
@@ -24,14 +23,15 @@ from trtserve.checkpoint.architectures.parts.positions import (
     rotary,
     scaling_type,
 )
+from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
 from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 WITH_VISION = "Gemma3ForConditionalGeneration"
 # Patterns (fnmatch) of vision tensors: as published, and as transformers 4.52 and later name them.
 VISION = ("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*")
 _TEXT = "Gemma3ForCausalLM"
-BASE_PREFIX = "model."
-TIED = True
 
 FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
 """Key of ours for the scaling of the layers without a window; TensorRT-LLM's `rotary_scaling` is one of all layers."""
@@ -134,14 +134,10 @@ def _kinds(pattern: int, layers: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(head_norms=True, feedforward_norms=True, norm_offset=NORM_OFFSET))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return unneeded Llama tensors and all vision tensors."""
-    return (*llama_unused(config), *VISION)
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors; those of a vision model are not needed."""
+    plain = gemma2.names(config)
+    return replace(plain, head_norms=HEAD_NORMS, unused=(*plain.unused, *VISION))
 
 
 def full_attention_scaling(config: CheckpointConfig) -> Mapping[str, Any] | None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
-    Target,
-    dense_moe,
-    embedding_split,
-    fused_qkv,
+    SourceNames,
+    moe_object,
     require_activation,
     required,
 )
@@ -67,96 +64,28 @@ def _constants() -> dict[str, Any]:
         "rotary_scaling": None,
         "inner_layernorm": False,
         "norm_before_bmm1": False,
-        "moe": dense_moe(normalization_mode=1),
+        "moe": moe_object(normalization_mode=1),
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    vocab, hidden = config.vocab_size, config.hidden_size
-    tables = (("vocab", "wte", vocab), ("position", "wpe", config.max_position_embeddings))
-    embeddings = [
-        Target(
-            name=f"transformer.{name}_embedding.weight",
-            sources=(f"transformer.{source}.weight",),
-            shape=(rows, hidden),
-            split=embedding_split(config),
-        )
-        for name, source, rows in tables
-    ]
-    layers = [target for layer in range(config.num_hidden_layers) for target in _layer(config, layer)]
-    norms = [
-        Target(name=f"transformer.ln_f.{kind}", sources=(f"transformer.ln_f.{kind}",), shape=(hidden,), last_stage=True)
-        for kind in ("weight", "bias")
-    ]
-    head = "transformer.wte.weight" if config.own("tie_word_embeddings", True) else "lm_head.weight"
-    lm_head = Target(name="lm_head.weight", sources=(head,), shape=(vocab, hidden), split="vocab", last_stage=True)
-    return [*embeddings, *layers, *norms, lm_head]
-
-
-def _layer(config: CheckpointConfig, layer: int) -> Iterator[Target]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    yield from _norm(hidden, layer, "input_layernorm", "ln_1")
-    yield from _attention(config, layer)
-    yield from _norm(hidden, layer, "post_layernorm", "ln_2")
-    yield _weight(layer, "mlp.fc", "mlp.c_fc", (inner, hidden), column=True)
-    yield _bias(layer, "mlp.fc", "mlp.c_fc", inner, column=True)
-    yield _weight(layer, "mlp.proj", "mlp.c_proj", (hidden, inner), column=False)
-    yield _bias(layer, "mlp.proj", "mlp.c_proj", hidden, column=False)
-
-
-def _attention(config: CheckpointConfig, layer: int) -> Iterator[Target]:
-    hidden, parts = config.hidden_size, fused_qkv(config)
-    for kind in ("weight", "bias"):
-        yield Target(
-            name=f"transformer.layers.{layer}.attention.qkv.{kind}",
-            sources=(f"transformer.h.{layer}.attn.c_attn.{kind}",),
-            shape=(sum(parts), hidden) if kind == "weight" else (sum(parts),),
-            split="qkv",
-            parts=parts,
-            head_size=config.head_size,
-            transpose=kind == "weight",
-            layer=layer,
-        )
-    yield _weight(layer, "attention.dense", "attn.c_proj", (hidden, hidden), column=False)
-    yield _bias(layer, "attention.dense", "attn.c_proj", hidden, column=False)
-
-
-def _norm(hidden: int, layer: int, name: str, source: str) -> Iterator[Target]:
-    for kind in ("weight", "bias"):
-        yield Target(
-            name=f"transformer.layers.{layer}.{name}.{kind}",
-            sources=(f"transformer.h.{layer}.{source}.{kind}",),
-            shape=(hidden,),
-            layer=layer,
-        )
-
-
-def _weight(layer: int, name: str, source: str, shape: tuple[int, int], *, column: bool) -> Target:
-    return Target(
-        name=f"transformer.layers.{layer}.{name}.weight",
-        sources=(f"transformer.h.{layer}.{source}.weight",),
-        shape=shape,
-        split="column" if column else "row",
-        transpose=True,
-        layer=layer,
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return SourceNames(
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        layer="transformer.h.{}.",
+        norms={"input_layernorm": "ln_1", "post_layernorm": "ln_2"},
+        qkv=("attn.c_attn",),
+        dense="attn.c_proj",
+        fc="mlp.c_fc",
+        proj="mlp.c_proj",
+        final_norm="transformer.ln_f",
+        biases=frozenset(("qkv", "dense", "fc", "proj")),
+        transposed=True,
+        # Causal masks of old exports.
+        unused=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
     )
-
-
-def _bias(layer: int, name: str, source: str, size: int, *, column: bool) -> Target:
-    return Target(
-        name=f"transformer.layers.{layer}.{name}.bias",
-        sources=(f"transformer.h.{layer}.{source}.bias",),
-        shape=(size,),
-        split="column" if column else "replicated",
-        layer=layer,
-    )
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return causal masks of old exports, and the head when embeddings are tied."""
-    patterns = ["transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"]
-    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", True) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -166,8 +95,5 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="learned",
         mlp="plain",
         activation=require_activation(config.hidden_act),
-        attention_bias=config.own("bias", True),
-        dense_bias=config.own("bias", True),
-        mlp_bias=config.own("bias", True),
         attention_scale=1 / (config.own("q_scaling", 1.0) * math.sqrt(config.head_size)),
     )

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
-    Target,
+    SourceNames,
     require_activation,
     require_numbers,
     required,
 )
-from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "gpt_neox."
 TIED = False
-
-_NAMES = SourceNames(
-    embedding="gpt_neox.embed_in",
-    layer="gpt_neox.layers.{}.",
-    norms={"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"},
-    qkv=("attention.query_key_value",),
-    dense="attention.dense",
-    fc="mlp.dense_h_to_4h",
-    proj="mlp.dense_4h_to_h",
-    head="embed_out",
-    final_norm="gpt_neox.final_layer_norm",
-    biases=frozenset(("qkv", "dense", "fc", "proj")),
-    grouped=True,
-)
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -64,15 +48,24 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return causal masks and position tables of old exports, and the head when embeddings are tied."""
-    patterns = [f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
-    return [*patterns, "embed_out.weight"] if config.own("tie_word_embeddings", False) else patterns
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return SourceNames(
+        embedding="gpt_neox.embed_in",
+        layer="gpt_neox.layers.{}.",
+        norms={"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"},
+        qkv=("attention.query_key_value",),
+        dense="attention.dense",
+        fc="mlp.dense_h_to_4h",
+        proj="mlp.dense_4h_to_h",
+        head="embed_out",
+        final_norm="gpt_neox.final_layer_norm",
+        biases=frozenset(("qkv", "dense", "fc", "proj")),
+        grouped=True,
+        # Causal masks and position tables of old exports.
+        unused=tuple(f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -83,9 +76,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="rope",
         mlp="plain",
         activation=require_activation(config.hidden_act),
-        attention_bias=True,
-        dense_bias=True,
-        mlp_bias=True,
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=inverse_frequencies(
             int(head_size * config.own("rotary_pct", 0.25)), config.own("rotary_emb_base", 10000.0), None

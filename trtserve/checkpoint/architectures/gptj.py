@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, require_activation, required
-from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_activation, required
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."
 TIED = False
-
-_NAMES = SourceNames(
-    embedding="transformer.wte",
-    layer="transformer.h.{}.",
-    norms={"input_layernorm": "ln_1"},
-    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-    dense="attn.out_proj",
-    fc="mlp.fc_in",
-    proj="mlp.fc_out",
-    head="lm_head",
-    final_norm="transformer.ln_f",
-    biases=frozenset(("fc", "proj", "head")),
-    first_rank_bias=True,
-)
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -60,15 +44,23 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return causal masks and position tables of old exports, and the head when embeddings are tied."""
-    patterns = [f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")]
-    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", False) else patterns
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return SourceNames(
+        embedding="transformer.wte",
+        layer="transformer.h.{}.",
+        norms={"input_layernorm": "ln_1"},
+        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        dense="attn.out_proj",
+        fc="mlp.fc_in",
+        proj="mlp.fc_out",
+        final_norm="transformer.ln_f",
+        biases=frozenset(("fc", "proj", "head")),
+        first_rank_bias=True,
+        # Causal masks and position tables of old exports.
+        unused=tuple(f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")),
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -78,9 +70,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="rope",
         mlp="plain",
         activation="gelu_tanh",
-        attention_bias=False,
-        dense_bias=False,
-        mlp_bias=True,
         attention_scale=1 / math.sqrt(config.head_size),
         rope_inv_freq=inverse_frequencies(config.own("rotary_dim", 64), 10000.0, None),
         rope_interleaved=True,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.llama_tensors import llama_unused as unused
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    Part,
+    SourceNames,
+    moe_object,
+    require_activation,
+    required,
+)
+from trtserve.checkpoint.architectures.parts.expert_tensors import experts_of
 from trtserve.checkpoint.architectures.parts.positions import (
     attention_windows,
     inverse_frequencies,
@@ -17,14 +25,42 @@ from trtserve.checkpoint.architectures.parts.positions import (
     uniform_window,
 )
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
-
 BASE_PREFIX = "model."
 TIED = False
+
+NAMES = SourceNames(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}.",
+    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    dense="self_attn.o_proj",
+    fc="mlp.gate_proj",
+    gate="mlp.up_proj",
+    proj="mlp.down_proj",
+    final_norm="model.norm",
+    norm_biases=False,
+    # Position tables of old exports.
+    unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rope.freqs"),
+)
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's LLaMAConfig."""
+    return {
+        **common_config(hf, longest=2048),
+        "attn_bias": bool(hf.get("attention_bias", False)),
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        **_constants(),
+        **uniform_window(hf, None),
+    }
+
+
+def common_config(hf: HfConfig, *, longest: int) -> dict[str, Any]:
+    """Return what the configs of Llama and of families like it have in common.
+
+    `longest` is transformers' default of max_position_embeddings.
+    """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     heads = sizes["num_attention_heads"]
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
@@ -38,15 +74,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "hidden_act": hf.get("hidden_act", "silu"),
         "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
         "position_embedding_type": "rope_gpt_neox",
-        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "max_position_embeddings": hf.get("max_position_embeddings", longest),
         "rotary_embedding_dim": head_size,
         "rotary_base": base,
         "rotary_scaling": scaling,
-        "attn_bias": bool(hf.get("attention_bias", False)),
-        "mlp_bias": bool(hf.get("mlp_bias", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        **_constants(),
-        **uniform_window(hf, None),
     }
 
 
@@ -55,7 +86,7 @@ def _constants() -> dict[str, Any]:
     return {
         "residual_mlp": False,
         "disable_weight_only_quant_plugin": False,
-        "moe": dense_moe(normalization_mode=None),
+        "moe": moe_object(normalization_mode=None),
         "remove_duplicated_kv_heads": False,
         "fc_after_embed": False,
         "use_input_layernorm_in_first_layer": True,
@@ -69,10 +100,14 @@ def _constants() -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    bias = config.own("attn_bias", False)
-    return llama_targets(config, Parts(qkv_bias=bias, dense_bias=bias, mlp_bias=config.own("mlp_bias", False)))
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    biases: set[Part] = set()
+    if config.own("attn_bias", False):
+        biases |= {"qkv", "dense"}
+    if config.own("mlp_bias", False):
+        biases |= {"fc", "gate", "proj"}
+    return replace(NAMES, biases=frozenset(biases))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -82,10 +117,13 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="rope",
         mlp="gated",
         activation=require_activation(config.hidden_act),
-        attention_bias=config.own("attn_bias", False),
-        dense_bias=config.own("attn_bias", False),
-        mlp_bias=config.own("mlp_bias", False),
         attention_scale=1 / math.sqrt(config.head_size),
         rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling),
         windows=attention_windows(config),
     )
+
+
+def expert_decoder(config: CheckpointConfig) -> Decoder:
+    """Describe the decoder of a Llama with experts, whose checkpoint has `swiglu` as its activation."""
+    plain = decoder(replace(config, hidden_act="silu"))
+    return replace(plain, mlp="experts", experts=experts_of(config))

@@ -7,18 +7,15 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, moe_object, require_activation
-from trtserve.checkpoint.architectures.llama import unused
-from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, ExpertNames, expert_counts, experts_of
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.base import ExpertNames, HfConfig, SourceNames, moe_object, require_activation
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.llama import expert_decoder as decoder
+from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts
 from trtserve.checkpoint.architectures.parts.positions import uniform_window
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
-BASE_PREFIX = llama.BASE_PREFIX
-TIED = False
-
-_NAMES = ExpertNames(
+_EXPERTS = ExpertNames(
     router="block_sparse_moe.gate",
     gate="block_sparse_moe.experts.{}.w1",
     up="block_sparse_moe.experts.{}.w3",
@@ -48,12 +45,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(experts=_NAMES))
-
-
-def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
-    plain = llama.decoder(config.changed(hidden_act="silu", attn_bias=False, mlp_bias=False))
-    return replace(plain, mlp="experts", experts=experts_of(config))
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return replace(llama.NAMES, experts=_EXPERTS)

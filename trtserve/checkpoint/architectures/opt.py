@@ -6,8 +6,6 @@ OPT-350m has embeddings narrower than its layers and projects them; the checkpoi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -15,38 +13,15 @@ from trtserve.checkpoint.architectures.base import (
     Decoder,
     Factor,
     HfConfig,
-    Target,
+    SourceNames,
     require_activation,
     require_sizes,
     required,
 )
-from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
 TIED = True
-
-_NAMES = SourceNames(
-    embedding="model.decoder.embed_tokens",
-    layer="model.decoder.layers.{}.",
-    norms={"input_layernorm": "self_attn_layer_norm", "post_layernorm": "final_layer_norm"},
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    dense="self_attn.out_proj",
-    fc="fc1",
-    proj="fc2",
-    head="lm_head",
-    final_norm="model.decoder.final_layer_norm",
-    biases=frozenset(("qkv", "dense", "fc", "proj")),
-    positions="model.decoder.embed_positions",
-    # Hugging Face numbers positions from 2, for padding that is never used.
-    unused_positions=2,
-)
-
-# The projections before the first layer and after the last one.
-_PROJECTIONS = {
-    "transformer.vocab_embedding.weight": Factor(name="model.decoder.project_in.weight", width=0, transposed=True),
-    "lm_head.weight": Factor(name="model.decoder.project_out.weight", width=0),
-}
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -77,27 +52,42 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    names = _NAMES if _norms_before(config) else replace(_NAMES, final_norm=None)
-    listed = named_targets(config, names, tied=config.own("tie_word_embeddings", TIED))
-    width = config.own("word_embed_proj_dim", config.hidden_size)
-    return listed if width == config.hidden_size else [_projected(target, width) for target in listed]
-
-
-def _projected(target: Target, width: int) -> Target:
-    factor = _PROJECTIONS.get(target.name)
-    return target if factor is None else replace(target, factor=replace(factor, width=width))
-
-
 def _norms_before(config: CheckpointConfig) -> bool:
     return config.own("do_layer_norm_before", False)
 
 
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return fairseq's decoder version, and the head when embeddings are tied."""
-    patterns = ["decoder.version", "model.decoder.version"]
-    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", TIED) else patterns
+def _projections(config: CheckpointConfig) -> dict[str, Factor]:
+    """Return the projections before the first layer and after the last one."""
+    width = config.own("word_embed_proj_dim", config.hidden_size)
+    if width == config.hidden_size:
+        return {}
+    return {
+        "transformer.vocab_embedding.weight": Factor(
+            name="model.decoder.project_in.weight", width=width, transposed=True
+        ),
+        "lm_head.weight": Factor(name="model.decoder.project_out.weight", width=width),
+    }
+
+
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    return SourceNames(
+        embedding="model.decoder.embed_tokens",
+        layer="model.decoder.layers.{}.",
+        norms={"input_layernorm": "self_attn_layer_norm", "post_layernorm": "final_layer_norm"},
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        dense="self_attn.out_proj",
+        fc="fc1",
+        proj="fc2",
+        final_norm="model.decoder.final_layer_norm" if _norms_before(config) else None,
+        biases=frozenset(("qkv", "dense", "fc", "proj")),
+        positions="model.decoder.embed_positions",
+        # Hugging Face numbers positions from 2, for padding that is never used.
+        unused_positions=2,
+        factors=_projections(config),
+        # The version of fairseq's decoder.
+        unused=("decoder.version", "model.decoder.version"),
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -107,9 +97,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="learned",
         mlp="plain",
         activation=require_activation(config.hidden_act),
-        attention_bias=True,
-        dense_bias=True,
-        mlp_bias=True,
         attention_scale=1 / math.sqrt(config.head_size),
         block="sequential" if _norms_before(config) else "post",
     )

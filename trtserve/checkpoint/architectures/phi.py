@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, require_activation, required
-from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_activation, required
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
 TIED = False
-
-_NAMES = SourceNames(
-    embedding="model.embed_tokens",
-    layer="model.layers.{}.",
-    norms={"input_layernorm": "input_layernorm"},
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    dense="self_attn.dense",
-    fc="mlp.fc1",
-    proj="mlp.fc2",
-    head="lm_head",
-    final_norm="model.final_layernorm",
-    biases=frozenset(("qkv", "dense", "fc", "proj", "head")),
-)
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -62,15 +47,21 @@ def _refuse_variants(hf: HfConfig) -> None:
         )
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return position tables of old exports, and the head when embeddings are tied."""
-    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", False) else patterns
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return SourceNames(
+        embedding="model.embed_tokens",
+        layer="model.layers.{}.",
+        norms={"input_layernorm": "input_layernorm"},
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        dense="self_attn.dense",
+        fc="mlp.fc1",
+        proj="mlp.fc2",
+        final_norm="model.final_layernorm",
+        biases=frozenset(("qkv", "dense", "fc", "proj", "head")),
+        unused=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -82,9 +73,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="rope",
         mlp="plain",
         activation=require_activation(config.hidden_act),
-        attention_bias=True,
-        dense_bias=True,
-        mlp_bias=True,
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=inverse_frequencies(
             int(head_size * part), config.own("rotary_base", config.own("rope_theta", 10000.0)), None

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, LongRope, Target, require_activation, required
-from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    LongRope,
+    SourceNames,
+    require_activation,
+    required,
+)
 from trtserve.checkpoint.architectures.parts.positions import (
     attention_windows,
     inverse_frequencies,
@@ -23,19 +29,6 @@ from trtserve.errors import UnsupportedModelError
 BASE_PREFIX = "model."
 TIED = False
 
-_NAMES = SourceNames(
-    embedding="model.embed_tokens",
-    layer="model.layers.{}.",
-    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
-    qkv=("self_attn.qkv_proj",),
-    dense="self_attn.o_proj",
-    fc="mlp.gate_up_proj",
-    proj="mlp.down_proj",
-    head="lm_head",
-    final_norm="model.norm",
-    norm_biases=False,
-    gate_up=True,
-)
 # Other names for LongRoPE in early models; transformers' Phi3Config accepts them too.
 _LONG_ROPE = ("longrope", "su", "yarn")
 
@@ -96,19 +89,22 @@ def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order.
-
-    Each half of the MLP is split over tensor-parallel ranks, as the activation requires. Upstream's converter splits
-    the joined matrix instead, so its multi-rank checkpoints compute something else.
-    """
-    return named_targets(config, _NAMES, tied=config.own("tie_word_embeddings", TIED))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return position tables of old exports, and the head when embeddings are tied."""
-    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", False) else patterns
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return SourceNames(
+        embedding="model.embed_tokens",
+        layer="model.layers.{}.",
+        norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+        qkv=("self_attn.qkv_proj",),
+        dense="self_attn.o_proj",
+        fc="mlp.gate_up_proj",
+        proj="mlp.down_proj",
+        final_norm="model.norm",
+        norm_biases=False,
+        gate_up=True,
+        unused=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -121,9 +117,6 @@ def decoder(config: CheckpointConfig) -> Decoder:
         positions="rope",
         mlp="fused",
         activation="silu",
-        attention_bias=False,
-        dense_bias=False,
-        mlp_bias=False,
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=_stretched(plain, short) if short else plain,
         long_rope=LongRope(inv_freq=_stretched(plain, long), beyond=config.original_max_position_embeddings)

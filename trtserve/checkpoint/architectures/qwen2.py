@@ -8,21 +8,11 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
-from trtserve.checkpoint.architectures.llama import unused
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.parts.positions import (
-    layer_kinds,
-    require_whole_heads,
-    rotary,
-    window_keys,
-    windows_of,
-)
+from trtserve.checkpoint.architectures.base import HfConfig, SourceNames, moe_object
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED, decoder
+from trtserve.checkpoint.architectures.parts.positions import layer_kinds, window_keys, windows_of
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
-
-BASE_PREFIX = "model."
-TIED = False
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -37,23 +27,8 @@ def qwen_config(
 
     `windows` replaces the layers' windows in families with a rule of their own.
     """
-    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    heads = sizes["num_attention_heads"]
-    head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
-    base, scaling = rotary(hf)
-    require_whole_heads(hf)
-    require_activation(hf.get("hidden_act", "silu"))
     return {
-        **sizes,
-        "num_key_value_heads": hf.get("num_key_value_heads") or heads,
-        "head_size": head_size,
-        "hidden_act": hf.get("hidden_act", "silu"),
-        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
-        "position_embedding_type": "rope_gpt_neox",
-        "max_position_embeddings": hf.get("max_position_embeddings", 32768),
-        "rotary_embedding_dim": head_size,
-        "rotary_base": base,
-        "rotary_scaling": scaling,
+        **llama.common_config(hf, longest=32768),
         "attn_bias": attn_bias,
         "qwen_type": qwen_type,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
@@ -70,7 +45,7 @@ def _constants() -> dict[str, Any]:
         "num_labels": 1,
         "use_logn_attn": False,
         "seq_length": 8192,
-        "moe": dense_moe(normalization_mode=0),
+        "moe": moe_object(normalization_mode=0),
         "moe_intermediate_size": 0,
         "moe_shared_expert_intermediate_size": 0,
         "mlp_only_layers": [],
@@ -88,11 +63,7 @@ def _windows(hf: HfConfig) -> list[int | None]:
     return windows_of(kinds, window)
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(qkv_bias=True))
-
-
-def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
-    return replace(llama.decoder(config), attention_bias=True, dense_bias=False, mlp_bias=False)
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return replace(llama.NAMES, biases=frozenset({"qkv"}))

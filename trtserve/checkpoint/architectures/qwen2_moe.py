@@ -8,32 +8,29 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, moe_object, require_activation, required
-from trtserve.checkpoint.architectures.llama import unused
-from trtserve.checkpoint.architectures.parts.expert_tensors import (
-    NOT_NORMALIZED,
-    RENORMALIZED,
+from trtserve.checkpoint.architectures.base import (
     ExpertNames,
-    expert_counts,
-    experts_of,
+    HfConfig,
+    SourceNames,
+    moe_object,
+    require_activation,
+    required,
 )
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.llama import expert_decoder as decoder
+from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, RENORMALIZED, expert_counts
 from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
 from trtserve.checkpoint.architectures.qwen2 import qwen_config
 from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
-BASE_PREFIX = "model."
-TIED = False
-
-NAMES = ExpertNames(
+EXPERTS = ExpertNames(
     router="mlp.gate",
     gate="mlp.experts.{}.gate_proj",
     up="mlp.experts.{}.up_proj",
     down="mlp.experts.{}.down_proj",
 )
-_WITH_SHARED = replace(NAMES, shared="mlp.shared_expert")
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -90,15 +87,10 @@ def _windows(hf: HfConfig) -> list[int | None]:
     return windows_of(kinds, window)
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(qkv_bias=config.own("attn_bias", True), experts=_WITH_SHARED))
-
-
-def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
-    bias = config.own("attn_bias", True)
-    plain = llama.decoder(config.changed(hidden_act="silu"))
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
     return replace(
-        plain, mlp="experts", experts=experts_of(config), attention_bias=bias, dense_bias=False, mlp_bias=False
+        llama.NAMES,
+        biases=frozenset({"qkv"} if config.own("attn_bias", True) else ()),
+        experts=replace(EXPERTS, shared="mlp.shared_expert"),
     )

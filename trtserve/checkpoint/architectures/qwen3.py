@@ -7,16 +7,14 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target
-from trtserve.checkpoint.architectures.llama import unused
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.qwen2 import qwen_config
 from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
-BASE_PREFIX = "model."
-TIED = False
+HEAD_NORMS = {"attention.q_layernorm": "self_attn.q_norm", "attention.k_layernorm": "self_attn.k_norm"}
 
 # transformers' default, independent of the hidden size.
 _HEAD_SIZE = 128
@@ -33,11 +31,12 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     return qwen_config({**hf, "head_dim": head_size}, qwen_type="qwen3", attn_bias=False)
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(head_norms=True))
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    del config
+    return replace(llama.NAMES, head_norms=HEAD_NORMS)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    return replace(llama.decoder(config), attention_bias=False, dense_bias=False, mlp_bias=False, qk_norm=True)
+    return replace(llama.decoder(config), qk_norm=True)

@@ -6,18 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import qwen3
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target
-from trtserve.checkpoint.architectures.llama import unused
-from trtserve.checkpoint.architectures.parts.expert_tensors import experts_of
-from trtserve.checkpoint.architectures.parts.llama_tensors import Parts, llama_targets
-from trtserve.checkpoint.architectures.qwen2_moe import NAMES, qwen_moe_config
+from trtserve.checkpoint.architectures import llama, qwen3
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS, qwen_moe_config
 from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
-
-BASE_PREFIX = "model."
-TIED = False
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -28,11 +23,11 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     return qwen_moe_config(hf, qwen_type="qwen3_moe", attn_bias=False, shared_size=0, windows=[window])
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    return llama_targets(config, Parts(head_norms=True, experts=NAMES))
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    return replace(qwen3.names(config), experts=EXPERTS)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    return replace(qwen3.decoder(config.changed(hidden_act="silu")), mlp="experts", experts=experts_of(config))
+    return replace(llama.expert_decoder(config), qk_norm=True)

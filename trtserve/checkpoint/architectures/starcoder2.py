@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Target, dense_moe, require_activation, required
-from trtserve.checkpoint.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    SourceNames,
+    moe_object,
+    require_activation,
+    required,
+)
 from trtserve.checkpoint.architectures.parts.positions import (
     attention_windows,
     inverse_frequencies,
@@ -19,19 +23,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
 
 BASE_PREFIX = "model."
 TIED = True
-
-_NAMES = SourceNames(
-    embedding="model.embed_tokens",
-    layer="model.layers.{}.",
-    norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    dense="self_attn.o_proj",
-    fc="mlp.c_fc",
-    proj="mlp.c_proj",
-    head="lm_head",
-    final_norm="model.norm",
-    biases=frozenset(("qkv", "dense", "fc", "proj")),
-)
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -69,33 +60,33 @@ def _constants() -> dict[str, Any]:
         "rotary_scaling": None,
         "inner_layernorm": False,
         "norm_before_bmm1": False,
-        "moe": dense_moe(normalization_mode=1),
+        "moe": moe_object(normalization_mode=1),
     }
 
 
-def targets(config: CheckpointConfig) -> list[Target]:
-    """Return every tensor of the unsharded checkpoint, in file order."""
-    names = _NAMES if config.own("bias", True) else replace(_NAMES, biases=frozenset())
-    return named_targets(config, names, tied=config.own("tie_word_embeddings", TIED))
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Return position tables of old exports, and the head when embeddings are tied."""
-    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.own("tie_word_embeddings", TIED) else patterns
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors."""
+    return SourceNames(
+        embedding="model.embed_tokens",
+        layer="model.layers.{}.",
+        norms={"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"},
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        dense="self_attn.o_proj",
+        fc="mlp.c_fc",
+        proj="mlp.c_proj",
+        final_norm="model.norm",
+        biases=frozenset(("qkv", "dense", "fc", "proj") if config.own("bias", True) else ()),
+        unused=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder from the checkpoint's config."""
-    bias = config.own("bias", True)
     return Decoder(
         norm="layer",
         positions="rope",
         mlp="plain",
         activation="gelu_tanh",
-        attention_bias=bias,
-        dense_bias=bias,
-        mlp_bias=bias,
         attention_scale=1 / (config.own("q_scaling", 1.0) * math.sqrt(config.head_size)),
         rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, None),
         windows=attention_windows(config),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets, shares_embedding
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.memory import ITEM_SIZE, kv_bytes_per_token, openvino_step_bytes
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, group_size, is_excluded, is_quantised
@@ -97,7 +97,7 @@ def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
     """Return the weights in the order in which the graph takes them."""
     algorithm = config.quantization.algorithm
     group = config.quantization.group_size
-    for target in family(config.architecture).targets(config):
+    for target in checkpoint_targets(config):
         item = ITEM_SIZE[target.dtype or config.dtype]
         if target.name == _HEAD and algorithm in _PACKS_HEAD:
             yield _weight(target, item, WEIGHT_ONLY_INT8, group)
@@ -146,8 +146,7 @@ def _file_bytes(weights: list[_Weight], config: CheckpointConfig) -> int:
     if config.quantization.algorithm in _PACKS_HEAD:
         # A packed head is not a copy of the embedding.
         return total
-    tied = config.own("tie_word_embeddings", family(config.architecture).TIED)
-    return total - (next(weight.kept for weight in weights if weight.name == _HEAD) if tied else 0)
+    return total - (next(weight.kept for weight in weights if weight.name == _HEAD) if shares_embedding(config) else 0)
 
 
 def _graph_peak(weights: list[_Weight], layers: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.base import Split, Target
 from trtserve.checkpoint.quantized import AWQ, GPTQ, is_excluded, is_quantised, unpack_int4
 from trtserve.checkpoint.sharding import Shard, name_in_stage, older_name, shard, stage_layers, stage_of
@@ -75,7 +75,7 @@ class EngineWeights:
         with self._file.path.open("rb") as handle:
             # Copy on write: PyTorch takes writable buffers only, and nothing is ever written.
             self._bytes = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        targets = family(config.architecture).targets(config)
+        targets = checkpoint_targets(config)
         self._targets = {target.name: target for target in targets}
         self._config = config
 

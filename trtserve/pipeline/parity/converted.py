@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import described, family
+from trtserve.checkpoint.architectures import checkpoint_targets, described, family
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
 from trtserve.checkpoint.repacking import float_types, quantised_names
@@ -78,7 +78,7 @@ def changes_of(config: CheckpointConfig, model: Path) -> Changes:
     experts = config.moe.num_experts > 0
     if algorithm in _CODES:
         return _changes_of_codes(config, model, algorithm, experts=experts)
-    targets = family(config.architecture).targets(described(read_hf_config(model), config))
+    targets = checkpoint_targets(described(read_hf_config(model), config))
     kinds = float_types(_sources(config, model, targets)) or {"unknown"}
     products = any(target.factor for target in targets)
     rounding = _rounding(dtype, targets, kinds) if dtype != "float32" else None
@@ -109,7 +109,7 @@ def _changes_of_codes(config: CheckpointConfig, model: Path, algorithm: str, *, 
             rows=dtype,
             experts=experts,
         )
-    targets = family(config.architecture).targets(described(hf, config))
+    targets = checkpoint_targets(described(hf, config))
     sources = _sources(config, model, targets)
     kinds = float_types(sources)
     rounding = _rounding(dtype, targets, kinds, quantised_names(sources))

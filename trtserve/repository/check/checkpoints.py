@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import family
+from trtserve.checkpoint.architectures import checkpoint_targets, family
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.sharding import check_parallel_sizes, name_in_stage, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import DTYPES, Entry, TensorFile
@@ -64,10 +64,10 @@ def check_loading(folder: Path, version: str) -> LoadReport:
         config = read_config(folder)
     except TrtserveError as error:
         return LoadReport(path=folder, version=version, release=release, problems=(_problem(error),), warnings=())
-    model = family(config.architecture)
+    family(config.architecture)  # raises for an unknown one
     found += [*problems(config, release), *_config_problems(config)]
     try:
-        targets = model.targets(config)
+        targets = checkpoint_targets(config)
     except (TrtserveError, KeyError) as error:
         found.append(_problem(error))
     else:

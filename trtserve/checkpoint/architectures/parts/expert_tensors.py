@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig, MixtureOfExperts
-from trtserve.checkpoint.architectures.base import Experts, HfConfig, Target, expert_size, required
+from trtserve.checkpoint.architectures.base import ExpertNames, Experts, HfConfig, Target, expert_size, required
 from trtserve.errors import UnsupportedModelError
 
 # Keys for the number of experts in Hugging Face configs.
 _COUNTS = ("num_experts", "num_local_experts")
 # TensorRT-LLM's ExpertScaleNormalizationMode.
 NOT_NORMALIZED, RENORMALIZED = 0, 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertNames:
-    """Tensor names inside a layer, without `.weight`; `{}` stands for the expert's number.
-
-    `gate` is the activated branch, multiplied by `up`. `shared` is the prefix of the shared expert's gate_proj, up_proj
-    and down_proj; `shared` + `_gate` names its gate.
-    """
-
-    router: str
-    gate: str
-    up: str
-    down: str
-    shared: str | None = None
 
 
 def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> Iterator[Target]:
