@@ -27,7 +27,6 @@ from trtserve.executor.api import (
     Response,
     SamplingConfig,
     SchedulerConfig,
-    for_release,
 )
 from trtserve.executor.engine.model import StepInputs
 
@@ -125,7 +124,6 @@ def test_static_batch_policy_serves_all_requests(start: Start) -> None:
         (Request([1], 1, end_id=97), r"EndId \(97\) is not within acceptable range"),
         (Request([1], 1, sampling_config=SamplingConfig(beam_width=2)), "Requested beam width 2 is larger"),
         (Request([1], 1, mrope_config=MropeConfig(np.zeros(1), 0)), r"mrope_config \(Triton: mrope_rotary_cos_sin\)"),
-        (for_release("0.12").Request([1], 1, sampling_config=for_release("0.12").SamplingConfig(1, 0, 2.0)), "top_p"),
         (Request([1], 1, sampling_config=SamplingConfig(presence_penalty=math.nan)), "presence_penalty is nan"),
         (Request([1], 1, sampling_config=SamplingConfig(frequency_penalty=-math.inf)), "frequency_penalty is -inf"),
         (Request([1], 1, sampling_config=SamplingConfig(temperature=math.inf)), "temperature is inf"),

@@ -14,7 +14,6 @@ from tests.support.fake_model import fake_logits, greedy_continuation
 from trtserve.executor.api import (
     BatchingType,
     CapacitySchedulerPolicy,
-    ExecutorConfig,
     FinishReason,
     KvCacheConfig,
     LogitsPostProcessorConfig,
@@ -23,7 +22,6 @@ from trtserve.executor.api import (
     Response,
     SamplingConfig,
     SchedulerConfig,
-    for_release,
 )
 
 BUILT = {"gather_context_logits": True, "gather_generation_logits": True}
@@ -72,14 +70,11 @@ def test_several_sequences_of_one_request(start: Start, streaming: bool, batch: 
 
 def test_num_return_sequences_of_the_request_in_some_releases(start: Start) -> None:
     executor, _ = start(max_beam_width=2)
-    request = for_release("0.15").Request([5], max_tokens=2, num_return_sequences=3)
+    request = Request([5], max_tokens=2, num_return_sequences=3)
     (responses,) = collect(executor, [executor.enqueue_request(request)]).values()
     assert [response.result.sequence_index for response in responses] == [0, 1, 2]
     beams = Request([5], 2, num_return_sequences=2, sampling_config=SamplingConfig(2))
     assert "cannot be used with beam width 2" in answer_of(executor, beams).error_msg
-    module = for_release("0.15")
-    early = module.Request([5], max_tokens=2, sampling_config=module.SamplingConfig(2, num_return_sequences=2))
-    assert "cannot be used with beam width 2" in answer_of(executor, early).error_msg
     late = Request([5], 2, sampling_config=SamplingConfig(2, num_return_sequences=1))
     assert len(answer_of(executor, late).result.output_token_ids) == 1
 
@@ -373,11 +368,8 @@ def test_post_processors_of_old_releases_get_no_client_id(start: Start) -> None:
     def process(number: int, logits: Any, tokens: list[list[int]], stream: Any) -> None:
         logits[:, :, 3] = 1e6
 
-    module = for_release("0.12")
-    old: ExecutorConfig = module.ExecutorConfig(logits_post_processor_map={"three": process})
-    settings = {"logits_post_processor_map": old.logits_post_processor_map}
-    executor, _ = start(config_class=module.ExecutorConfig, **settings)
-    request = module.Request([1], 2, logits_post_processor_name="three")
+    executor, _ = start(logits_post_processor_map={"three": process})
+    request = Request([1], 2, logits_post_processor_name="three")
     assert answer_of(executor, request).result.output_token_ids == [[1, 3, 3]]
 
 

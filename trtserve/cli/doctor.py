@@ -131,7 +131,7 @@ def bindings(
     ] = None,
     *,
     release: Annotated[
-        str, typer.Option("--release", metavar="RELEASE", help="TensorRT-LLM release whose names and keywords it uses.")
+        str, typer.Option("--release", metavar="RELEASE", help="TensorRT-LLM release that it asks for.")
     ] = NEWEST,
     json: JsonOption = False,
 ) -> None:

@@ -42,7 +42,7 @@ class ServerSpec(InContainer):
         None,
         metavar="RELEASE",
         help="Serve models that import tensorrt_llm.bindings.executor, such as NVIDIA's Python models, on the embedded "
-        "executor, with the names of this release.",
+        "executor, which says it is this release.",
         common=True,
     )
     restart: Literal["never", "on-failure", "always"] = option(

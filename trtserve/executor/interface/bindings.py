@@ -25,8 +25,7 @@ _MODULES = {
     "__init__.py": "from .logger import logger as logger\n\n__version__ = {release!r} + '.0'\n",
     "logger.py": "from trtserve.executor.interface.bindings import logger as logger\n",
     "bindings/__init__.py": "",
-    "bindings/executor.py": "from trtserve.executor.interface.bindings import executor_names\n\n"
-    "globals().update(executor_names({release!r}))\n",
+    "bindings/executor.py": "from trtserve.executor.api import *\n\n__version__ = {release!r} + '.0'\n",
     "llmapi/__init__.py": "",
     "llmapi/tokenizer.py": "from trtserve.executor.interface.bindings import tokenizer_info\n\n"
     "_xgrammar_tokenizer_info = tokenizer_info\n",
@@ -115,13 +114,6 @@ class _Logger(logging.Logger):
 
 logger = _Logger("tensorrt_llm", logging.WARNING)
 logger.addHandler(logging.StreamHandler())
-
-
-def executor_names(release: str) -> dict[str, Any]:
-    """Return name → class of `tensorrt_llm.bindings.executor` in a release."""
-    from trtserve.executor.api import for_release
-
-    return vars(for_release(release))
 
 
 def tokenizer_info(tokenizer: Any) -> dict[str, Any]:

@@ -20,9 +20,12 @@ from trtserve.executor.interface.records import (
     UNSIGNED,
     Field,
     Record,
+    ValueType,
     dict_of,
     instance_of,
     list_of,
+    made,
+    maybe,
     not_negative,
     optional,
     positive,
@@ -66,49 +69,27 @@ class KvCacheTransferMode(Enum):
     POSIX_DEBUG_FALLBACK = 2
 
 
+def _mode(name: str) -> Callable[[], DecodingMode]:
+    return staticmethod(lambda: DecodingMode(name))
+
+
 @dataclass(frozen=True)
 class DecodingMode:
     """How tokens are chosen. Unlike upstream, equal modes compare equal."""
 
     name: str
 
-    @classmethod
-    def Auto(cls) -> DecodingMode:  # noqa: N802 - the interface's names
-        return cls("Auto")
+    Auto = _mode("Auto")
+    TopK = _mode("TopK")
+    TopP = _mode("TopP")
+    TopKTopP = _mode("TopKTopP")
+    BeamSearch = _mode("BeamSearch")
+    Medusa = _mode("Medusa")
+    Lookahead = _mode("Lookahead")
+    ExplicitDraftTokens = _mode("ExplicitDraftTokens")
+    Eagle = _mode("Eagle")
 
-    @classmethod
-    def TopK(cls) -> DecodingMode:  # noqa: N802
-        return cls("TopK")
-
-    @classmethod
-    def TopP(cls) -> DecodingMode:  # noqa: N802
-        return cls("TopP")
-
-    @classmethod
-    def TopKTopP(cls) -> DecodingMode:  # noqa: N802
-        return cls("TopKTopP")
-
-    @classmethod
-    def BeamSearch(cls) -> DecodingMode:  # noqa: N802
-        return cls("BeamSearch")
-
-    @classmethod
-    def Medusa(cls) -> DecodingMode:  # noqa: N802
-        return cls("Medusa")
-
-    @classmethod
-    def Lookahead(cls) -> DecodingMode:  # noqa: N802
-        return cls("Lookahead")
-
-    @classmethod
-    def ExplicitDraftTokens(cls) -> DecodingMode:  # noqa: N802
-        return cls("ExplicitDraftTokens")
-
-    @classmethod
-    def Eagle(cls) -> DecodingMode:  # noqa: N802
-        return cls("Eagle")
-
-    def isAuto(self) -> bool:  # noqa: N802
+    def isAuto(self) -> bool:  # noqa: N802 - the interface's names
         return self.name == "Auto"
 
     def isTopK(self) -> bool:  # noqa: N802
@@ -126,18 +107,6 @@ class DecodingMode:
     def isBeamSearch(self) -> bool:  # noqa: N802
         return self.name == "BeamSearch"
 
-    def isMedusa(self) -> bool:  # noqa: N802
-        return self.name == "Medusa"
-
-    def isLookahead(self) -> bool:  # noqa: N802
-        return self.name == "Lookahead"
-
-    def isExplicitDraftTokens(self) -> bool:  # noqa: N802
-        return self.name == "ExplicitDraftTokens"
-
-    def isEagle(self) -> bool:  # noqa: N802
-        return self.name == "Eagle"
-
 
 OPT_INT = optional(INT)
 OPT_FLOAT = optional(FLOAT)
@@ -146,7 +115,7 @@ OPT_INTS = optional(list_of(INT))
 
 class DynamicBatchConfig(Record):
     enable_batch_size_tuning = Field[bool](BOOL)
-    enable_max_num_tokens_tuning = Field[bool](BOOL, False, "0.16-")
+    enable_max_num_tokens_tuning = Field[bool](BOOL, False)
     dynamic_batch_moving_average_window = Field[int](INT, 128)
 
 
@@ -154,8 +123,8 @@ class SchedulerConfig(Record):
     capacity_scheduler_policy = Field[CapacitySchedulerPolicy](
         instance_of(CapacitySchedulerPolicy), CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     )
-    context_chunking_policy = Field[ContextChunkingPolicy | None](optional(instance_of(ContextChunkingPolicy)), None)
-    dynamic_batch_config = Field[DynamicBatchConfig | None](optional(instance_of(DynamicBatchConfig)), None, "0.15-")
+    context_chunking_policy = maybe(ContextChunkingPolicy)
+    dynamic_batch_config = maybe(DynamicBatchConfig)
 
 
 class RuntimeDefaults(Record):
@@ -163,31 +132,29 @@ class RuntimeDefaults(Record):
     sink_token_length = Field[int | None](OPT_INT, None)
 
 
-def _window_list(value: Any, strict: bool) -> Any:
+def _window_list(value: Any) -> Any:
     """Convert max_attention_window: 0.12 has a number, later releases a list; both are accepted."""
     single = not isinstance(value, (list, tuple)) and value is not None
-    return OPT_INTS.convert([value] if single else value, strict)
+    return OPT_INTS.convert([value] if single else value)
 
 
-class KvCacheConfig(Record, writable="0.13-"):
-    enable_block_reuse = Field[bool](BOOL, False, newer=("0.17", True))
+class KvCacheConfig(Record, writable=True):
+    enable_block_reuse = Field[bool](BOOL, True)
     max_tokens = Field[int | None](OPT_INT, None)
-    max_attention_window = Field[list[int] | None](OPT_INTS.with_convert(_window_list), None)
+    max_attention_window = Field[list[int] | None](ValueType(_window_list, OPT_INTS.fresh), None)
     sink_token_length = Field[int | None](OPT_INT, None)
     free_gpu_memory_fraction = Field[float | None](OPT_FLOAT, None)
     host_cache_size = Field[int | None](optional(UNSIGNED), None)
     onboard_blocks = Field[bool](BOOL, True)
-    cross_kv_cache_fraction = Field[float | None](OPT_FLOAT, None, "0.15-")
-    secondary_offload_min_priority = Field[int | None](OPT_INT, None, "0.15-")
-    event_buffer_max_size = Field[int](LONG, 0, "0.15-")
-    runtime_defaults = Field[RuntimeDefaults | None](
-        optional(instance_of(RuntimeDefaults)), None, "0.16-", keyword="0.12-"
-    )
-    enable_partial_reuse = Field[bool](BOOL, True, "0.19-")
-    copy_on_partial_reuse = Field[bool](BOOL, True, "0.19-")
-    use_uvm = Field[bool](BOOL, False, "1.0-")
-    attention_dp_events_gather_period_ms = Field[int](INT, 5, "1.0-")
-    max_gpu_total_bytes = Field[int](UNSIGNED, 0, "1.1-")
+    cross_kv_cache_fraction = Field[float | None](OPT_FLOAT, None)
+    secondary_offload_min_priority = Field[int | None](OPT_INT, None)
+    event_buffer_max_size = Field[int](LONG, 0)
+    runtime_defaults = maybe(RuntimeDefaults)
+    enable_partial_reuse = Field[bool](BOOL, True)
+    copy_on_partial_reuse = Field[bool](BOOL, True)
+    use_uvm = Field[bool](BOOL, False)
+    attention_dp_events_gather_period_ms = Field[int](INT, 5)
+    max_gpu_total_bytes = Field[int](UNSIGNED, 0)
 
     def validate(self) -> None:
         if self.runtime_defaults is not None:
@@ -212,23 +179,23 @@ class PeftCacheConfig(Record):
     max_pages_per_block_device = Field[int](INT, 8)
     device_cache_percent = Field[float | None](OPT_FLOAT, None)
     host_cache_size = Field[int | None](optional(UNSIGNED), None)
-    lora_prefetch_dir = Field[str | None](optional(TEXT), None, "0.19-")
+    lora_prefetch_dir = Field[str | None](optional(TEXT), None)
 
 
-class OrchestratorConfig(Record, writable="0.12-"):
+class OrchestratorConfig(Record, writable=True):
     is_orchestrator = Field[bool](BOOL, True)
     worker_executable_path = Field[str](PATH, "")
-    orch_leader_comm = Field[Any](ANY, None, "0.15-")
-    spawn_processes = Field[bool](BOOL, True, "0.15-")
+    orch_leader_comm = Field[Any](ANY, None)
+    spawn_processes = Field[bool](BOOL, True)
 
 
-class ParallelConfig(Record, writable="0.12-"):
+class ParallelConfig(Record, writable=True):
     communication_type = Field[CommunicationType](instance_of(CommunicationType), CommunicationType.MPI)
     communication_mode = Field[CommunicationMode](instance_of(CommunicationMode), CommunicationMode.LEADER)
     device_ids = Field[list[int] | None](OPT_INTS, None)
     participant_ids = Field[list[int] | None](OPT_INTS, None)
-    orchestrator_config = Field[OrchestratorConfig | None](optional(instance_of(OrchestratorConfig)), None)
-    num_nodes = Field[int | None](OPT_INT, None, "0.19-")
+    orchestrator_config = maybe(OrchestratorConfig)
+    num_nodes = Field[int | None](OPT_INT, None)
 
 
 class LookaheadDecodingConfig(Record):
@@ -239,54 +206,52 @@ class LookaheadDecodingConfig(Record):
 
 class EagleConfig(Record):
     eagle_choices = Field[list[list[int]] | None](optional(list_of(list_of(INT))), None)
-    greedy_sampling = Field[bool](BOOL, True, "0.16-")
-    posterior_threshold = Field[float | None](OPT_FLOAT, None, "0.16-")
-    use_dynamic_tree = Field[bool](BOOL, False, "1.0-")
-    dynamic_tree_max_topK = Field[int | None](OPT_INT, None, "1.0-")  # noqa: N815 - the interface's name
+    greedy_sampling = Field[bool](BOOL, True)
+    posterior_threshold = Field[float | None](OPT_FLOAT, None)
+    use_dynamic_tree = Field[bool](BOOL, False)
+    dynamic_tree_max_topK = Field[int | None](OPT_INT, None)  # noqa: N815 - the interface's name
 
 
-class DecodingConfig(Record, writable="0.12-"):
-    decoding_mode = Field[DecodingMode | None](optional(instance_of(DecodingMode)), None)
-    lookahead_decoding_config = Field[LookaheadDecodingConfig | None](
-        optional(instance_of(LookaheadDecodingConfig)), None
-    )
+class DecodingConfig(Record, writable=True):
+    decoding_mode = maybe(DecodingMode)
+    lookahead_decoding_config = maybe(LookaheadDecodingConfig)
     medusa_choices = Field[list[list[int]] | None](optional(list_of(list_of(INT))), None)
-    eagle_config = Field[EagleConfig | None](optional(instance_of(EagleConfig)), None, "0.15-")
+    eagle_config = maybe(EagleConfig)
 
 
-class ExtendedRuntimePerfKnobConfig(Record, writable="0.12-"):
+class ExtendedRuntimePerfKnobConfig(Record, writable=True):
     """Upstream's constructor lacks the last two although its own Triton model passes them; accepted here."""
 
-    multi_block_mode = Field[bool](BOOL, False, newer=("0.14", True))
+    multi_block_mode = Field[bool](BOOL, True)
     enable_context_fmha_fp32_acc = Field[bool](BOOL, False)
-    cuda_graph_mode = Field[bool](BOOL, False, "0.14-")
-    cuda_graph_cache_size = Field[int](INT, 0, "0.14-")
+    cuda_graph_mode = Field[bool](BOOL, False)
+    cuda_graph_cache_size = Field[int](INT, 0)
 
 
-class LogitsPostProcessorConfig(Record, writable="0.12-"):
+class LogitsPostProcessorConfig(Record, writable=True):
     processor_map = Field[dict[str, Callable[..., Any]] | None](optional(dict_of(CALLABLE)), None)
     processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None)
     replicate = Field[bool](BOOL, True)
 
 
-class DebugConfig(Record, writable="0.12-"):
-    dump_input_tensors = Field[bool](BOOL, False, "0.13-0.13", alias="debug_input_tensors")
-    dump_output_tensors = Field[bool](BOOL, False, "0.13-0.13", alias="debug_output_tensors")
-    dump_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None, "0.13-0.13", alias="debug_tensor_names")
-    debug_input_tensors = Field[bool](BOOL, False, "0.14-")
-    debug_output_tensors = Field[bool](BOOL, False, "0.14-")
-    debug_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None, "0.14-")
-    debug_tensors_max_iterations = Field[int](INT, 0, "0.14-")
+class DebugConfig(Record, writable=True):
+    dump_input_tensors = Field[bool](BOOL, False, alias="debug_input_tensors")
+    dump_output_tensors = Field[bool](BOOL, False, alias="debug_output_tensors")
+    dump_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None, alias="debug_tensor_names")
+    debug_input_tensors = Field[bool](BOOL, False)
+    debug_output_tensors = Field[bool](BOOL, False)
+    debug_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None)
+    debug_tensors_max_iterations = Field[int](INT, 0)
 
 
-class SpeculativeDecodingConfig(Record, writable="0.12-"):
+class SpeculativeDecodingConfig(Record, writable=True):
     fast_logits = Field[bool](BOOL, False)
 
 
 _Backend = GuidedDecodingBackend
 
 
-class GuidedDecodingConfig(Record, writable="0.12-"):
+class GuidedDecodingConfig(Record, writable=True):
     GuidedDecodingBackend = GuidedDecodingBackend
 
     backend = Field[_Backend](instance_of(_Backend))
@@ -295,24 +260,24 @@ class GuidedDecodingConfig(Record, writable="0.12-"):
     stop_token_ids = Field[list[int] | None](OPT_INTS, None)
 
 
-class CacheTransceiverConfig(Record, writable="0.12-"):
+class CacheTransceiverConfig(Record, writable=True):
     backend = Field[Any](ANY, None)
     max_tokens_in_buffer = Field[int | None](OPT_INT, None)
-    kv_transfer_timeout_ms = Field[int | None](OPT_INT, None, "1.0-")
+    kv_transfer_timeout_ms = Field[int | None](OPT_INT, None)
 
 
-class AdditionalModelOutput(Record, writable="0.12-"):
+class AdditionalModelOutput(Record, writable=True):
     name = Field[str](TEXT)
     gather_context = Field[bool](BOOL, False)
 
 
-class ExecutorConfig(Record, writable="0.12-", dynamic=True):
+class ExecutorConfig(Record, writable=True, dynamic=True):
     ngram_max_draft_len = 0
     """Most draft tokens that a step guesses from the text of a request. No release has this attribute."""
 
     max_beam_width = Field[int](INT, 1, check=positive)
-    scheduler_config = Field[SchedulerConfig](instance_of(SchedulerConfig), SchedulerConfig)
-    kv_cache_config = Field[KvCacheConfig](instance_of(KvCacheConfig), KvCacheConfig)
+    scheduler_config = made(SchedulerConfig)
+    kv_cache_config = made(KvCacheConfig)
     enable_chunked_context = Field[bool](BOOL, False)
     normalize_log_probs = Field[bool](BOOL, True)
     iter_stats_max_iterations = Field[int](INT, 1000, check=not_negative)
@@ -320,38 +285,26 @@ class ExecutorConfig(Record, writable="0.12-", dynamic=True):
     batching_type = Field[BatchingType](instance_of(BatchingType), BatchingType.INFLIGHT)
     max_batch_size = Field[int | None](OPT_INT, None, check=positive)
     max_num_tokens = Field[int | None](OPT_INT, None, check=positive)
-    parallel_config = Field[ParallelConfig | None](optional(instance_of(ParallelConfig)), None)
+    parallel_config = maybe(ParallelConfig)
     peft_cache_config = Field[PeftCacheConfig | None](optional(instance_of(PeftCacheConfig)), PeftCacheConfig)
-    logits_post_processor_map = Field[dict[str, Callable[..., Any]] | None](
-        optional(dict_of(CALLABLE)), None, "0.12-0.12"
-    )
-    logits_post_processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None, "0.12-0.12")
-    logits_post_processor_config = Field[LogitsPostProcessorConfig | None](
-        optional(instance_of(LogitsPostProcessorConfig)), None, "0.13-"
-    )
-    decoding_config = Field[DecodingConfig | None](optional(instance_of(DecodingConfig)), None)
-    use_gpu_direct_storage = Field[bool](BOOL, False, "0.19-")
+    logits_post_processor_map = Field[dict[str, Callable[..., Any]] | None](optional(dict_of(CALLABLE)), None)
+    logits_post_processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None)
+    logits_post_processor_config = maybe(LogitsPostProcessorConfig)
+    decoding_config = maybe(DecodingConfig)
+    use_gpu_direct_storage = Field[bool](BOOL, False)
     gpu_weights_percent = Field[float](FLOAT, 1.0)
     max_queue_size = Field[int | None](OPT_INT, None, check=not_negative)
-    extended_runtime_perf_knob_config = Field[ExtendedRuntimePerfKnobConfig](
-        instance_of(ExtendedRuntimePerfKnobConfig), ExtendedRuntimePerfKnobConfig
-    )
-    debug_config = Field[DebugConfig | None](optional(instance_of(DebugConfig)), None, "0.13-")
-    recv_poll_period_ms = Field[int](INT, 0, "0.13-")
-    max_seq_idle_microseconds = Field[int](LONG, 180_000_000, "0.13-", check=positive)
-    spec_dec_config = Field[SpeculativeDecodingConfig | None](
-        optional(instance_of(SpeculativeDecodingConfig)), None, "0.15-"
-    )
-    guided_decoding_config = Field[GuidedDecodingConfig | None](
-        optional(instance_of(GuidedDecodingConfig)), None, "0.16-"
-    )
-    additional_model_outputs = Field[list[Any] | None](optional(list_of(ANY)), None, "0.17-")
-    cache_transceiver_config = Field[CacheTransceiverConfig | None](
-        optional(instance_of(CacheTransceiverConfig)), None, "0.19-"
-    )
-    gather_generation_logits = Field[bool](BOOL, False, "0.19-")
-    use_variable_beam_width_search = Field[bool](BOOL, False, "0.19-0.19")
-    prompt_table_offloading = Field[bool](BOOL, False, "0.19-0.21", alias="mm_embedding_offloading")
-    mm_embedding_offloading = Field[bool](BOOL, False, "1.0-")
-    enable_trt_overlap = Field[bool](BOOL, False, "0.20-")
-    fail_fast_on_attention_window_too_large = Field[bool](BOOL, False, "1.0-")
+    extended_runtime_perf_knob_config = made(ExtendedRuntimePerfKnobConfig)
+    debug_config = maybe(DebugConfig)
+    recv_poll_period_ms = Field[int](INT, 0)
+    max_seq_idle_microseconds = Field[int](LONG, 180_000_000, check=positive)
+    spec_dec_config = maybe(SpeculativeDecodingConfig)
+    guided_decoding_config = maybe(GuidedDecodingConfig)
+    additional_model_outputs = Field[list[Any] | None](optional(list_of(ANY)), None)
+    cache_transceiver_config = maybe(CacheTransceiverConfig)
+    gather_generation_logits = Field[bool](BOOL, False)
+    use_variable_beam_width_search = Field[bool](BOOL, False)
+    prompt_table_offloading = Field[bool](BOOL, False, alias="mm_embedding_offloading")
+    mm_embedding_offloading = Field[bool](BOOL, False)
+    enable_trt_overlap = Field[bool](BOOL, False)
+    fail_fast_on_attention_window_too_large = Field[bool](BOOL, False)

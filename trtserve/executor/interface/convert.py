@@ -95,14 +95,14 @@ def _adapter_options(config: PeftCacheConfig) -> AdapterOptions:
 
 
 def post_processors(config: ExecutorConfig) -> dict[str, PostProcessor]:
-    """Return the logits post-processors that requests can name; release 0.12 calls them without the client's id."""
+    """Return the logits post-processors that requests can name; those of 0.12's settings take no client id."""
     own = config.logits_post_processor_config
     named = dict((own.processor_map if own else config.logits_post_processor_map) or {})
     batched = own.processor_batched if own else config.logits_post_processor_batched
     named.pop(Request.BATCHED_POST_PROCESSOR_NAME, None)
     if batched is not None:
         named[Request.BATCHED_POST_PROCESSOR_NAME] = batched
-    return {name: _without_client(each) for name, each in named.items()} if config.release == "0.12" else named
+    return named if own else {name: _without_client(each) for name, each in named.items()}
 
 
 def _without_client(processor: PostProcessor) -> PostProcessor:
@@ -170,27 +170,18 @@ def engine_request(request: Request, named: Mapping[str, PostProcessor]) -> Gene
 
 
 def _problem(request: Request) -> str | None:
-    """Return what the interface itself finds wrong with a request; some releases do not check all values earlier."""
-    problems = request.sampling_config.problems()
-    if problems:
-        return "; ".join(problems)
-    width, counts = request.sampling_config.beam_width, [request.num_return_sequences]
-    # Beams already are several sequences; since 0.16 the sampling config's number limits how many are returned.
-    if request.release in ("0.14", "0.15"):
-        counts.append(request.sampling_config.num_return_sequences or 1)
-    if width > 1 and max(counts) > 1:
+    """Return what the interface itself finds wrong with a request."""
+    width, count = request.sampling_config.beam_width, request.num_return_sequences
+    if width > 1 and count > 1:
         return (
-            f"num_return_sequences ({max(counts)}) of a request cannot be used with beam width {width}, which returns "
-            "that many sequences itself"
+            f"num_return_sequences ({count}) of a request cannot be used with beam width {width}, which returns that "
+            "many sequences itself"
         )
     draft = request.external_draft_tokens_config
     if draft is not None and draft.fast_logits:
         return "fast_logits are not supported by the embedded executor; send the draft logits"
-    try:
-        refuse_unsupported(request)
-    except RuntimeError as error:
-        return str(error)
-    return None
+    unsupported = next((feature for feature in REQUEST_FEATURES if feature.is_requested(request)), None)
+    return None if unsupported is None else unsupported.message()
 
 
 def _retention(config: KvCacheRetentionConfig | None) -> RetentionRules | None:
@@ -294,11 +285,6 @@ DECODING_FEATURES = (
     UnsupportedFeature("eagle_config", _is_none, "eagle_choices"),
 )
 """Fields of `decoding_config`."""
-
-
-def refuse_unsupported(request: Request) -> None:
-    """Raise RuntimeError that names the first unsupported feature that `request` uses."""
-    _refuse(REQUEST_FEATURES, request)
 
 
 def warn_about_ignored(config: ExecutorConfig, device: str) -> None:

@@ -19,7 +19,6 @@ from trtserve.executor.interface.records import (
     FLOAT,
     INT,
     LONG,
-    OPT_BOOL,
     TEXT,
     TOKENS,
     UNSIGNED,
@@ -28,6 +27,8 @@ from trtserve.executor.interface.records import (
     above_zero_to_one,
     instance_of,
     list_of,
+    made,
+    maybe,
     not_empty,
     not_negative,
     optional,
@@ -45,31 +46,31 @@ OPT_TOKENS = optional(TOKENS)
 OPT_WORDS = optional(list_of(TOKENS))
 
 
-class SamplingConfig(Record, writable="0.13-", checked="0.13-"):
+class SamplingConfig(Record, writable=True):
     """How tokens are chosen; `SamplingParameters` resolves the defaults of unset values."""
 
     beam_width = Field[int](INT, 1, check=within(1, 1024))
-    top_k = Field[int | None](OPT_INT, None, keyword="0.13-", check=not_negative)
-    top_p = Field[float | None](OPT_FLOAT, None, keyword="0.13-", check=above_zero_to_one)
-    top_p_min = Field[float | None](OPT_FLOAT, None, keyword="0.13-", check=within(0, 1))
-    top_p_reset_ids = Field[int | None](OPT_INT, None, keyword="0.13-", check=not_negative)
-    top_p_decay = Field[float | None](OPT_FLOAT, None, keyword="0.13-", check=above_zero_to_one)
-    seed = Field[int | None](optional(UNSIGNED), None, "0.13-", keyword="0.13-")
-    random_seed = Field[int | None](optional(UNSIGNED), None, "0.12-0.21", keyword="0.13-", alias="seed")
-    temperature = Field[float | None](OPT_FLOAT, None, keyword="0.13-", check=not_negative)
-    min_tokens = Field[int | None](OPT_INT, None, "0.13-", keyword="0.13-", check=not_negative)
-    min_length = Field[int | None](OPT_INT, None, "0.12-0.21", keyword="0.13-", alias="min_tokens")
-    beam_search_diversity_rate = Field[float | None](OPT_FLOAT, None, keyword="0.13-", check=not_negative)
-    repetition_penalty = Field[float | None](OPT_FLOAT, None, keyword="0.13-", check=positive)
-    presence_penalty = Field[float | None](OPT_FLOAT, None, keyword="0.13-")
-    frequency_penalty = Field[float | None](OPT_FLOAT, None, keyword="0.13-")
-    length_penalty = Field[float | None](OPT_FLOAT, None, keyword="0.13-", check=not_negative)
-    early_stopping = Field[int | None](OPT_INT, None, keyword="0.13-", check=not_negative)
-    no_repeat_ngram_size = Field[int | None](OPT_INT, None, keyword="0.13-", check=not_negative)
-    num_return_sequences = Field[int | None](OPT_INT, None, "0.15-", keyword="0.13-", check=positive)
-    min_p = Field[float | None](OPT_FLOAT, None, "0.19-", keyword="0.13-", check=within(0, 1))
-    beam_width_array = Field[list[int] | None](optional(list_of(INT)), None, "0.19-", keyword="0.13-")
-    prompt_ignore_length = Field[int | None](OPT_INT, None, "1.1-", keyword="0.13-", check=not_negative)
+    top_k = Field[int | None](OPT_INT, None, check=not_negative)
+    top_p = Field[float | None](OPT_FLOAT, None, check=above_zero_to_one)
+    top_p_min = Field[float | None](OPT_FLOAT, None, check=within(0, 1))
+    top_p_reset_ids = Field[int | None](OPT_INT, None, check=not_negative)
+    top_p_decay = Field[float | None](OPT_FLOAT, None, check=above_zero_to_one)
+    seed = Field[int | None](optional(UNSIGNED), None)
+    random_seed = Field[int | None](optional(UNSIGNED), None, alias="seed")
+    temperature = Field[float | None](OPT_FLOAT, None, check=not_negative)
+    min_tokens = Field[int | None](OPT_INT, None, check=not_negative)
+    min_length = Field[int | None](OPT_INT, None, alias="min_tokens")
+    beam_search_diversity_rate = Field[float | None](OPT_FLOAT, None, check=not_negative)
+    repetition_penalty = Field[float | None](OPT_FLOAT, None, check=positive)
+    presence_penalty = Field[float | None](OPT_FLOAT, None)
+    frequency_penalty = Field[float | None](OPT_FLOAT, None)
+    length_penalty = Field[float | None](OPT_FLOAT, None, check=not_negative)
+    early_stopping = Field[int | None](OPT_INT, None, check=not_negative)
+    no_repeat_ngram_size = Field[int | None](OPT_INT, None, check=not_negative)
+    num_return_sequences = Field[int | None](OPT_INT, None, check=positive)
+    min_p = Field[float | None](OPT_FLOAT, None, check=within(0, 1))
+    beam_width_array = Field[list[int] | None](optional(list_of(INT)), None)
+    prompt_ignore_length = Field[int | None](OPT_INT, None, check=not_negative)
 
     def validate(self) -> None:
         count = self.num_return_sequences  # None in the releases that do not check it here
@@ -77,21 +78,21 @@ class SamplingConfig(Record, writable="0.13-", checked="0.13-"):
             raise RuntimeError(f"num_return_sequences ({count}) must not exceed beam_width ({self.beam_width})")
 
 
-class OutputConfig(Record, writable="0.12-"):
-    return_log_probs = Field[bool](OPT_BOOL, False)
-    return_context_logits = Field[bool](OPT_BOOL, False)
-    return_generation_logits = Field[bool](OPT_BOOL, False)
-    exclude_input_from_output = Field[bool](OPT_BOOL, False)
-    return_encoder_output = Field[bool](OPT_BOOL, False)
-    return_perf_metrics = Field[bool](OPT_BOOL, False, "0.16-")
-    additional_model_outputs = Field[list[Any] | None](optional(list_of(ANY)), None, "0.17-")
+class OutputConfig(Record, writable=True):
+    return_log_probs = Field[bool](BOOL, False)
+    return_context_logits = Field[bool](BOOL, False)
+    return_generation_logits = Field[bool](BOOL, False)
+    exclude_input_from_output = Field[bool](BOOL, False)
+    return_encoder_output = Field[bool](BOOL, False)
+    return_perf_metrics = Field[bool](BOOL, False)
+    additional_model_outputs = Field[list[Any] | None](optional(list_of(ANY)), None)
 
 
 class ExternalDraftTokensConfig(Record):
     tokens = Field[list[int]](TOKENS, check=not_empty)
     logits = Field[Array | None](OPT_ARRAY, None)
     acceptance_threshold = Field[float | None](OPT_FLOAT, None, check=above_zero_to_one)
-    fast_logits = Field[bool | None](optional(BOOL), None, "0.15-")
+    fast_logits = Field[bool | None](optional(BOOL), None)
 
     def validate(self) -> None:
         shape = None if self.logits is None else self.logits.shape
@@ -101,7 +102,7 @@ class ExternalDraftTokensConfig(Record):
 
 class PromptTuningConfig(Record):
     embedding_table = Field[Array](ARRAY, check=lambda table: None if table.ndim == 2 else "a tensor of two dimensions")
-    input_token_extra_ids = Field[list[int] | None](optional(list_of(UNSIGNED)), None, "0.13-")
+    input_token_extra_ids = Field[list[int] | None](optional(list_of(UNSIGNED)), None)
 
 
 class LoraConfig(Record):
@@ -115,12 +116,12 @@ class LoraConfig(Record):
 
 
 class MropeConfig(Record):
-    mrope_rotary_sin_cos = Field[Array](ARRAY, None, "0.16-0.16", alias="mrope_rotary_cos_sin")
-    mrope_rotary_cos_sin = Field[Array](ARRAY, None, "0.17-")
+    mrope_rotary_sin_cos = Field[Array](ARRAY, None, alias="mrope_rotary_cos_sin")
+    mrope_rotary_cos_sin = Field[Array](ARRAY, None)
     mrope_position_deltas = Field[int](INT)
 
 
-class TokenRange(Record, writable="0.12-"):
+class TokenRange(Record, writable=True):
     token_start = Field[int](INT)
     token_end = Field[int | None](OPT_INT, None)
     priority = Field[int](INT, 35, check=within(0, 100))
@@ -133,8 +134,8 @@ class KvCacheRetentionConfig(Record):
     token_range_retention_configs = Field[list[TokenRange]](list_of(instance_of(TokenRange)))
     decode_retention_priority = Field[int](INT, 35, check=within(0, 100))
     decode_duration_ms = Field[timedelta | None](optional(DURATION), None)
-    transfer_mode = Field[KvCacheTransferMode](instance_of(KvCacheTransferMode), KvCacheTransferMode.DRAM, "1.0-")
-    directory = Field[str | None](optional(TEXT), None, "1.0-")
+    transfer_mode = Field[KvCacheTransferMode](instance_of(KvCacheTransferMode), KvCacheTransferMode.DRAM)
+    directory = Field[str | None](optional(TEXT), None)
 
     def validate(self) -> None:
         """Check that ranges are sorted by start and do not overlap; only the last may be open."""
@@ -178,7 +179,7 @@ class MultimodalInput(Record):
     multimodal_lengths = Field[list[int]](list_of(INT))
 
 
-class Request(Record, writable="0.12-", dynamic=True):
+class Request(Record, writable=True, dynamic=True):
     """One generation request; `max_tokens` counts new tokens."""
 
     BATCHED_POST_PROCESSOR_NAME = "batched"
@@ -186,61 +187,45 @@ class Request(Record, writable="0.12-", dynamic=True):
     """Most likely tokens to return with the log-probability of each token. No release has this attribute."""
 
     input_token_ids = Field[list[int]](TOKENS, check=not_empty, readonly=True)
-    max_tokens = Field[int](INT, None, "0.13-", check=positive, keyword="0.13-0.21", readonly=True)
-    max_new_tokens = Field[int](INT, None, "0.12-0.21", keyword="0.13-", alias="max_tokens")
-    streaming = Field[bool](BOOL, False, keyword="0.13-")
-    sampling_config = Field[SamplingConfig](instance_of(SamplingConfig), SamplingConfig, keyword="0.13-")
-    output_config = Field[OutputConfig](instance_of(OutputConfig), OutputConfig, keyword="0.13-")
-    end_id = Field[int | None](OPT_INT, None, keyword="0.13-")
-    pad_id = Field[int | None](OPT_INT, None, keyword="0.13-")
-    position_ids = Field[list[int] | None](OPT_TOKENS, None, "0.13-", keyword="0.13-")
-    bad_words = Field[list[list[int]] | None](OPT_WORDS, None, keyword="0.13-")
-    stop_words = Field[list[list[int]] | None](OPT_WORDS, None, keyword="0.13-")
+    max_tokens = Field[int](INT, check=positive, readonly=True)
+    max_new_tokens = Field[int](INT, None, alias="max_tokens")
+    streaming = Field[bool](BOOL, False)
+    sampling_config = made(SamplingConfig)
+    output_config = made(OutputConfig)
+    end_id = Field[int | None](OPT_INT, None)
+    pad_id = Field[int | None](OPT_INT, None)
+    position_ids = Field[list[int] | None](OPT_TOKENS, None)
+    bad_words = Field[list[list[int]] | None](OPT_WORDS, None)
+    stop_words = Field[list[list[int]] | None](OPT_WORDS, None)
     embedding_bias = Field[Array | None](
-        OPT_ARRAY, None, keyword="0.13-", check=lambda bias: None if bias.ndim == 1 else "a tensor of one dimension"
+        OPT_ARRAY, None, check=lambda bias: None if bias.ndim == 1 else "a tensor of one dimension"
     )
-    external_draft_tokens_config = Field[ExternalDraftTokensConfig | None](
-        optional(instance_of(ExternalDraftTokensConfig)), None, keyword="0.13-"
-    )
-    prompt_tuning_config = Field[PromptTuningConfig | None](
-        optional(instance_of(PromptTuningConfig)), None, keyword="0.13-"
-    )
-    multimodal_input = Field[MultimodalInput | None](
-        optional(instance_of(MultimodalInput)), None, "1.0-", keyword="0.13-"
-    )
-    multimodal_embedding = Field[Array | None](OPT_ARRAY, None, "1.0-", keyword="0.13-")
-    mrope_config = Field[MropeConfig | None](optional(instance_of(MropeConfig)), None, "0.16-", keyword="0.13-")
-    lora_config = Field[LoraConfig | None](optional(instance_of(LoraConfig)), None, keyword="0.13-")
-    lookahead_config = Field[LookaheadDecodingConfig | None](
-        optional(instance_of(LookaheadDecodingConfig)), None, "0.13-", keyword="0.13-"
-    )
-    kv_cache_retention_config = Field[KvCacheRetentionConfig | None](
-        optional(instance_of(KvCacheRetentionConfig)), None, "0.15-", keyword="0.13-"
-    )
-    logits_post_processor_name = Field[str | None](optional(TEXT), None, keyword="0.13-")
-    logits_post_processor = Field[Callable[..., Any] | None](optional(CALLABLE), None, "0.19-", keyword="0.13-")
-    encoder_input_token_ids = Field[list[int] | None](OPT_TOKENS, None, keyword="0.13-")
-    client_id = Field[int | None](optional(UNSIGNED), None, keyword="0.13-")
-    return_all_generated_tokens = Field[bool](BOOL, False, keyword="0.13-")
-    priority = Field[float](FLOAT, 0.5, "0.13-", keyword="0.13-")
-    type = Field[RequestType](
-        instance_of(RequestType), RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION, "0.13-", keyword="0.13-"
-    )
-    context_phase_params = Field[ContextPhaseParams | None](
-        optional(instance_of(ContextPhaseParams)), None, "0.13-", keyword="0.13-"
-    )
-    encoder_input_features = Field[Array | None](OPT_ARRAY, None, "0.13-", keyword="0.13-")
-    encoder_output_length = Field[int | None](OPT_INT, None, "0.13-", keyword="0.13-")
-    num_return_sequences = Field[int](INT, 1, "0.14-0.15,1.0-", keyword="0.13-", check=positive)
-    cross_attention_mask = Field[Array | None](OPT_ARRAY, None, "0.15-", keyword="0.13-")
-    eagle_config = Field[EagleConfig | None](optional(instance_of(EagleConfig)), None, "0.15-", keyword="0.13-")
-    skip_cross_attn_blocks = Field[Array | None](OPT_ARRAY, None, "0.15-", keyword="0.13-")
-    guided_decoding_params = Field[GuidedDecodingParams | None](
-        optional(instance_of(GuidedDecodingParams)), None, "0.16-", keyword="0.13-"
-    )
-    allotted_time_ms = Field[timedelta | None](optional(DURATION), None, "0.19-", keyword="0.13-")
-    language_adapter_uid = Field[int | None](OPT_LONG, None, "0.19-", keyword="0.13-")
-    cache_salt_id = Field[int | None](optional(UNSIGNED), None, "1.1-", keyword="0.13-")
+    external_draft_tokens_config = maybe(ExternalDraftTokensConfig)
+    prompt_tuning_config = maybe(PromptTuningConfig)
+    multimodal_input = maybe(MultimodalInput)
+    multimodal_embedding = Field[Array | None](OPT_ARRAY, None)
+    mrope_config = maybe(MropeConfig)
+    lora_config = maybe(LoraConfig)
+    lookahead_config = maybe(LookaheadDecodingConfig)
+    kv_cache_retention_config = maybe(KvCacheRetentionConfig)
+    logits_post_processor_name = Field[str | None](optional(TEXT), None)
+    logits_post_processor = Field[Callable[..., Any] | None](optional(CALLABLE), None)
+    encoder_input_token_ids = Field[list[int] | None](OPT_TOKENS, None)
+    client_id = Field[int | None](optional(UNSIGNED), None)
+    return_all_generated_tokens = Field[bool](BOOL, False)
+    priority = Field[float](FLOAT, 0.5)
+    type = Field[RequestType](instance_of(RequestType), RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION)
+    context_phase_params = maybe(ContextPhaseParams)
+    encoder_input_features = Field[Array | None](OPT_ARRAY, None)
+    encoder_output_length = Field[int | None](OPT_INT, None)
+    num_return_sequences = Field[int](INT, 1, check=positive)
+    cross_attention_mask = Field[Array | None](OPT_ARRAY, None)
+    eagle_config = maybe(EagleConfig)
+    skip_cross_attn_blocks = Field[Array | None](OPT_ARRAY, None)
+    guided_decoding_params = maybe(GuidedDecodingParams)
+    allotted_time_ms = Field[timedelta | None](optional(DURATION), None)
+    language_adapter_uid = Field[int | None](OPT_LONG, None)
+    cache_salt_id = Field[int | None](optional(UNSIGNED), None)
 
     @property
     def request_type(self) -> RequestType:
@@ -252,9 +237,5 @@ class Request(Record, writable="0.12-", dynamic=True):
         self.type = value
 
     def validate(self) -> None:
-        if self.__dict__["max_tokens"] is None:
-            if self.release is not None and self.release.startswith("0.") and self.release > "0.12":
-                raise RuntimeError("missing required argument max_tokens")
-            self.refuse_missing("max_tokens")
         if self.guided_decoding_params is not None and self.sampling_config.beam_width > 1:
             raise RuntimeError("guided decoding is not supported with beam search")

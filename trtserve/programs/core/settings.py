@@ -86,8 +86,11 @@ def _given(**keywords: Any) -> Keywords:
 
 
 def _kv_cache(module: ExecutorModule, parameters: ModelParameters) -> Keywords:
+    reuse = parameters.switch("enable_kv_cache_reuse")
+    if reuse is None and module.torch is None:
+        reuse = module.since("0.17")  # as in TensorRT-LLM; the embedded executor has the newest default
     keywords = _given(
-        enable_block_reuse=parameters.switch("enable_kv_cache_reuse"),
+        enable_block_reuse=reuse,
         max_tokens=parameters.integer("max_tokens_in_paged_kv_cache"),
         sink_token_length=parameters.integer("sink_token_length"),
         free_gpu_memory_fraction=parameters.number("kv_cache_free_gpu_mem_fraction"),
@@ -303,10 +306,9 @@ def load_executor_module(name: str | None, release: str | None) -> ExecutorModul
 
 
 def load_embedded_executor(release: str | None) -> ExecutorModule:
-    """Import the embedded executor with the keywords of `release`; None: the newest."""
+    """Import the embedded executor for a repository of `release`; None: the newest."""
     wanted = release or str(importlib.import_module("trtserve.nvidia.releases").NEWEST)
-    api = importlib.import_module("trtserve.executor.api").for_release(wanted)
-    return ExecutorModule(api, release_order(wanted))
+    return ExecutorModule(importlib.import_module("trtserve.executor.api"), release_order(wanted))
 
 
 _CPU = 1

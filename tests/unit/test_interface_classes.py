@@ -1,4 +1,4 @@
-"""The interface classes of each release: keywords, defaults, conversions and checks."""
+"""The interface classes: keywords, defaults, conversions and checks."""
 
 from __future__ import annotations
 
@@ -11,96 +11,55 @@ import numpy as np
 import pytest
 
 from trtserve.executor import api
-from trtserve.executor.api import for_release
-from trtserve.executor.interface.records import in_span
-from trtserve.nvidia.releases import RELEASES
 
 
-def test_release_spans() -> None:
-    assert in_span("0.14", "0.14-0.15,1.0-")
-    assert not in_span("0.16", "0.14-0.15,1.0-")
-    assert in_span("1.2", "0.14-0.15,1.0-")
-    assert not in_span("1.2", "")
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_every_release_accepts_its_own_triton_models_keywords(release: str) -> None:
-    module = for_release(release)
-    sampling = module.SamplingConfig(beam_width=1, top_k=2)
-    name = "max_tokens" if release.startswith("1.") else "max_new_tokens"
-    request = module.Request(input_token_ids=[1, 2], sampling_config=sampling, **{name: 5})
-    assert isinstance(request, api.Request)
-    assert request.max_tokens == 5
-    config = module.ExecutorConfig(kv_cache_config=module.KvCacheConfig(max_tokens=10))
+def test_the_keywords_of_all_releases_are_accepted() -> None:
+    sampling = api.SamplingConfig(beam_width=1, top_k=2, min_p=0.5)
+    for name in ("max_tokens", "max_new_tokens"):
+        request = api.Request(input_token_ids=[1, 2], sampling_config=sampling, **{name: 5})
+        assert (request.max_tokens, request.max_new_tokens) == (5, 5)
+    config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=10))
     assert config.kv_cache_config.max_tokens == 10
     assert (config.iter_stats_max_iterations, config.request_stats_max_iterations) == (1000, 0)
-    assert module.KvCacheConfig().enable_block_reuse == (RELEASES.index(release) >= RELEASES.index("0.17"))
-    assert module.Response(0, module.Result()).result.is_final is False
-    assert module.Response(0, "internal error").has_error()
+    assert api.KvCacheConfig().enable_block_reuse
+    assert api.Response(0, api.Result()).result.is_final is False
+    assert api.Response(0, "internal error").has_error()
 
 
-@pytest.mark.parametrize(
-    ("release", "name", "keywords"),
-    [
-        ("1.0", "SamplingConfig", {"random_seed": 1}),
-        ("1.0", "SamplingConfig", {"min_length": 1}),
-        ("0.12", "SamplingConfig", {"seed": 1}),
-        ("0.18", "SamplingConfig", {"min_p": 0.5}),
-        ("1.0", "Request", {"input_token_ids": [1], "max_new_tokens": 1}),
-        ("0.12", "Request", {"input_token_ids": [1], "max_tokens": 1}),
-        ("0.16", "Request", {"input_token_ids": [1], "max_tokens": 1, "num_return_sequences": 1}),
-        ("0.14", "KvCacheConfig", {"cross_kv_cache_fraction": 0.5}),
-        ("0.13", "ExecutorConfig", {"logits_post_processor_map": {}}),
-        ("1.2", "OutputConfig", {"return_everything": True}),
-    ],
-)
-def test_keywords_of_other_releases_are_refused(release: str, name: str, keywords: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        getattr(for_release(release), name)(**keywords)
+def test_other_keywords_are_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'return_everything'"):
+        api.OutputConfig(return_everything=True)
+    with pytest.raises(TypeError, match="two values for 'beam_width'"):
+        api.SamplingConfig(1, beam_width=1)
 
 
-def test_names_depend_on_the_release() -> None:
-    assert not hasattr(for_release("0.12"), "FinishReason")
-    assert not hasattr(for_release("0.15"), "GuidedDecodingParams")
-    assert for_release("1.2.0rc1").__version__ == "1.2.0"
-    with pytest.raises(ValueError, match=r"0\.12"):
-        for_release("0.11")
+def test_repositories_of_earlier_versions_ask_for_a_release() -> None:
+    assert api.for_release("0.16").Executor is api.Executor
 
 
-def test_none_for_a_bool_is_false_until_nanobind() -> None:
-    assert for_release("0.19").Request([1], max_tokens=1, streaming=None).streaming is False
-    with pytest.raises(TypeError, match="streaming"):
-        for_release("1.0").Request([1], 1, streaming=None)
-    assert for_release("1.0").OutputConfig(return_log_probs=None).return_log_probs is False
+def test_none_for_a_bool_is_false() -> None:
+    assert api.Request([1], max_tokens=1, streaming=None).streaming is False
 
 
 def test_positional_arguments() -> None:
-    old, middle, new = (for_release(release) for release in ("0.12", "0.13", "1.0"))
-    assert old.SamplingConfig(1, 4, 0.5, 0.1, 7, 0.9, 42, 0.8, 3).random_seed == 42
-    assert old.SamplingConfig(1, 4, 0.5, 0.1, 7, 0.9, 42, 0.8, 3).min_length == 3
-    assert old.Request([1], 9, True).streaming
-    for module, arguments in ((middle, ([1], 9)), (new, ([1], 9, True))):
-        with pytest.raises(TypeError, match="positional"):
-            module.Request(*arguments)
+    sampling = api.SamplingConfig(1, 4, 0.5, 0.1, 7, 0.9, 42, 0.8, 3)
+    assert (sampling.random_seed, sampling.temperature, sampling.min_length) == (42, 0.8, 3)
+    assert api.Request([1], 9, True).streaming
     with pytest.raises(TypeError, match="positional"):
-        middle.SamplingConfig(1, 4)
-    assert new.Request([1], 9).max_tokens == 9
+        api.LoraConfig(1, None, None, None)
 
 
-def test_missing_max_tokens_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="missing required argument max_tokens"):
-        for_release("0.13").Request([1])
-    for release in ("0.12", "1.0"):
-        with pytest.raises(TypeError, match="missing required argument"):
-            for_release(release).Request([1])
+def test_missing_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="missing required argument 'max_tokens'"):
+        api.Request([1])
     with pytest.raises(TypeError, match="input_token_ids"):
-        for_release("1.0").Request(max_tokens=1)
+        api.Request(max_tokens=1)
 
 
 def test_newer_name_takes_precedence() -> None:
-    sampling = for_release("0.19").SamplingConfig(random_seed=1, seed=2, min_length=5)
+    sampling = api.SamplingConfig(random_seed=1, seed=2, min_length=5)
     assert (sampling.seed, sampling.random_seed, sampling.min_tokens, sampling.min_length) == (2, 2, 5, 5)
-    assert for_release("0.19").Request([1], max_tokens=3, max_new_tokens=4).max_new_tokens == 3
+    assert api.Request([1], max_tokens=3, max_new_tokens=4).max_new_tokens == 3
 
 
 BAD_VALUES: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
@@ -165,11 +124,6 @@ def test_retention_ranges_are_sorted_and_do_not_overlap() -> None:
         item(0, 4, 101)
 
 
-def test_old_releases_check_sampling_values_later() -> None:
-    sampling = for_release("0.12").SamplingConfig(1, 0, 0.0)
-    assert sampling.problems() == ["SamplingConfig.top_p is 0.0; it must be greater than 0 and at most 1"]
-
-
 def test_lists_are_copied() -> None:
     tokens, words = [1, 2], [[3]]
     request = api.Request(tokens, 1, stop_words=words)
@@ -194,8 +148,6 @@ def test_writable_properties() -> None:
     with pytest.raises(AttributeError):
         api.SchedulerConfig().capacity_scheduler_policy = api.CapacitySchedulerPolicy.MAX_UTILIZATION
     with pytest.raises(AttributeError):
-        for_release("0.12").KvCacheConfig().max_tokens = 2
-    with pytest.raises(AttributeError):
         api.KvCacheConfig().max_token = 2
     config = api.ExecutorConfig()
     config.kv_cache_config.max_tokens = 12
@@ -205,7 +157,7 @@ def test_writable_properties() -> None:
 
 def test_numpy_values_are_accepted() -> None:
     assert api.LookaheadDecodingConfig(np.array([4]), np.array([3]), np.array([4])).max_window_size == 4
-    assert for_release("0.12").KvCacheConfig(max_attention_window=8).max_attention_window == [8]
+    assert api.KvCacheConfig(max_attention_window=8).max_attention_window == [8]
     defaults = api.RuntimeDefaults(max_attention_window=[5], sink_token_length=2)
     assert api.KvCacheConfig(sink_token_length=1, runtime_defaults=defaults).max_attention_window == [5]
     assert api.KvCacheConfig(sink_token_length=1, runtime_defaults=defaults).sink_token_length == 1
@@ -214,9 +166,8 @@ def test_numpy_values_are_accepted() -> None:
     assert api.SamplingConfig(early_stopping=True).early_stopping == True  # noqa: E712 - as in upstream's test
 
 
-@pytest.mark.parametrize("module", [api, for_release("0.16"), for_release("1.2")], ids=["union", "0.16", "1.2"])
-def test_records_can_be_pickled(module: Any) -> None:
-    request = module.Request([1, 2], max_tokens=3, sampling_config=module.SamplingConfig(top_k=4))
+def test_records_can_be_pickled() -> None:
+    request = api.Request([1, 2], max_tokens=3, sampling_config=api.SamplingConfig(top_k=4))
     copy = pickle.loads(pickle.dumps(request))
     assert type(copy) is type(request)
     assert (copy.input_token_ids, copy.sampling_config.top_k) == ([1, 2], 4)
