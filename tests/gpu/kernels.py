@@ -131,7 +131,6 @@ def prompt(shape: tuple[int, int, int], dtype: Any, scores: Scores, parts: list[
         torch.tensor(begins, dtype=torch.int32, device="cuda"),
         scores,
         most_new=max(new for _, new in parts),
-        longest=max(lengths),
     )
     wanted = [
         attended(query[begins[row] : begins[row + 1]], *sequence(cache, tables[row], length), scores)

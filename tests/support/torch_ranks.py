@@ -14,20 +14,17 @@ import numpy.typing as npt
 
 from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.model import TorchModel, load_model
+from trtserve.executor.torch.ranks import RankGroup
 
 _SOON = 60.0
 
 
 @dataclass
-class ThreadGroup:
+class ThreadGroup(RankGroup):
     """A rank among threads; `parts` and `barrier` belong to its stage, `inbox` and `outbox` are those of its column."""
 
-    tp_size: int
-    tp_rank: int
-    stages: int
-    stage: int
-    parts: list[Any]
-    barrier: threading.Barrier
+    parts: list[Any] = field(default_factory=list)
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
     inbox: Queue[Any] = field(default_factory=Queue)
     outbox: Queue[Any] = field(default_factory=Queue)
 

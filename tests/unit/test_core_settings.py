@@ -127,7 +127,7 @@ def test_numbers_and_switches(core: Core) -> None:
 def test_unset_parameters_keep_the_defaults(tmp_path: Path, release: str) -> None:
     core = Core(tmp_path, release)
     reuse = core.config(enable_kv_cache_reuse="${enable_kv_cache_reuse}").kv_cache_config.enable_block_reuse
-    assert reuse == core.module.api.KvCacheConfig().enable_block_reuse
+    assert reuse == core.module.since("0.17")
     assert core.config(max_beam_width="two").max_beam_width == 1
     assert core.warnings == ["Parameter max_beam_width is 'two', which is not a number; it is ignored."]
 

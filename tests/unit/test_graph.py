@@ -56,12 +56,6 @@ def test_rotation_larger_than_the_head_is_refused() -> None:
         build_graph(tiny.decoder, tiny.sizes, tiny)
 
 
-def test_attention_softcap_is_refused() -> None:
-    tiny = tiny_decoder(replace(LLAMA, attention_softcap=50.0))
-    with pytest.raises(UnsupportedModelError, match="caps its attention scores at 50"):
-        build_graph(tiny.decoder, tiny.sizes, tiny)
-
-
 def test_a_failed_write_says_why(tmp_path: Path) -> None:
     tiny: TinyDecoder = DECODERS["llama"]
     (tmp_path / "file").touch()

@@ -72,7 +72,7 @@ def test_attention(kind: str, shape: tuple[int, int, int]) -> None:
     known = torch.tensor(past, dtype=torch.int32)
     query = torch.randn(91, heads, size)
     prompts = [
-        each.prompt_attention(query, cache, tables, known, begins, scores, most_new=70, longest=80)
+        each.prompt_attention(query, cache, tables, known, begins, scores, most_new=70)
         for each in (kernels, plain_operations)
     ]
     torch.testing.assert_close(*prompts, rtol=1e-4, atol=1e-5)
@@ -179,13 +179,13 @@ def test_devices_choose_the_tokens_of_the_host(kind: str, vocabulary: int) -> No
     """Also among equal logits, over several steps in which the device itself counts what has occurred."""
     import torch
 
-    from trtserve.executor.torch.choosing_model import PlainSampler
+    from trtserve.executor.torch.choosing_model import choose_on_cpu
     from trtserve.executor.torch.draw_words import DrawWriter
     from trtserve.executor.torch.step_kernels import KernelSampler
 
     rows, generator = _rows(vocabulary), np.random.default_rng(1)
     count = len(rows)
-    sampler = PlainSampler() if kind == "plain" else KernelSampler(count, vocabulary, "cpu")
+    choose = choose_on_cpu if kind == "plain" else KernelSampler(count, vocabulary, "cpu").choose
     writer, table = DrawWriter(count), torch.zeros((count, vocabulary), dtype=torch.int16)
     tokens, log_probs = torch.zeros(count, dtype=torch.int32), torch.zeros((count, 2))
     for step in range(3):
@@ -196,7 +196,7 @@ def test_devices_choose_the_tokens_of_the_host(kind: str, vocabulary: int) -> No
         arrays = writer.write(draws)
         for entry, ids, numbers in arrays.new_rows:
             table[entry, torch.from_numpy(ids)] = torch.from_numpy(numbers)
-        sampler.choose(torch.from_numpy(logits.copy()), torch.from_numpy(arrays.words), table, tokens, log_probs)
+        choose(torch.from_numpy(logits.copy()), torch.from_numpy(arrays.words), table, tokens, log_probs)
         choices = choose_tokens(logits, rows)
         assert tokens.tolist() == [choice.token for choice in choices]
         for row, choice, found in zip(rows, choices, log_probs.tolist(), strict=True):
@@ -211,7 +211,7 @@ def test_rows_without_a_token_say_why(kind: str) -> None:
     import torch
 
     from trtserve.executor.engine.sampling import EXHAUSTED, UNDEFINED
-    from trtserve.executor.torch.choosing_model import PlainSampler
+    from trtserve.executor.torch.choosing_model import choose_on_cpu
     from trtserve.executor.torch.draw_words import DrawWriter
     from trtserve.executor.torch.step_kernels import KernelSampler
 
@@ -225,13 +225,13 @@ def test_rows_without_a_token_say_why(kind: str) -> None:
     ]
     logits = torch.zeros(4, 5)
     logits[0, 3], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
-    sampler = PlainSampler() if kind == "plain" else KernelSampler(4, 5, "cpu")
+    choose = choose_on_cpu if kind == "plain" else KernelSampler(4, 5, "cpu").choose
     arrays = DrawWriter(4).write(Draws([0, 1, 2, 3], rows, [0, 1, 2, 3], [0] * 4, [True] * 4))
     table = torch.zeros((4, 5), dtype=torch.int16)
     ((entry, ids, numbers),) = arrays.new_rows
     table[entry, torch.from_numpy(ids)] = torch.from_numpy(numbers)
     tokens = torch.zeros(4, dtype=torch.int32)
-    sampler.choose(logits, torch.from_numpy(arrays.words), table, tokens, torch.zeros(4, 2))
+    choose(logits, torch.from_numpy(arrays.words), table, tokens, torch.zeros(4, 2))
     assert tokens.tolist() == [UNDEFINED, UNDEFINED, UNDEFINED, EXHAUSTED]
 
 

@@ -6,7 +6,6 @@ Nothing is written to disk. Weights keep the type or packing that an engine of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ class ReferenceModel:
 
         Raises UnsupportedModelError for a model that OpenVINO cannot compile.
         """
-        graph = build_graph(replace(decoder, attention_softcap=None), sizes, weights, packing=packing)
+        graph = build_graph(decoder, sizes, weights, packing=packing)
         if decoder.attention_softcap is not None:
             cap_scores(graph, decoder.attention_softcap)
         try:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.checkpoint.architectures.base import Decoder
-from trtserve.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +33,6 @@ class Sizes:
             kv_heads=config.num_key_value_heads,
             head=config.head_size,
             epsilon=config.norm_epsilon,
-        )
-
-
-def require_paged_attention(decoder: Decoder) -> None:
-    """Raise UnsupportedModelError that names what `decoder` needs and the operator does not support."""
-    if decoder.attention_softcap is not None:
-        raise UnsupportedModelError(
-            f"The model caps its attention scores at {decoder.attention_softcap:g} (attention soft-cap, "
-            "attn_logit_softcapping), which OpenVINO's paged attention does not support.",
-            hint="The checkpoint itself is complete: --runtime torch and tensorrt_llm build engines for GPUs from it.",
         )
 
 

@@ -260,7 +260,7 @@ class Record:
         """Configure a subclass: whether its properties can be set, and whether any attribute can."""
         super().__init_subclass__()
         cls.writable, cls.dynamic = writable, dynamic
-        cls.fields = tuple(value for value in vars(cls).values() if isinstance(value, Field))
+        cls.fields += tuple(value for value in vars(cls).values() if isinstance(value, Field))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         cls, given = type(self), self._bind(args, kwargs)

@@ -18,7 +18,7 @@ from openvino import opset13 as ops
 from trtserve.checkpoint.architectures.base import Decoder, Experts
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
-from trtserve.executor.engine.shapes import Sizes, require_paged_attention
+from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph_parts import (
     GraphRotation,
     add,
@@ -70,17 +70,23 @@ class GraphWeights(Protocol):
         """Return an int4 matrix, with tensor-parallel shards joined."""
 
 
-def build_graph(decoder: Decoder, sizes: Sizes, weights: GraphWeights, *, packing: Packing = None) -> ov.Model:
+def build_graph(
+    decoder: Decoder,
+    sizes: Sizes,
+    weights: GraphWeights,
+    *,
+    packing: Packing = None,
+    read: Callable[[int], object] = lambda count: None,
+) -> ov.Model:
     """Return the stateful graph of a whole decoder.
 
     Inputs: input_ids i64[b, l], attention_mask i64[b, past + l], position_ids i64[b, l], beam_idx i32[b]. Output:
     logits f32[b, l, vocab]. Weights keep the dtype they have in `weights` (fp8 becomes float16). With `packing` the
     matrices of the layers are quantised: int8 per output channel, as TensorRT-LLM's W8A16, or int4 in groups of inputs.
-    The embeddings are not quantised; lm_head becomes int8, because every step reads all of it. Raises
-    UnsupportedModelError for a decoder that paged attention cannot compute.
+    The embeddings are not quantised; lm_head becomes int8, because every step reads all of it. Caps of attention scores
+    are not part of the graph. `read` is called with the number of weights that have been read, for each tensor.
     """
-    require_paged_attention(decoder)
-    return _GraphBuilder(decoder, sizes, weights, packing).build()
+    return _GraphBuilder(decoder, sizes, weights, packing, read).build()
 
 
 def save_graph(graph: ov.Model, path: Path) -> None:
@@ -100,12 +106,20 @@ def save_graph(graph: ov.Model, path: Path) -> None:
 class _GraphBuilder:
     """Builds the graph operation by operation; the methods follow the order of the decoder."""
 
-    def __init__(self, decoder: Decoder, sizes: Sizes, weights: GraphWeights, packing: Packing) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        sizes: Sizes,
+        weights: GraphWeights,
+        packing: Packing,
+        read: Callable[[int], object],
+    ) -> None:
         self._decoder = decoder
         self._sizes = sizes
         self._weights = weights
         self._names = frozenset(weights.names())
         self._packing = packing
+        self._read = read
         self._sinks: list[Any] = []
         self._input_ids = parameter("input_ids", ov.Type.i64, [-1, -1])
         self._attention_mask = parameter("attention_mask", ov.Type.i64, [-1, -1])
@@ -344,14 +358,14 @@ class _GraphBuilder:
     def _stacked(self, name: str, arranged: Callable[[Array], Array]) -> Any:
         """Return the matrices of all experts as one [out, in]; each row of each expert has its own scales."""
         if self._weights.kind(name) == "int4" and self._decoder.experts is not None:
-            return int4_matrix(stacked_int4(self._weights.int4(name), self._decoder.experts.count, arranged), name)
+            return int4_matrix(stacked_int4(self._int4(name), self._decoder.experts.count, arranged), name)
         return packed(arranged(self._floats(name)), name, self._packing)
 
     def _matrix(self, name: str, packing: Packing) -> tuple[Any, Any]:
         """Return a matrix, and the factors of its inputs (None for none)."""
         if self._weights.kind(name) != "int4":
             return packed(self._floats(name), name, packing), None
-        weight = self._weights.int4(name)
+        weight = self._int4(name)
         scales = weight.input_scales
         return int4_matrix(weight, name), None if scales is None else constant(scales, f"{name}.input_scales")
 
@@ -361,4 +375,10 @@ class _GraphBuilder:
     def _floats(self, name: str) -> Array:
         """Return a tensor as floats; FP8 becomes float16, which is more precise."""
         values = self._weights.merged(name)
+        self._read(values.size)
         return values.astype(np.float16) if self._weights.kind(name) == "fp8" else values
+
+    def _int4(self, name: str) -> Int4Weight:
+        weight = self._weights.int4(name)
+        self._read(weight.codes.size)
+        return weight

@@ -17,6 +17,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from trtserve.executor.engine.shapes import LoraShape
 from trtserve.executor.openvino.graph import ALIBI_SLOPES, LAST_ATTENTION, LAST_PARALLEL_MLP, LONG_ROPE_BEYOND
+from trtserve.executor.openvino.graph_parts import parameter
 
 # Input 10 of PagedAttentionExtension is the sliding window in tokens, 0 for none.
 _WINDOW_INPUT = 10
@@ -40,9 +41,9 @@ def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -
             node.input(_WINDOW_INPUT).replace_source_output(ops.constant(np.int32(window)).output(0))
         if slopes is not None:
             node.input(_ALIBI_INPUT).replace_source_output(ops.constant(slopes).output(0))
-    for parameter in graph.get_parameters():
-        if parameter.get_friendly_name().startswith(("key_cache.", "value_cache.")):
-            parameter.set_element_type(ov.Type.dynamic)
+    for each in graph.get_parameters():
+        if each.get_friendly_name().startswith(("key_cache.", "value_cache.")):
+            each.set_element_type(ov.Type.dynamic)
     _gather_rows(graph, {node.get_friendly_name(): node for node in nodes})
     graph.validate_nodes_and_infer_types()
 
@@ -61,7 +62,7 @@ def add_long_sequences(graph: ov.Model, longest: int) -> int | None:
     if longest <= limit:
         long = ops.constant(np.array(False))
     else:
-        flags = _parameter("long_sequences", [-1], ov.Type.boolean)
+        flags = parameter("long_sequences", ov.Type.boolean, [-1])
         graph.add_parameters([flags])
         long = ops.unsqueeze(flags, ops.constant(np.array([1, 2])))
     for consumer in list(comparison.output(0).get_target_inputs()):
@@ -74,7 +75,7 @@ def add_prompt_table(graph: ov.Model, *, vocab_size: int, hidden_size: int) -> N
     weights = _constants(graph)["transformer.vocab_embedding.weight"]
     embed = _consumer(weights, "Gather")
     ids = embed.input_value(1)
-    table = _parameter("prompt_table", [-1, hidden_size], ov.Type.f32)
+    table = parameter("prompt_table", ov.Type.f32, [-1, hidden_size])
     first, axis = _scalar(vocab_size, ids), ops.constant(np.int64(0))
     own = ops.greater_equal(ids, first)
     embed.input(1).replace_source_output(ops.minimum(ids, _scalar(vocab_size - 1, ids)).output(0))
@@ -95,14 +96,14 @@ def add_adapters(graph: ov.Model, shape: LoraShape) -> None:
     adapters: output + select(mask, x·aᵀ)·b. Columns of other adapters become 0, whatever their values.
     """
     constants = _constants(graph)
-    rows = next(parameter for parameter in graph.get_parameters() if parameter.get_friendly_name() == "rows")
-    masks = {linear: _parameter(f"lora.mask.{linear}", [-1, -1], ov.Type.boolean) for linear in shape.linears}
+    rows = next(each for each in graph.get_parameters() if each.get_friendly_name() == "rows")
+    masks = {linear: parameter(f"lora.mask.{linear}", ov.Type.boolean, [-1, -1]) for linear in shape.linears}
     parameters = list(masks.values())
     kind = ov.Type.bf16 if shape.bfloat16 else ov.Type.f32
     for layer in range(shape.layers):
         for linear, (inputs, outputs) in shape.linears.items():
-            a = _parameter(f"lora.a.{layer}.{linear}", [-1, inputs], kind)
-            b = _parameter(f"lora.b.{layer}.{linear}", [-1, outputs], kind)
+            a = parameter(f"lora.a.{layer}.{linear}", kind, [-1, inputs])
+            b = parameter(f"lora.b.{layer}.{linear}", kind, [-1, outputs])
             parameters += [a, b]
             mask = masks[linear]
             if layer == shape.layers - 1 and linear.startswith("mlp."):
@@ -130,9 +131,9 @@ def _add_product(weight: Any, mask: Any, a: Any, b: Any) -> None:
         consumer.replace_source_output(total.output(0))
 
 
-def _wide(parameter: Any) -> Any:
+def _wide(weights: Any) -> Any:
     """Return the input as float32; the plugin may still compute in the input's own type."""
-    return parameter if parameter.get_element_type() == ov.Type.f32 else ops.convert(parameter, "f32")
+    return weights if weights.get_element_type() == ov.Type.f32 else ops.convert(weights, "f32")
 
 
 def _after_bias(product: Any) -> Any:
@@ -162,20 +163,13 @@ def _constants(graph: ov.Model) -> Mapping[str, Any]:
     return {node.get_friendly_name(): node for node in graph.get_ops() if node.get_type_name() == "Constant"}
 
 
-def _parameter(name: str, shape: list[int], kind: ov.Type) -> Any:
-    parameter = ops.parameter(ov.PartialShape(shape), kind)
-    parameter.set_friendly_name(name)
-    parameter.get_output_tensor(0).set_names({name})
-    return parameter
-
-
 def _scalar(value: int, like: Any) -> Any:
     return ops.constant(value, dtype=like.get_element_type())
 
 
 def _gather_rows(graph: ov.Model, nodes: Mapping[str, Any]) -> None:
     """Let everything after the last attention see only the tokens in a new input `rows` i32[r]."""
-    rows = _parameter("rows", [-1], ov.Type.i32)
+    rows = parameter("rows", ov.Type.i32, [-1])
     ends = [list(nodes[LAST_ATTENTION].output(0).get_target_inputs())]
     if LAST_PARALLEL_MLP in nodes:
         ends.append([nodes[LAST_PARALLEL_MLP].input(0)])

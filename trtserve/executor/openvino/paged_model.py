@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,32 +36,16 @@ Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
 
 # Inputs of the transformed graph; `rows` is added by paged_graph.
-_STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
-    ("input_ids", np.int64),
-    ("position_ids", np.int64),
-    ("past_lens", np.int32),
-    ("subsequence_begins", np.int32),
-    ("block_indices", np.int32),
-    ("block_indices_begins", np.int32),
-    ("max_context_len", np.int32),
-    ("rows", np.int32),
+_STEP_INPUTS: tuple[tuple[str, str, type[np.generic]], ...] = (  # its name here and in `StepInputs`
+    ("input_ids", "token_ids", np.int64),
+    ("position_ids", "positions", np.int64),
+    ("past_lens", "past_lens", np.int32),
+    ("subsequence_begins", "subsequence_begins", np.int32),
+    ("block_indices", "block_indices", np.int32),
+    ("block_indices_begins", "block_indices_begins", np.int32),
+    ("max_context_len", "max_context_len", np.int32),
+    ("rows", "rows", np.int32),
 )
-
-
-def _step_values(step: StepInputs) -> tuple[Array | int, ...]:
-    """Return the values of _STEP_INPUTS."""
-    return (
-        step.token_ids,
-        step.positions,
-        step.past_lens,
-        step.subsequence_begins,
-        step.block_indices,
-        step.block_indices_begins,
-        step.max_context_len,
-        step.rows,
-    )
-
-
 _CACHE_LINE = 64
 # The plugin caches the kernels of every shape it has seen, 5000 by default, each with memory of its own: a server with
 # steps of different sizes grew by hundreds of megabytes for minutes. The layers share kernels, so that a few dozen
@@ -123,7 +106,6 @@ class PagedModel:
         self._request = compiled.create_infer_request()
         ports = {port.get_any_name(): index for index, port in enumerate(compiled.inputs)}
         self._ports = ports
-        self._step_inputs = [(ports[name], np.dtype(kind)) for name, kind in _STEP_INPUTS]
         self._cache_ports = [
             (index, compiled.inputs[index]) for name, index in ports.items() if name.startswith(("key_", "value_"))
         ]
@@ -165,8 +147,7 @@ class PagedModel:
         """Allocate the KV cache; memory is used when a block is first written. One more block is the model's own."""
         self._caches, self._spare_block = [], num_blocks
         for index, port in self._cache_ports:
-            shape = [num_blocks + 1, *(int(size.get_length()) for size in list(port.get_partial_shape())[1:])]
-            cache, tensor = _zeros(shape, port.get_element_type())
+            cache, tensor = _zeros([num_blocks + 1, *_block_shape(port)], port.get_element_type())
             self._request.set_input_tensor(index, tensor)
             self._caches.append(cache)
 
@@ -205,15 +186,17 @@ class PagedModel:
         return self._infer()[:wanted]  # without the rows of padding
 
     def _set_step(self, step: StepInputs) -> None:
-        values = _step_values(step)
-        self._held = [
-            np.ascontiguousarray(value, dtype).reshape(np.shape(value))
-            for value, (_, dtype) in zip(values, self._step_inputs, strict=True)
-        ]
-        for array, (index, _) in zip(self._held, self._step_inputs, strict=True):
-            self._request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+        self._held = []
+        for name, attribute, dtype in _STEP_INPUTS:
+            value = getattr(step, attribute)
+            self._held.append(self._share(name, np.ascontiguousarray(value, dtype).reshape(np.shape(value))))
         if self.long_rope_beyond is not None:
-            self._set_long_sequences(self._held[3], step.long_sequences)
+            self._set_long_sequences(step.subsequence_begins, step.long_sequences)
+
+    def _share(self, name: str, array: Array) -> Array:
+        """Set an input to an array, which must stay until the step has been computed, and return it."""
+        self._request.set_input_tensor(self._ports[name], ov.Tensor(array, shared_memory=True))
+        return array
 
     def _infer(self) -> Logits:
         self._request.start_async()
@@ -226,18 +209,14 @@ class PagedModel:
         flags = np.zeros(len(begins) - 1, np.bool_)
         if long is not None:
             flags[: len(long)] = long
-        self._held.append(np.repeat(flags, np.diff(begins)))
-        tensor = ov.Tensor(self._held[-1], shared_memory=True)
-        self._request.set_input_tensor(self._ports["long_sequences"], tensor)
+        self._held.append(self._share("long_sequences", np.repeat(flags, np.diff(begins))))
 
     def _set_prompt_table(self, table: Logits | None) -> None:
         """Set the prompt table; without one the graph needs a single unused row."""
         self._prompt_table = table
         if self.max_prompt_table:
             rows = np.zeros((1, self.hidden_size), np.float32) if table is None else table
-            self._table_held = np.ascontiguousarray(rows, np.float32)
-            tensor = ov.Tensor(self._table_held, shared_memory=True)
-            self._request.set_input_tensor(self._ports["prompt_table"], tensor)
+            self._table_held = self._share("prompt_table", np.ascontiguousarray(rows, np.float32))
 
     def _set_stack(self, stack: AdapterStack | None) -> None:
         """Set the weights of `stack`; without one they and the masks are 0 columns wide."""
@@ -255,18 +234,15 @@ class PagedModel:
 
     def _set_weights(self, name: str, array: Array) -> None:
         assert self.lora is not None
-        if self.lora.bfloat16:
-            bits = array.astype(np.uint16) if not array.size else array.view(np.uint16)
-            tensor = ov.Tensor(bits, ov.Shape(list(array.shape)), ov.Type.bf16)
-            self._stack_held.append(bits)
-        else:
-            tensor = ov.Tensor(array, shared_memory=True)
-            self._stack_held.append(array)
-        self._request.set_input_tensor(self._ports[name], tensor)
+        if not self.lora.bfloat16:
+            self._stack_held.append(self._share(name, array))
+            return
+        bits = array.astype(np.uint16) if not array.size else array.view(np.uint16)
+        self._stack_held.append(bits)
+        self._request.set_input_tensor(self._ports[name], ov.Tensor(bits, ov.Shape(list(array.shape)), ov.Type.bf16))
 
     def _set_mask(self, linear: str, mask: npt.NDArray[np.bool_]) -> None:
-        self._held.append(mask)
-        self._request.set_input_tensor(self._ports[f"lora.mask.{linear}"], ov.Tensor(mask, shared_memory=True))
+        self._held.append(self._share(f"lora.mask.{linear}", mask))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy keys and values of block `source` to block `target`, in every layer."""
@@ -309,10 +285,11 @@ def _compile(core: ov.Core, graph: ov.Model, properties: Mapping[str, Any]) -> o
 
 
 def _block_bytes(port: Any) -> int:
-    numbers = 1
-    for size in list(port.get_partial_shape())[1:]:
-        numbers *= int(size.get_length())
-    return numbers * int(port.get_element_type().size)
+    return math.prod(_block_shape(port)) * int(port.get_element_type().size)
+
+
+def _block_shape(port: Any) -> list[int]:
+    return [int(size.get_length()) for size in list(port.get_partial_shape())[1:]]
 
 
 def _zeros(shape: list[int], element_type: ov.Type) -> tuple[Array, ov.Tensor]:
@@ -370,12 +347,12 @@ def measure_steps(run: Callable[[int], object]) -> list[dict[int, float]]:
     return rounds[1:]  # the first step of a size compiles its kernels
 
 
-def least(rounds: SequenceOf[Mapping[int, float]]) -> dict[int, float]:
+def least(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
     """Return the least seconds of each size: other programs may have disturbed some rounds."""
     return {size: min(seconds[size] for seconds in rounds) for size in rounds[0]}
 
 
-def padded_sizes(rounds: SequenceOf[Mapping[int, float]]) -> list[int]:
+def padded_sizes(rounds: Sequence[Mapping[int, float]]) -> list[int]:
     """Return to how many tokens steps of 1, 2, … tokens should be padded: faster in each round, so not by chance."""
     seconds = least(rounds)
     limits = [[_REQUIRED_RATIO * own for own in seconds_of_each(each)] for each in rounds]

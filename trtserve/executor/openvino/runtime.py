@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE
-from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, INT4_GROUPS, Int4Weight
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, INT4_GROUPS
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import BuildError, MemoryLimitError, MissingDependencyError, TrtserveError, UnsupportedModelError
 from trtserve.executor.embedded import (
@@ -25,19 +25,15 @@ from trtserve.executor.embedded import (
     resolve_features,
     write_config,
 )
-from trtserve.executor.engine.shapes import require_paged_attention
 from trtserve.executor.openvino.memory import LIBRARIES, engine_needs
 from trtserve.host import machine
 from trtserve.host.machine import install_command
-from trtserve.progress import Progress, Task
+from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits, resolve_limits
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from trtserve.executor.openvino.graph import GraphWeights
     from trtserve.executor.openvino.weight_quantization import Packing
 
 # On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
@@ -215,47 +211,26 @@ def _require_supported(config: CheckpointConfig) -> None:
             f"The checkpoint carries scales for a {kv_algorithm} KV cache, which the openvino runtime does not use.",
             hint="Convert without KV cache quantisation, and choose the cache with --kv-precision.",
         )
-    require_paged_attention(family(config.architecture).decoder(config))
-
-
-class _Reported:
-    """Weights that report to a progress task as they are read, in values of `item` bytes."""
-
-    def __init__(self, weights: GraphWeights, task: Task, item: int) -> None:
-        self._weights = weights
-        self._task = task
-        self._item = item
-
-    def names(self) -> list[str]:
-        return self._weights.names()
-
-    def merged(self, name: str) -> npt.NDArray[Any]:
-        tensor = self._weights.merged(name)
-        self._task.advance(tensor.size * self._item)
-        return tensor
-
-    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
-        return self._weights.kind(name)
-
-    def int4(self, name: str) -> Int4Weight:
-        weight = self._weights.int4(name)
-        self._task.advance(weight.codes.size * self._item)
-        return weight
+    if (cap := family(config.architecture).decoder(config).attention_softcap) is not None:
+        raise UnsupportedModelError(
+            f"The model caps its attention scores at {cap:g} (attention soft-cap, attn_logit_softcapping), which "
+            "OpenVINO's paged attention does not support.",
+            hint="The checkpoint itself is complete: --runtime torch and tensorrt_llm build engines for GPUs from it.",
+        )
 
 
 def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
     from trtserve.executor.engine.shapes import Sizes
     from trtserve.executor.openvino.graph import build_graph, save_graph
 
-    config = plan.config
-    total = parameter_count(config) * ITEM_SIZE[config.dtype]
-    reader = CheckpointReader(checkpoint.path)
-    with progress.task("Building the graph", total=total, unit="bytes") as task:
+    config, item = plan.config, ITEM_SIZE[plan.config.dtype]
+    with progress.task("Building the graph", total=parameter_count(config) * item, unit="bytes") as task:
         graph = build_graph(
             family(config.architecture).decoder(config),
             Sizes.of(config),
-            _Reported(reader, task, ITEM_SIZE[config.dtype]),
+            CheckpointReader(checkpoint.path),
             packing=packing_of(config),
+            read=lambda count: task.advance(count * item),
         )
     progress.step(f"Writing {machine.format_bytes(plan.disk_bytes)}")
     save_graph(graph, folder / "rank0.xml")

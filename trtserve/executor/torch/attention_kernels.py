@@ -326,10 +326,8 @@ def prompt_attention(
     scores: Scores,
     *,
     most_new: int,
-    longest: int,
 ) -> Tensor:
     """See `Operations.prompt_attention`."""
-    del longest
     _, heads, head = query.shape
     page, kv_heads = kv_layer.shape[2:4]
     group, width = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(head)

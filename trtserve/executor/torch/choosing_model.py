@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,33 +11,26 @@ import torch
 from torch import Tensor
 
 from trtserve.executor.engine.model import Chosen, Draws, StepInputs
-from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter
+from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter, choose_tokens
 from trtserve.executor.torch.model import StepFaults, TorchModel, max_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trtserve.executor.torch.graphs import DecodeGraphs
 
 Array = npt.NDArray[Any]
 
 
-class TokenChooser(Protocol):
-    """Chooses tokens on one kind of device."""
-
-    def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-        """Write the tokens i32[r] and log-probs f32[r, 2] of logits f32[r, V], which may be overwritten."""
-        ...
+TokenChooser: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]"
+"""Takes logits f32[r, V], which may be overwritten, words and table; writes tokens i32[r] and log-probs f32[r, 2]."""
 
 
-class PlainSampler:
-    """Chooses tokens on the CPU."""
-
-    def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-        """See `TokenChooser.choose`."""
-        from trtserve.executor.torch.draw_words import choose_tokens
-
-        chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy())
-        tokens.copy_(torch.from_numpy(chosen))
-        log_probs.copy_(torch.from_numpy(numbers))
+def choose_on_cpu(logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    """See `TokenChooser`."""
+    chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy())
+    tokens.copy_(torch.from_numpy(chosen))
+    log_probs.copy_(torch.from_numpy(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +67,15 @@ class ChoosingTorchModel(TorchModel):
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)
         self._log_probs = torch.zeros((self.max_rows, 2), dtype=torch.float32, device=self.device)
         self._table = torch.zeros((self.max_rows, self.vocab_size), dtype=torch.int16, device=self.device)
-        self._sampler = self._make_sampler()
+        self._chooser = self._make_chooser()
         self._graphs: DecodeGraphs | None = None
 
-    def _make_sampler(self) -> TokenChooser:
+    def _make_chooser(self) -> TokenChooser:
         if self.device == "cpu":
-            return PlainSampler()
+            return choose_on_cpu
         from trtserve.executor.torch.step_kernels import KernelSampler
 
-        return KernelSampler(self.max_rows, self.vocab_size, self.device)
+        return KernelSampler(self.max_rows, self.vocab_size, self.device).choose
 
     def start(self, draws: Draws, step: StepInputs) -> _Pending:
         """See `ChoosingModel.start`."""
@@ -123,7 +116,7 @@ class ChoosingTorchModel(TorchModel):
 
     def _choose(self, logits: Tensor, words: Tensor) -> None:
         rows = len(logits)
-        self._sampler.choose(logits, words, self._table, self._tokens[:rows], self._log_probs[:rows])
+        self._chooser(logits, words, self._table, self._tokens[:rows], self._log_probs[:rows])
 
     def _send(self, draws: DrawArrays, step: StepInputs) -> _Pending:
         if self._graphs is not None and self._graphs.fits(step):
@@ -168,7 +161,6 @@ class ChoosingTorchModel(TorchModel):
         return host
 
     def _copy(self, array: Array) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device == "cpu":
-            return tensor.clone()  # the executor writes the next step to the same arrays
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        tensor = super()._copy(array)
+        # The executor writes the next step to the same arrays.
+        return tensor.clone() if self.device == "cpu" else tensor

@@ -40,8 +40,6 @@ class Inputs:
     """i32[s + 1], the first token of each sequence."""
     most_new: int
     """The largest number of new tokens of a sequence."""
-    longest: int
-    """The largest number of past and new tokens of a sequence."""
     rows: Tensor | None = None
     """i64[r], the tokens whose logits are needed; None: all."""
     prompt_table: Tensor | None = None
@@ -85,7 +83,8 @@ class TorchDecoder:
         self._is_first, self._is_last = group.stage == 0, group.stage == group.stages - 1
         if self._is_first:
             self._tokens = Embedding(weights, "transformer.vocab_embedding", group)
-            self._positions = self._learned_positions(weights)
+            learned = decoder.positions == "learned"
+            self._positions = Embedding(weights, "transformer.position_embedding", group) if learned else None
             self._embedding_norm = self._norm(weights, "transformer.ln_embed") if decoder.embedding_norm else None
             self._like = self._tokens.weight
         else:
@@ -102,11 +101,6 @@ class TorchDecoder:
     def dtype(self) -> Any:
         """The type of hidden states, keys and values."""
         return self._like.dtype
-
-    def _learned_positions(self, weights: ShardWeights) -> Embedding | None:
-        if self._decoder.positions != "learned":
-            return None
-        return Embedding(weights, "transformer.position_embedding", self._group)
 
     def _norm(self, weights: ShardWeights, name: str) -> Norm:
         return Norm(weights, name, self._decoder.norm, self._sizes.epsilon, self._operations)
@@ -245,7 +239,6 @@ class TorchDecoder:
                 inputs.begins,
                 layer.scores,
                 most_new=inputs.most_new,
-                longest=inputs.longest,
             )
         return attended.flatten(1)
 

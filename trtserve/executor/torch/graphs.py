@@ -114,7 +114,6 @@ class DecodeGraphs:
             lengths=lengths,
             begins=lengths,
             most_new=1,
-            longest=self._max_position,
         )
         logits = self._logits[:size]
         logits.copy_(self._compute(step))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,9 @@ from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.modules import AdapterWeights
 from trtserve.executor.torch.operations import Device, Operations
-from trtserve.executor.torch.ranks import ALONE, Alone, RankGroup
+from trtserve.executor.torch.ranks import ALONE, RankGroup
 from trtserve.executor.torch.weights import EngineWeights, ShardWeights
 from trtserve.host.machine import free_memory
-
-if TYPE_CHECKING:
-    from trtserve.executor.torch.operations import Device
 
 # Tokens of the first prompt in `warm_up`.
 _WARM_TOKENS = 16
@@ -145,7 +142,6 @@ class TorchModel:
             lengths=self._copy(past + new),
             begins=self._copy(begins),
             most_new=int(new.max()),
-            longest=step.max_context_len,
             rows=self._copy(step.rows.astype(np.int64)),
             prompt_table=None if step.prompt_table is None else self._copy(step.prompt_table),
             adapters=None if step.adapters is None else self._adapters.batch(step.adapters),
@@ -213,9 +209,9 @@ def use_gpu(number: int) -> None:
 def check_ranks(engine: Path) -> None:
     """Raise CorruptFileError when a rank's file lacks a tensor, or has one of another shape than its config says."""
     model = read_engine_config(engine).model
-    tp_size, stages = _parallel_sizes(model)
-    for stage, tp_rank in itertools.product(range(stages), range(tp_size)):
-        EngineWeights(engine, model, Alone(tp_size, tp_rank, stages, stage), "cpu").check()
+    mapping = model.mapping
+    for stage, tp_rank in itertools.product(range(mapping.pp_size), range(mapping.tp_size)):
+        EngineWeights(engine, model, RankGroup(mapping.tp_size, tp_rank, mapping.pp_size, stage), "cpu").check()
 
 
 def max_rows(config: EngineConfig) -> int:
@@ -275,18 +271,13 @@ def _block_tables(indices: Int32s, begins: Int32s) -> Int32s:
 
 
 def _require_ranks(engine: Path, model: CheckpointConfig, group: RankGroup) -> None:
-    sizes = _parallel_sizes(model)
-    if sizes != (group.tp_size, group.stages):
+    tp_size, stages = model.mapping.tp_size, model.mapping.pp_size
+    if (tp_size, stages) != (group.tp_size, group.stages):
         raise ArtifactError(
-            f"{engine} has {sizes[0]} tensor-parallel ranks and {sizes[1]} pipeline stages, but {group.tp_size} and "
+            f"{engine} has {tp_size} tensor-parallel ranks and {stages} pipeline stages, but {group.tp_size} and "
             f"{group.stages} were started.",
             hint="`trtserve start` starts a process for each rank; for one process convert the model with --tp-size 1.",
         )
-
-
-def _parallel_sizes(model: CheckpointConfig) -> tuple[int, int]:
-    """Return the number of tensor-parallel ranks and of pipeline stages."""
-    return model.mapping.tp_size, model.mapping.pp_size
 
 
 def _require_device(device: Device) -> None:

@@ -370,15 +370,11 @@ class _Experts(Mlp):
         self._router = weights.tensor(f"{name}.router.weight").float()
         self._outer = load_floats(weights, f"{name}.fc.weight")
         self._inner = load_floats(weights, f"{name}.proj.weight")
-        self._first = self._first_expert(weights.shard(f"{name}.proj.weight").pieces[0].first_row)
+        self._first = weights.shard(f"{name}.proj.weight").pieces[0].first_row // int(self._inner.shape[1])
         if experts.shared:
             self._shared = Linear(weights, [f"{name}.shared_expert.fc"], operations)
             self._shared_proj = Linear(weights, [f"{name}.shared_expert.proj"], operations)
             self._shared_gate = Linear(weights, [f"{name}.shared_expert_gate"], operations)
-
-    def _first_expert(self, row: int) -> int:
-        """Return the number of the first expert on this rank, which begins at `row` of all experts' rows."""
-        return row // int(self._inner.shape[1])
 
     def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
         del adapters  # LoRA's modules are those of decoders without experts

@@ -128,13 +128,12 @@ class Operations(Protocol):
         scores: Scores,
         *,
         most_new: int,
-        longest: int,
     ) -> Tensor:
         """Attend from all new tokens of sequences that have different numbers of them: query [t, H, D] → [t, H, D].
 
         Tokens begins[i] … begins[i + 1] (i32[s + 1]) belong to sequence i and follow its past_lengths[i] (i32[s])
-        tokens in the cache, which already holds the new ones too. On the host are known: the largest number of new
-        tokens `most_new`, and of past plus new tokens `longest`.
+        tokens in the cache, which already holds the new ones too. `most_new` is the largest number of new
+        tokens of a sequence.
         """
         ...
 

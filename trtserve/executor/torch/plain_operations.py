@@ -100,8 +100,7 @@ def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False)
 def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores) -> Tensor:
     """See `Operations.decode_attention`."""
     begins = torch.arange(len(query) + 1)
-    longest = int(lengths.max())
-    return prompt_attention(query, kv_layer, block_tables, lengths - 1, begins, scores, most_new=1, longest=longest)
+    return prompt_attention(query, kv_layer, block_tables, lengths - 1, begins, scores, most_new=1)
 
 
 def prompt_attention(
@@ -113,10 +112,9 @@ def prompt_attention(
     scores: Scores,
     *,
     most_new: int,
-    longest: int,
 ) -> Tensor:
     """See `Operations.prompt_attention`."""
-    del most_new, longest
+    del most_new
     attended = torch.zeros_like(query)
     edges, size = begins.tolist(), kv_layer.shape[2]
     for number, past in enumerate(past_lengths.tolist()):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +19,14 @@ import torch
 
 from trtserve.executor.engine.limits import EngineOptions
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.engine.model import Follower, ModelRunner, StepInputs
+from trtserve.executor.engine.model import Draws, Follower, ModelRunner, PendingStep, StepInputs
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch import model
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+from trtserve.executor.torch.draw_words import DrawArrays
 from trtserve.executor.torch.micro_batches import micro_batches
-from trtserve.executor.torch.ranks import join
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from trtserve.executor.engine.model import Draws, PendingStep
-    from trtserve.executor.torch.choosing_model import ChoosingTorchModel
-    from trtserve.executor.torch.draw_words import DrawArrays
-    from trtserve.executor.torch.model import TorchModel
-    from trtserve.executor.torch.ranks import Ranks
-
+from trtserve.executor.torch.model import TorchModel
+from trtserve.executor.torch.ranks import Ranks, join
 
 logger = logging.getLogger(__name__)
 

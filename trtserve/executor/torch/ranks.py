@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,40 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 
 
-class Ranks:
-    """All ranks of an engine, as seen by one of them; implements `RankGroup`.
+@dataclass(eq=False)
+class RankGroup:
+    """This process's place among the ranks, and what it exchanges with them; here nothing, for a model in one process.
 
-    Rank = stage * tp_size + tp_rank, as in the checkpoint. `hosts` are those of all ranks.
+    Ranks are numbered as in the checkpoint, tensor parallelism fastest: rank = stage · tp_size + tp_rank.
     """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    stages: int = 1
+    stage: int = 0
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Return the sum of the tensor-parallel ranks' `part`, which may be overwritten."""
+        return part
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return the tensor-parallel ranks' `part` [r, n] side by side: [r, tp_size · n]."""
+        return part
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the same tensor-parallel rank of the next stage."""
+        raise AssertionError(hidden)
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Fill `hidden` with the states that the previous stage sends, and return it."""
+        raise AssertionError(hidden)
+
+
+ALONE = RankGroup()
+
+
+class Ranks(RankGroup):
+    """All ranks of an engine, as seen by one of them. `hosts` are those of all ranks."""
 
     def __init__(
         self,
@@ -44,9 +73,8 @@ class Ranks:
         connections: Sequence[Connection],
         hosts: Sequence[str],
     ) -> None:
+        super().__init__(tp_size, rank % tp_size, stages, rank // tp_size)
         self.rank, self.size = rank, tp_size * stages
-        self.tp_size, self.stages = tp_size, stages
-        self.stage, self.tp_rank = divmod(rank, tp_size)
         self.device = device
         # On rank 0 those to all others, elsewhere the one to rank 0.
         self._connections = connections
@@ -58,29 +86,29 @@ class Ranks:
         if tp_size > 1 and device.type == "cuda" and len(set(hosts[first : first + tp_size])) == 1:
             self._sums = one_shot_sums(self._tp, device)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the tensor-parallel ranks of this stage; x may be overwritten."""
-        if self._sums is not None and self._sums.fit(x):
-            return self._sums(x)
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """See `RankGroup.all_reduce`."""
+        if self._sums is not None and self._sums.fit(part):
+            return self._sums(part)
         if self.tp_size > 1:
-            dist.all_reduce(x, group=self._tp)
-        return x
+            dist.all_reduce(part, group=self._tp)
+        return part
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return [r, tp_size · n] of each tensor-parallel rank's [r, n], in rank order."""
+    def all_gather(self, part: Tensor) -> Tensor:
+        """See `RankGroup.all_gather`."""
         if self.tp_size == 1:
-            return x
-        rows, columns = x.shape
-        gathered = x.new_empty(self.tp_size * rows, columns)
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._tp)
+            return part
+        rows, columns = part.shape
+        gathered = part.new_empty(self.tp_size * rows, columns)
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=self._tp)
         return gathered.view(self.tp_size, rows, columns).transpose(0, 1).reshape(rows, self.tp_size * columns)
 
     def send(self, hidden: Tensor) -> None:
-        """Send to the same tensor-parallel rank of the next stage."""
+        """See `RankGroup.send`."""
         dist.send(hidden.contiguous(), self.rank + self.tp_size)
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden` with what the previous stage sends, and return it."""
+        """See `RankGroup.receive`."""
         dist.recv(hidden, self.rank - self.tp_size)
         return hidden
 
@@ -213,74 +241,6 @@ def _address(hosts: Sequence[str]) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((other, 9))
         return str(towards.getsockname()[0])
-
-
-class RankGroup(Protocol):
-    """This process's place among the ranks, and what it exchanges with them.
-
-    Ranks are numbered as in the checkpoint, tensor parallelism fastest: rank = stage · tp_size + tp_rank.
-    """
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks of a stage."""
-
-    @property
-    def tp_rank(self) -> int:
-        """This process's number among them."""
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-
-    @property
-    def stage(self) -> int:
-        """This process's stage."""
-
-    def all_reduce(self, part: Tensor) -> Tensor:
-        """Return the sum of the tensor-parallel ranks' `part`, which may be overwritten."""
-        ...
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        """Return the tensor-parallel ranks' `part` [r, n] side by side: [r, tp_size · n]."""
-        ...
-
-    def send(self, hidden: Tensor) -> None:
-        """Send hidden states to the same tensor-parallel rank of the next stage."""
-        ...
-
-    def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden` with the states that the previous stage sends, and return it."""
-        ...
-
-
-@dataclass(frozen=True)
-class Alone:
-    """The group of a model in one process: nothing is exchanged."""
-
-    tp_size: int = 1
-    tp_rank: int = 0
-    stages: int = 1
-    stage: int = 0
-
-    def all_reduce(self, part: Tensor) -> Tensor:
-        """Return `part`."""
-        return part
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        """Return `part`."""
-        return part
-
-    def send(self, hidden: Tensor) -> None:
-        """Never called: there is no next stage."""
-        raise AssertionError(hidden)
-
-    def receive(self, hidden: Tensor) -> Tensor:
-        """Never called: there is no previous stage."""
-        raise AssertionError(hidden)
-
-
-ALONE = Alone()
 
 
 # Every GPU reads all summands, so that more GPUs take smaller tensors. Two take those of up to 1 MiB.
