@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.executor.engine import guided
 from trtserve.executor.engine.guide_trial import PlainVocabulary
 from trtserve.executor.engine.guide_trial import compiled as compile_grammar
-from trtserve.executor.engine.guided import Guide, GuideFactory
+from trtserve.executor.engine.guided import CompiledGuide, Guide, GuideFactory
 from trtserve.executor.engine.limits import GuideTokenizer
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.requests import GuideSource, GuideType
@@ -122,6 +123,16 @@ def generate(guide: Guide, tokenizer: Any, *, seed: int, count: int = 200) -> st
     return None
 
 
+def guide_of(factory: GuideFactory, source: GuideSource, *, end_id: int = -1) -> Guide:
+    """Compile a guide, and wait for it."""
+    found = factory.ready(source)
+    if found is None:
+        answer: Queue[CompiledGuide] = Queue()
+        factory.compile(source, answer.put, lambda: True)
+        found = answer.get()
+    return factory.guide(found, end_id)
+
+
 def params(kind: GuideType, guide: str = "") -> GuideSource:
     return GuideSource(kind, guide)
 
@@ -138,7 +149,8 @@ def test_text_follows_a_regular_expression(tokenizer: Any) -> None:
     factory = factory_of(tokenizer)
     expression = "(tab|ab|é )[0-9]{2,3}"
     texts = {
-        generate(factory.guide(params(GuideType.REGEX, expression), end_id=END), tokenizer, seed=n) for n in range(8)
+        generate(guide_of(factory, params(GuideType.REGEX, expression), end_id=END), tokenizer, seed=n)
+        for n in range(8)
     }
     assert len(texts) > 3
     assert all(text is not None and re.fullmatch(expression, text) for text in texts)
@@ -146,7 +158,7 @@ def test_text_follows_a_regular_expression(tokenizer: Any) -> None:
 
 def test_text_follows_a_schema(tokenizer: Any) -> None:
     factory = factory_of(tokenizer)
-    guides = [factory.guide(params(GuideType.JSON_SCHEMA, json.dumps(SCHEMA)), end_id=END) for _ in range(8)]
+    guides = [guide_of(factory, params(GuideType.JSON_SCHEMA, json.dumps(SCHEMA)), end_id=END) for _ in range(8)]
     texts = [text for seed, guide in enumerate(guides) if (text := generate(guide, tokenizer, seed=seed))]
     assert len(texts) > 4
     for text in texts:
@@ -159,9 +171,9 @@ def test_text_follows_a_schema(tokenizer: Any) -> None:
 def test_guide_type_json_allows_any_object(tokenizer: Any) -> None:
     factory = factory_of(tokenizer)
     for text in ("{}", '{"a": [1, {"b": null}], "c": "é"}', '{ "a":true}'):
-        assert accepts(factory.guide(params(GuideType.JSON), end_id=END), tokenizer, text), text
+        assert accepts(guide_of(factory, params(GuideType.JSON), end_id=END), tokenizer, text), text
     for text in ("[1]", "1", '{"a"}', '{"a": 1', "a", ""):
-        assert not accepts(factory.guide(params(GuideType.JSON), end_id=END), tokenizer, text), text
+        assert not accepts(guide_of(factory, params(GuideType.JSON), end_id=END), tokenizer, text), text
 
 
 GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
@@ -190,7 +202,7 @@ GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
 def test_text_follows_a_grammar(bytes_alone: Any, grammar: str, good: list[str], bad: list[str]) -> None:
     factory = factory_of(bytes_alone)
     for text in good + bad:
-        guide = factory.guide(params(GuideType.EBNF_GRAMMAR, grammar), end_id=END)
+        guide = guide_of(factory, params(GuideType.EBNF_GRAMMAR, grammar), end_id=END)
         assert accepts(guide, bytes_alone, text) == (text in good), text
 
 
@@ -222,14 +234,14 @@ def test_invalid_guide_is_refused_with_a_one_line_error(
     factory = factory_of(bytes_alone)
     message = f"^The guide of type {kind.name} is invalid: .*{re.escape(reason)}"
     with pytest.raises(RuntimeError, match=message) as caught:
-        factory.guide(params(kind, guide))
+        guide_of(factory, params(kind, guide))
     assert "\n" not in str(caught.value)
-    assert allowed(factory.guide(params(GuideType.JSON)))  # the factory still works
+    assert allowed(guide_of(factory, params(GuideType.JSON)))  # the factory still works
 
 
 def test_guides_need_a_guided_decoding_config() -> None:
     with pytest.raises(RuntimeError, match=r"GuidedDecoder is not setup\. Please provide a valid GuidedDecodingConfig"):
-        factory_with(None, VOCAB).guide(params(GuideType.JSON))
+        guide_of(factory_with(None, VOCAB), params(GuideType.JSON))
 
 
 @pytest.mark.parametrize(
@@ -243,18 +255,18 @@ def test_guides_need_a_guided_decoding_config() -> None:
 )
 def test_config_without_a_tokenizer_is_refused(bytes_alone: Any, settings: Any, reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
-        factory_of(bytes_alone, **settings).guide(params(GuideType.JSON))
+        guide_of(factory_of(bytes_alone, **settings), params(GuideType.JSON))
 
 
 def test_tokens_outside_the_tokenizer_are_never_allowed(bytes_alone: Any) -> None:
     anything = params(GuideType.REGEX, "(?s:.*)")
     size = bytes_alone.get_vocab_size()
     assert size < VOCAB
-    assert max(allowed(factory_of(bytes_alone).guide(anything, end_id=END))) < size
+    assert max(allowed(guide_of(factory_of(bytes_alone), anything, end_id=END))) < size
 
 
 def test_engine_with_a_smaller_vocabulary_than_the_tokenizer(bytes_alone: Any) -> None:
-    guide = factory_of(bytes_alone, vocab_size=100).guide(params(GuideType.REGEX, "[a-z~\xa0-\xff]+"))
+    guide = guide_of(factory_of(bytes_alone, vocab_size=100), params(GuideType.REGEX, "[a-z~\xa0-\xff]+"))
     tokens = allowed(guide, vocab_size=100)
     assert [bytes_alone.decode([token]) for token in tokens] == sorted("abcdefghijklmnopqrstuvwxyz~")
 
@@ -265,7 +277,7 @@ def test_end_id_of_the_request_ends_the_guide(bytes_alone: Any) -> None:
     expression = params(GuideType.REGEX, "ab?")
     a, b = ids_of(bytes_alone, "ab")
     for end_id, may_end in ((-1, [END]), (END, [END]), (300, [300]), (1, [1])):
-        guide = factory.guide(expression, end_id=end_id)
+        guide = guide_of(factory, expression, end_id=end_id)
         assert allowed(guide) == [a]
         guide.accept(a)
         assert allowed(guide) == sorted([b, *may_end])
@@ -278,7 +290,7 @@ def test_end_id_of_the_request_ends_the_guide(bytes_alone: Any) -> None:
 
 
 def test_end_id_inside_the_guide_is_ignored(bytes_alone: Any) -> None:
-    guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, "ab?"), end_id=300)
+    guide = guide_of(factory_of(bytes_alone), params(GuideType.REGEX, "ab?"), end_id=300)
     (a,) = ids_of(bytes_alone, "a")
     guide.accept(a)
     guide.accept(300)
@@ -287,11 +299,11 @@ def test_end_id_inside_the_guide_is_ignored(bytes_alone: Any) -> None:
 
 def test_stop_token_ids_end_the_guide(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone, ends=[1, 2])
-    assert allowed(factory.guide(params(GuideType.REGEX, ""))) == [1, 2]
+    assert allowed(guide_of(factory, params(GuideType.REGEX, ""))) == [1, 2]
 
 
 def test_token_outside_the_guide_makes_it_fail(bytes_alone: Any) -> None:
-    guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, "ab"), end_id=END)
+    guide = guide_of(factory_of(bytes_alone), params(GuideType.REGEX, "ab"), end_id=END)
     (c,) = ids_of(bytes_alone, "c")
     guide.accept(c)
     assert guide.failure == f"The guide cannot be followed any further: token {c} does not fit it"
@@ -304,7 +316,7 @@ def test_token_outside_the_guide_makes_it_fail(bytes_alone: Any) -> None:
 
 
 def test_end_of_a_guide_overrides_min_tokens(bytes_alone: Any) -> None:
-    guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, ""), end_id=END)
+    guide = guide_of(factory_of(bytes_alone), params(GuideType.REGEX, ""), end_id=END)
     parameters = sampling_parameters(SamplingConfig(min_tokens=5, top_p=1.0))
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
     (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [SamplingRow(parameters, processor, [], log_prob=True)])
@@ -313,19 +325,19 @@ def test_end_of_a_guide_overrides_min_tokens(bytes_alone: Any) -> None:
 
 def test_fork_is_independent(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone)
-    trunk = factory.guide(params(GuideType.REGEX, "(ab|cd)+"), end_id=END)
+    trunk = guide_of(factory, params(GuideType.REGEX, "(ab|cd)+"), end_id=END)
     a, b, c, d = ids_of(bytes_alone, "abcd")
     trunk.accept(a)
     branch = trunk.fork()
     branch.accept(b)
     branch.accept(c)
     assert (allowed(trunk), allowed(branch)) == ([b], [d])
-    assert allowed(factory.guide(params(GuideType.REGEX, "(ab|cd)+"), end_id=END)) == sorted([a, c])
+    assert allowed(guide_of(factory, params(GuideType.REGEX, "(ab|cd)+"), end_id=END)) == sorted([a, c])
 
 
 def test_guides_with_an_encoded_vocabulary() -> None:
     config = GuideTokenizer(vocabulary=["<eos>", "a", "b", "ab", "é", ""], ends=[0])
-    guide = factory_with(config, 8).guide(params(GuideType.REGEX, "[ab]+é"), end_id=0)
+    guide = guide_of(factory_with(config, 8), params(GuideType.REGEX, "[ab]+é"), end_id=0)
     for token, expected in ((3, [1, 2, 3]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4]), (0, [0])):
         assert allowed(guide, 8) == expected
         guide.accept(token)
@@ -340,7 +352,7 @@ def test_guides_with_the_demo_tokenizer(tmp_path: Path) -> None:
     text = (Path(trtserve.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(text)
     factory = factory_of(tokenizer, vocab_size=tokenizer.get_vocab_size())
-    guide = factory.guide(params(GuideType.REGEX, "Once upon a time, [a-z]+"))
+    guide = guide_of(factory, params(GuideType.REGEX, "Once upon a time, [a-z]+"))
     for token in ids_of(tokenizer, "Once upon a time, there"):
         assert token in allowed(guide, tokenizer.get_vocab_size())
         guide.accept(token)
@@ -357,10 +369,10 @@ def test_compiled_guides_are_kept_up_to_a_size(bytes_alone: Any) -> None:
 
     with patch.object(guided, "compiled", counting), patch.object(guided, "CACHED_BYTES", 10 * guided._LEAST_BYTES):
         for _ in range(3):
-            factory.guide(params(GuideType.REGEX, "a"))
+            guide_of(factory, params(GuideType.REGEX, "a"))
         for number in range(20):
-            factory.guide(params(GuideType.REGEX, f"b{number}"))
-            factory.guide(params(GuideType.REGEX, "a"))
+            guide_of(factory, params(GuideType.REGEX, f"b{number}"))
+            guide_of(factory, params(GuideType.REGEX, "a"))
     assert len(compiled) == 21
     assert len(factory._known) == 10
     assert factory._bytes == 10 * guided._LEAST_BYTES
@@ -371,7 +383,7 @@ def test_guides_from_many_threads(bytes_alone: Any) -> None:
 
     def work(number: int) -> bool:
         text = "ab" * (number % 3 + 1)
-        return accepts(factory.guide(params(GuideType.REGEX, "(ab)+"), end_id=END), bytes_alone, text)
+        return accepts(guide_of(factory, params(GuideType.REGEX, "(ab)+"), end_id=END), bytes_alone, text)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(64)))

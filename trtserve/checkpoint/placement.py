@@ -14,7 +14,7 @@ from typing import Protocol
 from trtserve.checkpoint.architectures.base import Target
 from trtserve.checkpoint.sharding import Piece, Shard, matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.checkpoint.source import SourceTensor
-from trtserve.checkpoint.streaming import Block, Move, RankFiles
+from trtserve.checkpoint.streaming import Block, Move
 from trtserve.checkpoint.tensor_files import CODES, DTYPES, Entry, item_size, layout
 from trtserve.errors import ConversionError, UnsupportedModelError, listing
 
@@ -49,7 +49,7 @@ class Packed(Protocol):
     def memory_bytes(self) -> int:
         """Peak memory in bytes."""
 
-    def write(self, placement: Placement, files: RankFiles) -> None:
+    def write(self, placement: Placement, files: Sequence[int]) -> None:
         """Write the matrix to all rank files that hold a part of it."""
 
     def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:

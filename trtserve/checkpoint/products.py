@@ -15,7 +15,7 @@ from trtserve.checkpoint.architectures.base import Factor, Target
 from trtserve.checkpoint.placement import Placement, refuse_weights
 from trtserve.checkpoint.sharding import Piece
 from trtserve.checkpoint.source import SourceTensor
-from trtserve.checkpoint.streaming import RankFiles, write_at
+from trtserve.checkpoint.streaming import write_at
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype, read_into
 from trtserve.errors import ConversionError
 
@@ -54,7 +54,7 @@ class Product:
         """Return name, shape and type of a rank's tensor."""
         return {self.target.name: (held, dtype)}
 
-    def write(self, placement: Placement, files: RankFiles) -> None:
+    def write(self, placement: Placement, files: Sequence[int]) -> None:
         """Write the product to all rank files that hold a part of it."""
         wanted = numpy_dtype(CODES[placement.dtype])
         places = [place for held in placement.ranks(self.target) for place in self._places(placement, *held)]

@@ -149,12 +149,11 @@ class Int4Weight:
 class Fp8Weight:
     """FP8 (e4m3) matrix [out, in], or experts [experts, out, in]: weight = codes × scales.
 
-    `codes` holds the bits; `scales` is f32[1, 1] or f32[experts, 1, 1]. `input_scale` is the step of 8-bit activations.
+    `codes` holds the bits; `scales` is f32[1, 1] or f32[experts, 1, 1].
     """
 
     codes: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float32]
-    input_scale: float | None = None
 
     def dequantized(self) -> npt.NDArray[np.float32]:
         """Return the weights as f32 in the shape of the codes."""
@@ -219,11 +218,10 @@ def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str) -> Fp8Weigh
 
     weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
     scales = _tensor(tensors, f"{prefix}.weights_scaling_factor").astype(np.float32)
-    activations = float(_tensor(tensors, f"{prefix}.activation_scaling_factor").reshape(-1)[0])
+    _tensor(tensors, f"{prefix}.activation_scaling_factor")  # inputs are not rounded to 8 bits here
     return Fp8Weight(
         codes=weight,
         scales=scales.reshape(*weight.shape[:-2], 1, 1) if scales.size > 1 else scales.reshape(1, 1),
-        input_scale=activations,
     )
 
 

@@ -16,7 +16,7 @@ from trtserve.checkpoint.placement import Placement, runs
 from trtserve.checkpoint.quantized import EXPERTS_GPU_SM, to_kernel
 from trtserve.checkpoint.sharding import Piece, Shard
 from trtserve.checkpoint.source import SourceTensor
-from trtserve.checkpoint.streaming import RankFiles, write_at
+from trtserve.checkpoint.streaming import write_at
 from trtserve.checkpoint.supported import SourceQuantization
 from trtserve.checkpoint.tensor_files import CODES, DTYPES, numpy_dtype
 from trtserve.errors import ConversionError, UnsupportedModelError
@@ -24,8 +24,6 @@ from trtserve.errors import ConversionError, UnsupportedModelError
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-    Array = npt.NDArray[Any]
 
 _BLOCK_BYTES = 4 << 20
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -76,7 +74,7 @@ class Repack:
             _beside(name, "zero"): ((*experts, groups, outputs), dtype),
         }
 
-    def write(self, placement: Placement, files: RankFiles) -> None:
+    def write(self, placement: Placement, files: Sequence[int]) -> None:
         """Write the tensors to all rank files that hold a part of the matrix."""
         for rank, tp_rank in placement.ranks(self.target):
             held = placement.shard(self.target, tp_rank)
@@ -218,6 +216,17 @@ class _Int4Source:
         """Return scales [in / group, out]."""
         return self._scales[self._groups(columns), rows]
 
+    def floats(self) -> npt.NDArray[np.float32]:
+        """Return (codes − zero points) × scales of the whole matrix [out, in]."""
+        import numpy as np
+
+        groups, outputs = self._scales.shape
+        rows, columns = slice(0, outputs), slice(0, groups * self._quantization.group_size)
+        codes = self.codes(rows, columns).T.reshape(groups, -1, outputs).astype(np.float32)
+        steps = codes - self.zeros(rows, columns).astype(np.float32)[:, None]
+        whole = (steps * self._scales.astype(np.float32)[:, None]).reshape(-1, outputs)
+        return np.ascontiguousarray(whole.T)
+
     def _groups(self, columns: slice) -> slice:
         size = self._quantization.group_size
         return slice(columns.start // size, columns.stop // size)
@@ -285,6 +294,7 @@ def dequantized(
     sources: Mapping[str, SourceTensor], quantization: SourceQuantization
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Yield every weight of the model as float32."""
+    import ml_dtypes
     import numpy as np
 
     for name, tensor in sources.items():
@@ -292,37 +302,10 @@ def dequantized(
         if ending in _BESIDE or tensor.entry.code in _MASKS:
             continue
         if ending == "qweight":
-            yield f"{stem}.weight", _int4(sources, stem, quantization)
+            parts = {part: sources[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales")}
+            yield f"{stem}.weight", _Int4Source(parts, quantization).floats()
         elif tensor.entry.code == "F8_E4M3":
-            yield name, _fp8(tensor, sources[f"{stem}.weight_scale"])
+            step = _values(sources[f"{stem}.weight_scale"]).astype(np.float32).reshape(-1)[0]
+            yield name, _values(tensor).view(ml_dtypes.float8_e4m3fn).astype(np.float32) * step
         else:
-            yield name, tensor.file.stored(tensor.entry).astype(np.float32)
-
-
-def _int4(sources: Mapping[str, SourceTensor], stem: str, quantization: SourceQuantization) -> Array:
-    """Return (codes − zero points) × scales as [out, in] from codes [in, out] and the rest [in / group, out]."""
-    import numpy as np
-
-    weight, zeros, scales = (_stored(sources[f"{stem}.{part}"]) for part in ("qweight", "qzeros", "scales"))
-    outputs = slice(0, scales.shape[1])
-    if quantization.method == "awq":
-        codes, points = unpacked_awq(weight, outputs), unpacked_awq(zeros, outputs)
-    else:
-        codes, points = unpacked_gptq(weight.T).T, unpacked_gptq(zeros)
-    groups = codes.reshape(len(scales), quantization.group_size, -1).astype(np.float32)
-    steps = groups - (points.astype(np.float32) + quantization.stored_zero)[:, None]
-    whole: Array = (steps * scales.astype(np.float32)[:, None]).reshape(codes.shape)
-    return np.ascontiguousarray(whole.T)
-
-
-def _fp8(codes: SourceTensor, scale: SourceTensor) -> Array:
-    import ml_dtypes
-    import numpy as np
-
-    step = _stored(scale).astype(np.float32).reshape(-1)[0]
-    whole: Array = _stored(codes).view(ml_dtypes.float8_e4m3fn).astype(np.float32) * step
-    return whole
-
-
-def _stored(tensor: SourceTensor) -> Array:
-    return tensor.file.stored(tensor.entry)
+            yield name, _values(tensor).astype(np.float32)

@@ -68,19 +68,12 @@ class Move:
     dtype: str | None = None
 
 
-class RankFiles:
-    """The open rank files of a checkpoint; they are created at full size, so padding is zeros."""
-
-    def __init__(self, descriptors: Sequence[int]) -> None:
-        self._descriptors = descriptors
-
-    def __getitem__(self, rank: int) -> int:
-        return self._descriptors[rank]
-
-
 @contextmanager
-def created(folder: Path, headers: Sequence[bytes], sizes: Sequence[int]) -> Iterator[RankFiles]:
-    """Create `rankN.safetensors` in `folder`, each with its header and full size in bytes, open for writing."""
+def created(folder: Path, headers: Sequence[bytes], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Create `rankN.safetensors` in `folder`, each with its header and full size in bytes; yield their descriptors.
+
+    Padding is zeros.
+    """
     with ExitStack() as stack:
         descriptors = []
         for rank, (header, size) in enumerate(zip(headers, sizes, strict=True)):
@@ -89,7 +82,7 @@ def created(folder: Path, headers: Sequence[bytes], sizes: Sequence[int]) -> Ite
             os.ftruncate(descriptor, size)
             _write(descriptor, memoryview(header), 0)
             descriptors.append(descriptor)
-        yield RankFiles(descriptors)
+        yield descriptors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +116,7 @@ _Job = _Copy | _Cut
 
 
 def carry_out(
-    moves: Sequence[Move], files: RankFiles, dtype: str, advance: Callable[[int], None] = lambda _: None
+    moves: Sequence[Move], files: Sequence[int], dtype: str, advance: Callable[[int], None] = lambda _: None
 ) -> None:
     """Write all blocks of all source tensors, cast to `dtype` (float32, float16 or bfloat16) or to their own type.
 
@@ -252,7 +245,7 @@ def _row_bytes(move: Move) -> int:
 class _JobRunner:
     """The state of one process: its open source file and its reusable buffers."""
 
-    def __init__(self, files: RankFiles, dtype: str) -> None:
+    def __init__(self, files: Sequence[int], dtype: str) -> None:
         self._files = files
         self._dtype = dtype
         self._opened = ExitStack()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -12,7 +12,7 @@ from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.base import Target, require_sizes
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, unpack_fp8, unpack_int4
 from trtserve.checkpoint.sharding import matrix, name_in_stage, older_name, shard, stage_layers, stage_of
-from trtserve.checkpoint.tensor_files import TensorFile, numpy_dtype
+from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import ArtifactError, CorruptFileError
 from trtserve.files import read_json_object
 
@@ -92,8 +92,6 @@ class CheckpointReader:
         Quantised matrices are returned as float32 weights. Raises CorruptFileError when a rank lacks the tensor or
         holds another shape.
         """
-        import numpy as np
-
         target = self._targets[name]
         if name == HEAD and not self._holds(target):
             # TensorRT-LLM's loader uses the embedding when the output head is absent (tied embeddings).
@@ -101,15 +99,9 @@ class CheckpointReader:
         if (kind := self.kind(name)) != "float":
             floats = self.int4(name).dequantized() if kind == "int4" else self._fp8(target)
             return floats.reshape(target.shape)
-        first = self._file(target, 0)
-        local = self._local_name(target, first)
         if self.tp_size == 1 or target.split == "replicated":
-            _check_shape(first, local, target.shape)
-            return first.tensor(local)
-        whole: npt.NDArray[Any] = np.empty(matrix(target.shape), dtype=numpy_dtype(first.entries[local].code))
-        for tp_rank in range(self.tp_size):
-            self._place(whole, target, tp_rank)
-        return whole.reshape(target.shape)
+            return self._floats(target, 0)
+        return self._merge(target, (self._floats(target, rank) for rank in range(self.tp_size))).reshape(target.shape)
 
     def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
         """Return how a tensor is stored: as floats, 4-bit codes (see `int4`), or FP8."""
@@ -153,13 +145,14 @@ class CheckpointReader:
         names = (name for name in file.entries if name.rpartition(".")[0] == prefix)
         return {name: file.stored(file.entries[name]) for name in names}, prefix
 
-    def _merge(self, target: Target, shards: Sequence[npt.NDArray[T]], group: int = 1) -> npt.NDArray[T]:
-        """Merge the ranks' matrices [out, in / group] into the unsharded one."""
+    def _merge(self, target: Target, shards: Iterable[npt.NDArray[T]], group: int = 1) -> npt.NDArray[T]:
+        """Merge the ranks' matrices [out, in / group] into the unsharded one; repeated heads are written again."""
         import numpy as np
 
         rows, columns = matrix(target.shape)
-        whole = np.empty((rows, columns // group), dtype=shards[0].dtype)
+        whole: npt.NDArray[T] | None = None
         for tp_rank, values in enumerate(shards):
+            whole = np.empty((rows, columns // group), dtype=values.dtype) if whole is None else whole
             part, row = shard(target, self.tp_size, tp_rank, self._ep_size), 0
             held, width = matrix(part.shape)
             if matrix(values.shape) != (held, width // group):
@@ -171,29 +164,23 @@ class CheckpointReader:
                 low, high = piece.first_column // group, (piece.first_column + piece.columns) // group
                 whole[piece.first_row : piece.first_row + piece.rows, low:high] = values[row : row + piece.rows]
                 row += piece.rows
+        assert whole is not None
         return whole
 
-    def _place(self, whole: npt.NDArray[Any], target: Target, tp_rank: int) -> None:
-        """Copy a rank's pieces into place; every holder of a repeated key/value head writes it."""
-        file = self._file(target, tp_rank)
-        name, part = self._local_name(target, file), shard(target, self.tp_size, tp_rank, self._ep_size)
-        _check_shape(file, name, part.shape)
-        values = file.tensor(name).reshape(matrix(part.shape))
-        row = 0
-        for piece in part.pieces:
-            rows = slice(piece.first_row, piece.first_row + piece.rows)
-            columns = slice(piece.first_column, piece.first_column + piece.columns)
-            whole[rows, columns] = values[row : row + piece.rows]
-            row += piece.rows
+    def _floats(self, target: Target, tp_rank: int) -> npt.NDArray[Any]:
+        """Return a rank's part of a tensor of floats."""
+        file, name = self._file(target, tp_rank), name_in_stage(target, self._stages)
+        if name not in file.entries:
+            raise CorruptFileError(f"{file.path} lacks the tensor {name}.", hint="Convert the model again.")
+        shape, expected = file.entries[name].shape, shard(target, self.tp_size, tp_rank, self._ep_size).shape
+        if shape != expected:
+            raise CorruptFileError(
+                f"{file.path}: {name} has shape {list(shape)}; its config requires {list(expected)}."
+            )
+        return file.tensor(name)
 
     def _holds(self, target: Target) -> bool:
         return name_in_stage(target, self._stages) in self._file(target, 0).entries
-
-    def _local_name(self, target: Target, file: TensorFile) -> str:
-        name = name_in_stage(target, self._stages)
-        if name not in file.entries:
-            raise CorruptFileError(f"{file.path} lacks the tensor {name}.", hint="Convert the model again.")
-        return name
 
     def _file(self, target: Target, tp_rank: int) -> TensorFile:
         rank = stage_of(target, self._stages) * self.tp_size + tp_rank
@@ -207,9 +194,3 @@ def _joined(inputs: Sequence[npt.NDArray[np.float32]], target: Target) -> npt.ND
     import numpy as np
 
     return np.concatenate(inputs) if target.split == "row" else inputs[0]
-
-
-def _check_shape(file: TensorFile, name: str, expected: tuple[int, ...]) -> None:
-    shape = file.entries[name].shape
-    if shape != expected:
-        raise CorruptFileError(f"{file.path}: {name} has shape {list(shape)}; its config requires {list(expected)}.")

@@ -20,19 +20,7 @@ from trtserve.nvidia.tensorrt_llm import LlmapiRuntime, TensorrtLlmRuntime
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import RuntimeName
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import EngineNeeds, EnginePlan, Limits, Requirement, Runtime
-
-__all__ = [
-    "CPU_RUNTIME",
-    "RUNTIMES",
-    "EnginePlan",
-    "Limits",
-    "Runtime",
-    "automatic_runtime",
-    "choose_runtime",
-    "runs_on_cpu",
-    "runtimes_with",
-]
+from trtserve.specs.runtime import EngineNeeds, Requirement, Runtime
 
 RUNTIMES: dict[str, Runtime] = {
     "tensorrt_llm": TensorrtLlmRuntime(),

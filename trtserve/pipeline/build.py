@@ -10,7 +10,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config, require_files
 from trtserve.errors import UnsupportedModelError
-from trtserve.executor.runtimes import EnginePlan, Runtime, choose_runtime
+from trtserve.executor.runtimes import choose_runtime
 from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.loaders import naming_problem
@@ -21,7 +21,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.server.engine_fit import serving_note
 from trtserve.specs import BuildSpec
 from trtserve.specs.command_line import PLACE, given_values
-from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EnginePlan, Runtime
 from trtserve.store import Store, publish
 from trtserve.store.rates import expected_seconds, read_rates, timed
 

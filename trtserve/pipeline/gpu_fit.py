@@ -19,13 +19,13 @@ from trtserve.checkpoint.quantized import GPTQ, HOPPER, is_excluded
 from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
 from trtserve.checkpoint.sharding import check_parallel_sizes
 from trtserve.errors import MemoryLimitError, UnsupportedModelError, UsageError, counted
-from trtserve.executor.runtimes import RUNTIMES, EnginePlan, step_flags, usual_steps
+from trtserve.executor.runtimes import RUNTIMES, step_flags, usual_steps
 from trtserve.host.gpus import list_gpus, visible_devices, visible_gpu
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.gpu_findings import capability_words, kernels_note, larger_than_a_gpu
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec
-from trtserve.specs.runtime import TRTLLM_LIMITS, Limits, resolve_limits
+from trtserve.specs.runtime import TRTLLM_LIMITS, EnginePlan, Limits, resolve_limits
 
 # Reserved for the CUDA context, libraries and NCCL's buffers: an allowance, not a measurement.
 RESERVE = 2**30
@@ -91,7 +91,7 @@ def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit 
         try:
             check_parallel_sizes(config, tp_size, pp_size)
             if config.quantization.algorithm == GPTQ:
-                targets = family(config.architecture).targets(config)
+                targets = checkpoint_targets(config)
                 packed = (target for target in targets if is_packed(target) and not is_excluded(config, target))
                 require_divisible(packed, config.quantization.group_size, tp_size)
         except UsageError:

@@ -14,11 +14,12 @@ from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.quantized import FP8, GPTQ
 from trtserve.errors import TrtserveError
 from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
-from trtserve.executor.runtimes import USUAL_TOKENS, EnginePlan, choose_runtime, smallest_step, step_flags, usual_steps
+from trtserve.executor.runtimes import USUAL_TOKENS, choose_runtime, smallest_step, step_flags, usual_steps
 from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.server.engine_fit import ServerNeeds, server_processes
 from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.specs.runtime import EnginePlan
 
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23).
 _TRANSFORMERS = 15 * 2**20

@@ -16,12 +16,13 @@ from trtserve.executor.engine.drafts import DraftLogits, NgramDrafter
 from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide, Done, GuideFactory, Wanted
 from trtserve.executor.engine.kv_cache import CacheKey
 from trtserve.executor.engine.limits import EngineLimits, EngineOptions
-from trtserve.executor.engine.logits_processing import LogitsProcessor, StopWords
+from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.lora import AdapterCache
 from trtserve.executor.engine.model import ModelRunner
 from trtserve.executor.engine.requests import BlockUse, GenerationRequest, PromptTable, RequestMetrics
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.engine.sequence import NO_END, Logits, RequestGroup, Sequence, as_tokens
+from trtserve.executor.engine.stop_words import StopWords
 
 
 class Admission:
@@ -158,7 +159,6 @@ class Admission:
         end_id: int,
         guide: CompiledGuide,
     ) -> LogitsProcessor:
-        guided = request.guide
         return LogitsProcessor(
             parameters,
             prompt,
@@ -166,9 +166,7 @@ class Admission:
             end_id=end_id,
             bad_words=[word for word in request.bad_words if word],
             bias=allowed_bias(request.bias, self._limits),
-            guide=None
-            if guided is None or guide is UNGUIDED
-            else self._guides.guide(guided, end_id=end_id, guide=guide),
+            guide=None if guide is UNGUIDED else self._guides.guide(guide, end_id),
         )
 
     def _key(self, request: GenerationRequest, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:

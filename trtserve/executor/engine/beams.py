@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.logits_processing import LogitsProcessor, StopWords
+from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.requests import FinishReason
 from trtserve.executor.engine.sampling import SamplingParameters, log_softmax
+from trtserve.executor.engine.stop_words import StopWords
 
 Floats = npt.NDArray[np.float32]
 

@@ -155,27 +155,15 @@ class BlockTree:
 
     def forget(self, node: Node) -> None:
         """Remove the free leaf `node`, whose block will be overwritten."""
-        assert node.parent is not None  # roots have no block
         self.claim(node.block)
         del self._nodes[node.block]
-        parent = node.parent
-        del parent.children[node.key]
-        del parent.order[bisect_left(parent.order, node.key)]
-        if parent.parent is None and not parent.children:
-            self._roots.pop(parent.key, None)
-        self._add_evictable(parent)
+        self._cut(node)
 
     def discard(self, node: Node) -> list[Node]:
         """Remove `node` and all that follow it, referenced or not, so that none is matched again; return them."""
         if self._nodes.get(node.block) is not node:  # it was removed before
             return []
-        parent = node.parent
-        assert parent is not None  # roots have no block
-        del parent.children[node.key]
-        del parent.order[bisect_left(parent.order, node.key)]
-        if parent.parent is None and not parent.children:
-            self._roots.pop(parent.key, None)
-        self._add_evictable(parent)
+        self._cut(node)
         removed, left = [], [node]
         while left:
             each = left.pop()
@@ -186,6 +174,16 @@ class BlockTree:
             del self._nodes[each.block]
             removed.append(each)
         return removed
+
+    def _cut(self, node: Node) -> None:
+        """Remove `node` from its parent's children."""
+        parent = node.parent
+        assert parent is not None  # roots have no block
+        del parent.children[node.key]
+        del parent.order[bisect_left(parent.order, node.key)]
+        if parent.parent is None and not parent.children:
+            self._roots.pop(parent.key, None)
+        self._add_evictable(parent)
 
     def known(self, block: int) -> Node | None:
         """Return the node of `block`, or None when its contents are not known."""

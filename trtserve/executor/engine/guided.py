@@ -140,7 +140,7 @@ class GuideFactory:
                     return cache[key]
         return None
 
-    def compile(self, source: GuideSource, done: Done, wanted: Wanted = lambda: True) -> None:
+    def compile(self, source: GuideSource, done: Done, wanted: Wanted) -> None:
         """Compile a guide that is not `ready`, and call `done` from another thread.
 
         A guide is skipped when its turn comes and none of those who asked for it wants it any more. Raises RuntimeError
@@ -159,13 +159,11 @@ class GuideFactory:
             self._start_thread(late=False)
             self._lock.notify_all()
 
-    def guide(self, source: GuideSource, *, end_id: int = -1, guide: CompiledGuide | None = None) -> Guide:
-        """Return the guide of `source` for a sequence that ends with `end_id` (-1: the tokenizer's end token).
+    def guide(self, found: CompiledGuide, end_id: int) -> Guide:
+        """Return a guide for a sequence that ends with `end_id` (-1: the tokenizer's end token).
 
-        `guide` is what `ready` or `compile` gave; without, it is compiled now. Raises RuntimeError if the executor has
-        no tokenizer for guides, its tokenizer cannot be read, or the guide is invalid or takes too much.
+        `found` is what `ready` or `compile` gave. Raises RuntimeError with its error.
         """
-        found = guide or self.ready(source) or self._wait(source)
         if found.matcher is None:
             raise RuntimeError(found.error)
         assert self._tokenizer is not None
@@ -176,18 +174,6 @@ class GuideFactory:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-
-    def _wait(self, source: GuideSource) -> CompiledGuide:
-        found: list[CompiledGuide] = []
-        event = threading.Event()
-
-        def done(guide: CompiledGuide) -> None:
-            found.append(guide)
-            event.set()
-
-        self.compile(source, done)
-        event.wait()
-        return found[0]
 
     def _start_thread(self, *, late: bool) -> None:
         if late not in self._threads:

@@ -1,4 +1,4 @@
-"""Change a row of logits before a token is chosen from it: bias, temperature, penalties, bans and guides; stop words.
+"""Change a row of logits before a token is chosen from it: bias, temperature, penalties, bans and guides.
 
 State that depends on earlier tokens is updated with every token, so that a step costs the same for any length.
 """
@@ -6,14 +6,14 @@ State that depends on earlier tokens is updated with every token, so that a step
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from trtserve.executor.engine.guided import Guide
     from trtserve.executor.engine.sampling import SamplingParameters
 
 
@@ -23,21 +23,6 @@ Int64s = npt.NDArray[np.int64]
 _TEMPERATURE_EPSILON = 1e-6
 # The end token before `min_tokens`: chosen only if everything else is banned, for example by a guide at its end.
 _LAST_RESORT = np.finfo(np.float32).min
-
-
-class Mask(Protocol):
-    """A guide as the processor uses it (guided.Guide)."""
-
-    failure: str | None
-
-    def mask(self, row: Floats) -> None:
-        """Set the logits of tokens that the guide does not allow to −∞."""
-
-    def accept(self, token: int) -> None:
-        """Advance to the state after `token`."""
-
-    def fork(self) -> Mask:
-        """Return an independent guide in the same state."""
 
 
 class LogitsProcessor:
@@ -56,9 +41,9 @@ class LogitsProcessor:
         *,
         vocab_size: int,
         end_id: int,
-        bad_words: SequenceOf[SequenceOf[int]] = (),
+        bad_words: Sequence[Sequence[int]] = (),
         bias: Floats | None = None,
-        guide: Mask | None = None,
+        guide: Guide | None = None,
     ) -> None:
         size = parameters.no_repeat_ngram_size
         self._parameters = parameters
@@ -83,7 +68,7 @@ class LogitsProcessor:
         """Why the guide allows no more tokens, or None if it does, or without a guide."""
         return None if self.guide is None else self.guide.failure
 
-    def process(self, row: npt.NDArray[Any], generated: SequenceOf[int]) -> Floats:
+    def process(self, row: npt.NDArray[Any], generated: Sequence[int]) -> Floats:
         """Return the processed logits f32[V] after the tokens `generated`, all of which `accept` has seen.
 
         `row` is not changed. All logits are −∞ when no token is left. NaN in the row or in the request stays NaN.
@@ -104,7 +89,7 @@ class LogitsProcessor:
                 result[np.exp(result - highest) < self._parameters.min_p] = -np.inf
         return result
 
-    def _ban(self, row: Floats, generated: SequenceOf[int]) -> None:
+    def _ban(self, row: Floats, generated: Sequence[int]) -> None:
         if self.guarded_end is not None and len(generated) < self._parameters.min_tokens:
             row[self.guarded_end] = _LAST_RESORT
         if self.ngrams is not None:
@@ -114,7 +99,7 @@ class LogitsProcessor:
         if self.guide is not None:
             self.guide.mask(row)
 
-    def _tail(self, generated: SequenceOf[int], count: int) -> list[int]:
+    def _tail(self, generated: Sequence[int], count: int) -> list[int]:
         """Return the last `count` tokens of prompt and generated tokens; fewer if there are not as many."""
         tail = list(generated[-count:]) if count else []
         missing = count - len(tail)
@@ -243,7 +228,7 @@ class BadWords:
     `reach` is the number of earlier tokens to look at.
     """
 
-    def __init__(self, words: Iterable[SequenceOf[int]], vocab_size: int) -> None:
+    def __init__(self, words: Iterable[Sequence[int]], vocab_size: int) -> None:
         self.single: list[int] = []
         # Grouped by the token before the banned one, so that a step compares few words.
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
@@ -265,27 +250,3 @@ class BadWords:
         for context, banned in self._longer.get(tail[-1], ()) if tail else ():
             if tuple(tail[-len(context) :]) == context:
                 row[banned] = -np.inf
-
-
-class StopWords:
-    """Stop words (non-empty tuples of tokens) of one sequence."""
-
-    def __init__(self, words: SequenceOf[tuple[int, ...]], prompt: npt.NDArray[np.int64]) -> None:
-        self.words = tuple(dict.fromkeys(words))
-        self._reach = max(map(len, self.words)) - 1
-        self._prompt_tail: list[int] = prompt[max(len(prompt) - self._reach, 0) :].tolist()
-        # Grouped by their last token, so that most steps compare no word.
-        self._by_end: dict[int, list[tuple[int, ...]]] = {}
-        for word in self.words:
-            self._by_end.setdefault(word[-1], []).append(word)
-
-    def end(self, generated: SequenceOf[int], token: int) -> bool:
-        """True when prompt, `generated` and `token` together end with a stop word."""
-        words = self._by_end.get(token)
-        if words is None:
-            return False
-        tail = list(generated[-self._reach :]) if self._reach else []
-        if len(tail) < self._reach:
-            tail = [*self._prompt_tail, *tail]
-        tail.append(token)
-        return any(len(word) <= len(tail) and tuple(tail[-len(word) :]) == word for word in words)

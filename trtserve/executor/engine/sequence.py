@@ -13,10 +13,11 @@ import numpy.typing as npt
 from trtserve.executor.engine.beams import BeamSearch
 from trtserve.executor.engine.drafts import DraftLogits, NgramDrafter
 from trtserve.executor.engine.kv_cache import CacheKey
-from trtserve.executor.engine.logits_processing import LogitsProcessor, StopWords
+from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.lora import LoraAdapter
 from trtserve.executor.engine.requests import BlockUse, FinishReason, PostProcessor, RequestMetrics
 from trtserve.executor.engine.sampling import Choice, SamplingParameters, SamplingRow
+from trtserve.executor.engine.stop_words import StopWords
 
 NO_END = -1
 DEFAULT_PRIORITY = 0.5

@@ -12,7 +12,6 @@ import numpy as np
 
 from trtserve.executor.engine.admission import allowed_bias, allowed_end_id, allowed_max_tokens, check_sampling
 from trtserve.executor.engine.limits import EngineLimits
-from trtserve.executor.engine.logits_processing import StopWords
 from trtserve.executor.engine.requests import (
     BlockUse,
     FinishReason,
@@ -22,6 +21,7 @@ from trtserve.executor.engine.requests import (
     RequestOutput,
 )
 from trtserve.executor.engine.sampling import SamplingParameters
+from trtserve.executor.engine.stop_words import StopWords
 
 _GUIDES = {
     GuideType.JSON_SCHEMA: "json",
