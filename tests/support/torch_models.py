@@ -75,6 +75,5 @@ def torch_model(
         },
         "trtserve": {"compute_precision": "f32", "mlp": tiny.decoder.mlp},
     }
-    return model_class(
-        EngineConfig.of(config), tiny.decoder, TinyWeights(tiny), layers=range(tiny.sizes.layers), **options
-    )
+    weights: Any = TinyWeights(tiny)
+    return model_class(EngineConfig.of(config), tiny.decoder, weights, layers=range(tiny.sizes.layers), **options)

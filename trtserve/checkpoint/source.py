@@ -122,7 +122,6 @@ def same_values(one: SourceTensor, other: SourceTensor) -> bool:
 
 
 def vision_tensors(sources: Mapping[str, SourceTensor]) -> list[SourceTensor]:
-    """Return the vision tensors."""
     return [tensor for name, tensor in sources.items() if any(fnmatch.fnmatchcase(name, kind) for kind in VISION)]
 
 

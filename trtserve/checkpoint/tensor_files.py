@@ -111,7 +111,6 @@ class TensorFile:
             os.close(descriptor)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """Read one tensor."""
         import numpy as np
 
         entry = self.entries[name]

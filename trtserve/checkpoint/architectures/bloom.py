@@ -43,7 +43,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return SourceNames(
         embedding="transformer.word_embeddings",
@@ -61,7 +60,6 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="alibi",

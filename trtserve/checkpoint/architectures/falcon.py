@@ -67,7 +67,6 @@ def _norms(config: CheckpointConfig) -> dict[str, str]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     return SourceNames(
         embedding="transformer.word_embeddings",
         layer="transformer.h.{}.",

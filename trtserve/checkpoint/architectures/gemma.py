@@ -77,6 +77,5 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     plain = llama.decoder(replace(config, hidden_act="gelu_pytorch_tanh"))
     return replace(plain, embedding_scale=math.sqrt(config.hidden_size))

@@ -34,13 +34,11 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     plain = gemma.names(config)
     return replace(plain, norms={**plain.norms, **{name: name for name in _FEEDFORWARD_NORMS}})
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return replace(
         gemma.decoder(config),
         block="sandwich",

@@ -162,7 +162,6 @@ def engine_problem(config: CheckpointConfig) -> str | None:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     scaling = full_attention_scaling(config)
     local_base = config.own("rope_local_base_freq", _LOCAL_BASE)
     pattern = next((found for key in _PATTERN_KEYS if (found := config.own(key, 0))), _PATTERN)

@@ -69,7 +69,6 @@ def _constants() -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return SourceNames(
         embedding="transformer.wte",
@@ -89,7 +88,6 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="learned",

@@ -49,7 +49,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return SourceNames(
         embedding="gpt_neox.embed_in",
@@ -69,7 +68,6 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     head_size = config.head_size
     return Decoder(
         norm="layer",

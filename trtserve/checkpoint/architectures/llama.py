@@ -101,7 +101,6 @@ def _constants() -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     biases: set[Part] = set()
     if config.own("attn_bias", False):
         biases |= {"qkv", "dense"}
@@ -111,7 +110,6 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="rms",
         positions="rope",

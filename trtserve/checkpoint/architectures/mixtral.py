@@ -46,6 +46,5 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return replace(llama.NAMES, experts=_EXPERTS)

@@ -70,7 +70,6 @@ def _projections(config: CheckpointConfig) -> dict[str, Factor]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     return SourceNames(
         embedding="model.decoder.embed_tokens",
         layer="model.decoder.layers.{}.",
@@ -91,7 +90,6 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="learned",

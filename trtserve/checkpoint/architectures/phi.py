@@ -48,7 +48,6 @@ def _refuse_variants(hf: HfConfig) -> None:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return SourceNames(
         embedding="model.embed_tokens",

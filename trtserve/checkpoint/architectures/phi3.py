@@ -90,7 +90,6 @@ def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return SourceNames(
         embedding="model.embed_tokens",
@@ -108,7 +107,6 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     head_size = config.head_size
     plain = inverse_frequencies(int(head_size * config.own("rotary_pct", 1.0)), config.rotary_base, None)
     short, long = config.longrope_scaling_short_factors, config.longrope_scaling_long_factors

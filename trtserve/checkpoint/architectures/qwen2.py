@@ -64,6 +64,5 @@ def _windows(hf: HfConfig) -> list[int | None]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return replace(llama.NAMES, biases=frozenset({"qkv"}))

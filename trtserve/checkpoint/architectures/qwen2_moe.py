@@ -88,7 +88,6 @@ def _windows(hf: HfConfig) -> list[int | None]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     return replace(
         llama.NAMES,
         biases=frozenset({"qkv"} if config.own("attn_bias", True) else ()),

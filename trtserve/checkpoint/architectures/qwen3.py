@@ -32,11 +32,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     del config
     return replace(llama.NAMES, head_norms=HEAD_NORMS)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return replace(llama.decoder(config), qk_norm=True)

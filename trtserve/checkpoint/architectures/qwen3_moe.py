@@ -24,10 +24,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     return replace(qwen3.names(config), experts=EXPERTS)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return replace(llama.expert_decoder(config), qk_norm=True)

@@ -65,7 +65,6 @@ def _constants() -> dict[str, Any]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors."""
     return SourceNames(
         embedding="model.embed_tokens",
         layer="model.layers.{}.",
@@ -81,7 +80,6 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="rope",

@@ -33,7 +33,6 @@ class Beam:
     reason: FinishReason = FinishReason.NOT_FINISHED
 
     def extended(self, token: int, log_prob: float, origin: int) -> Beam:
-        """Return this beam with one more token."""
         return Beam(
             [*self.tokens, token],
             [*self.log_probs, log_prob],

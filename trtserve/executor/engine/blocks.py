@@ -288,7 +288,6 @@ class BlockPool:
         return len(self._free) if self._tree is None else len(self._free) + self._tree.free
 
     def references(self, block: int) -> int:
-        """Return the reference count of `block`."""
         return self._references[block]
 
     def acquire(self) -> int:

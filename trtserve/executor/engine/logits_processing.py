@@ -123,7 +123,6 @@ class LogitsProcessor:
                 self.top_p = max(self.top_p * parameters.top_p_decay, parameters.top_p_min)
 
     def fork(self) -> LogitsProcessor:
-        """Return an independent processor in the same state, for a beam that splits."""
         twin = copy.copy(self)
         if self.counts is not None:
             twin.counts = self.counts.fork()
@@ -155,7 +154,6 @@ class TokenCounts:
         self.places: dict[int, int] = {token: place for place, token in enumerate(ids.tolist())}
 
     def add(self, token: int) -> None:
-        """Count `token` once more."""
         place = self.places.get(token)
         if place is None:
             place = self.places[token] = self._size
@@ -182,7 +180,6 @@ class TokenCounts:
         row[ids] = values
 
     def fork(self) -> TokenCounts:
-        """Return an independent copy."""
         twin = copy.copy(self)
         twin.ids, twin.counts, twin.places = self.ids.copy(), self.counts.copy(), self.places.copy()
         return twin
@@ -203,7 +200,6 @@ class Ngrams:
                 self._of_prompt.setdefault(tuple(tokens[start : start + self._length]), set()).add(token)
 
     def add(self, token: int) -> None:
-        """Add `token` to the sequence."""
         if len(self._tail) == self._length:
             self.of_answer.setdefault(self._tail, set()).add(token)
         self._tail = (*self._tail, token)[-self._length :] if self._length else ()
@@ -216,7 +212,6 @@ class Ngrams:
                 row[list(tokens)] = -np.inf
 
     def fork(self) -> Ngrams:
-        """Return an independent copy."""
         twin = copy.copy(self)
         twin.of_answer = {context: set(tokens) for context, tokens in self.of_answer.items()}
         return twin

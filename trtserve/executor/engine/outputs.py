@@ -68,7 +68,6 @@ def ended_response(sequence: Sequence, reason: FinishReason) -> RequestOutput:
 
 
 def error_response(sequence: Sequence, message: str) -> RequestOutput:
-    """Return the response that ends a request with an error."""
     sequence.group.failed = True
     return RequestOutput(request_id=sequence.id, client_id=sequence.client_id, error=message)
 

@@ -24,7 +24,6 @@ class Sizes:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> Sizes:
-        """Return the sizes in a checkpoint's config."""
         return cls(
             vocab=config.vocab_size,
             hidden=config.hidden_size,

@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 
 def engine_options(config: ExecutorConfig) -> EngineOptions:
-    """Return the engine's settings."""
     caching, scheduling = config.kv_cache_config, config.scheduler_config
     guided, parallel = config.guided_decoding_config, config.parallel_config
     devices = None if parallel is None else parallel.device_ids

@@ -178,7 +178,6 @@ def above_zero_to_one(value: Any) -> str | None:
 
 
 def not_empty(value: Any) -> str | None:
-    """Check that a value is not empty."""
     return None if len(value) else "not empty"
 
 
@@ -245,7 +244,6 @@ class Field(Generic[T]):
         return result
 
     def initial(self) -> Any:
-        """Return the default."""
         return self.default() if isinstance(self.default, type) and issubclass(self.default, Record) else self.default
 
 

@@ -224,7 +224,6 @@ class IterationStats:
     max_num_tokens_runtime: int = 0
 
     def to_json_str(self) -> str:
-        """Return the record as JSON."""
         return _to_json(self)
 
 
@@ -253,7 +252,6 @@ class RequestStats:
     kv_cache_hit_rate_per_request: float = 0.0
 
     def to_json_str(self) -> str:
-        """Return the record as JSON."""
         return _to_json(self)
 
 
@@ -263,7 +261,6 @@ class RequestStatsPerIteration:
     request_stats: list[RequestStats] = field(default_factory=list)
 
     def to_json_str(self) -> str:
-        """Return the record as JSON."""
         return _to_json(self)
 
 
@@ -327,7 +324,6 @@ def _hit_rate(reused: int, missed: int) -> float:
 
 
 def iteration_stats(record: IterationRecord, limits: EngineLimits) -> IterationStats:
-    """Return the statistics of an iteration."""
     static, inflight, drafts = None, None, record.drafts
     scheduled = record.contexts + record.generations
     if record.empty_slots is not None:
@@ -391,7 +387,6 @@ def iteration_stats(record: IterationRecord, limits: EngineLimits) -> IterationS
 
 
 def request_stats(record: RequestsRecord) -> RequestStatsPerIteration:
-    """Return the statistics of all requests at an iteration."""
     return RequestStatsPerIteration(record.number, [_request_stats(each) for each in record.sequences])
 
 

@@ -65,12 +65,10 @@ def integers(*values: int) -> Any:
 
 
 def add(left: Any, right: Any) -> Any:
-    """Return left + right."""
     return ops.add(left, right).output(0)
 
 
 def gather(table: Any, indices: Any) -> Any:
-    """Return the rows `indices` of `table`."""
     return ops.gather(table, indices, ops.constant(np.int64(0))).output(0)
 
 

@@ -79,7 +79,6 @@ class OpenvinoRuntime(EmbeddedRuntime):
     narrower = "--quantize int8 or int4"
 
     def device(self, asked: Device | None = None) -> Device:
-        """Return the CPU."""
         del asked
         return "cpu"
 

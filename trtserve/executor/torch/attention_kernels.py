@@ -327,7 +327,6 @@ def prompt_attention(
     *,
     most_new: int,
 ) -> Tensor:
-    """See `Operations.prompt_attention`."""
     _, heads, head = query.shape
     page, kv_heads = kv_layer.shape[2:4]
     group, width = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(head)

@@ -27,7 +27,6 @@ TokenChooser: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], No
 
 
 def choose_on_cpu(logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-    """See `TokenChooser`."""
     chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy())
     tokens.copy_(torch.from_numpy(chosen))
     log_probs.copy_(torch.from_numpy(numbers))
@@ -78,11 +77,9 @@ class ChoosingTorchModel(TorchModel):
         return KernelSampler(self.max_rows, self.vocab_size, self.device).choose
 
     def start(self, draws: Draws, step: StepInputs) -> _Pending:
-        """See `ChoosingModel.start`."""
         return self.launch(self.arrays(draws), step)
 
     def arrays(self, draws: Draws) -> DrawArrays:
-        """Return the draws of a step as arrays."""
         return self._writer.write(draws)
 
     def launch(self, draws: DrawArrays, step: StepInputs) -> _Pending:

@@ -17,7 +17,7 @@ from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.torch.modules import Adapters, Embedding, Linear, Mlp, Norm, WeightMatrix, make_mlp
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
 from trtserve.executor.torch.ranks import RankGroup
-from trtserve.executor.torch.weights import ShardWeights
+from trtserve.executor.torch.weights import EngineWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class TorchDecoder:
         self,
         decoder: Decoder,
         sizes: Sizes,
-        weights: ShardWeights,
+        weights: EngineWeights,
         operations: Operations,
         group: RankGroup,
         *,
@@ -102,12 +102,12 @@ class TorchDecoder:
         """The type of hidden states, keys and values."""
         return self._like.dtype
 
-    def _norm(self, weights: ShardWeights, name: str) -> Norm:
+    def _norm(self, weights: EngineWeights, name: str) -> Norm:
         return Norm(weights, name, self._decoder.norm, self._sizes.epsilon, self._operations)
 
     def _layer(
         self,
-        weights: ShardWeights,
+        weights: EngineWeights,
         number: int,
         rotations: tuple[RotationTables | None, RotationTables | None],
         window: int | None,
@@ -279,7 +279,7 @@ class _Attention:
         return states if self._rows is None else states[self._rows]
 
 
-def _is_tied(weights: ShardWeights, embedding: Tensor) -> bool:
+def _is_tied(weights: EngineWeights, embedding: Tensor) -> bool:
     """Return whether the head is the embedding: the checkpoint has no other, or a copy, which needs no memory."""
     if "lm_head.weight" not in weights:
         return True

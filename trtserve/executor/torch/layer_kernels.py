@@ -56,7 +56,6 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """See `Operations.rms_norm`."""
     return _norm(x, x, weight, epsilon, adds=False)
 
 
@@ -159,7 +158,6 @@ def rotate_and_store(
     rotation: RotationTables | None,
     norms: HeadNorms | None,
 ) -> Tensor:
-    """See `Operations.rotate_and_store`."""
     tokens = len(qkv)
     page, kv_heads, head = kv_layer.shape[2:]
     query = qkv.new_empty((tokens, heads, head))
@@ -224,7 +222,6 @@ def _gated_kernel(
 
 
 def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False) -> Tensor:
-    """See `Operations.gated`."""
     rows, both = joined.shape
     columns = both // 2
     out = joined.new_empty((rows, columns))

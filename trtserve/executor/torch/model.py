@@ -28,7 +28,7 @@ from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.modules import AdapterWeights
 from trtserve.executor.torch.operations import Device, Operations
 from trtserve.executor.torch.ranks import ALONE, RankGroup
-from trtserve.executor.torch.weights import EngineWeights, ShardWeights
+from trtserve.executor.torch.weights import EngineWeights
 from trtserve.host.machine import free_memory
 
 # Tokens of the first prompt in `warm_up`.
@@ -46,7 +46,7 @@ class TorchModel:
         self,
         config: EngineConfig,
         decoder: Decoder,
-        weights: ShardWeights,
+        weights: EngineWeights,
         *,
         layers: range,
         device: Device = "cpu",
@@ -115,7 +115,6 @@ class TorchModel:
             self.forward(single_sequence([0] * new, blocks, rows=[new - 1]))
 
     def forward(self, step: StepInputs) -> Logits:
-        """See `ModelRunner.forward`."""
         with self.faults, torch.inference_mode():
             return self._fetch_logits(self.compute(self.inputs(step)))
 
@@ -168,7 +167,6 @@ class TorchModel:
 
 
 def operations_for(device: Device) -> Operations:
-    """Return the module with the operations for `device`."""
     if device == "cuda":
         from trtserve.executor.torch import kernels
 

@@ -19,13 +19,13 @@ from trtserve.executor.torch.operations import Operations, router_weights
 from trtserve.executor.torch.packed import PackedWeight, join_packed
 from trtserve.executor.torch.plain_operations import activate
 from trtserve.executor.torch.ranks import RankGroup
-from trtserve.executor.torch.weights import ShardWeights
+from trtserve.executor.torch.weights import EngineWeights
 
 
 class Embedding:
     """Rows [n, hidden] for token ids or positions; ranks may share its rows or its columns."""
 
-    def __init__(self, weights: ShardWeights, name: str, group: RankGroup) -> None:
+    def __init__(self, weights: EngineWeights, name: str, group: RankGroup) -> None:
         self.weight = weights.tensor(f"{name}.weight")
         self._split = weights.split(f"{name}.weight")
         self._group = group
@@ -44,7 +44,7 @@ class Norm:
     """A norm over hidden states."""
 
     def __init__(
-        self, weights: ShardWeights, name: str, kind: NormKind, epsilon: float, operations: Operations
+        self, weights: EngineWeights, name: str, kind: NormKind, epsilon: float, operations: Operations
     ) -> None:
         self._weight = weights.tensor(f"{name}.weight")
         self._bias = weights.tensor(f"{name}.bias") if kind == "layer" else None
@@ -104,7 +104,7 @@ class Linear:
 
     def __init__(
         self,
-        weights: ShardWeights,
+        weights: EngineWeights,
         names: Sequence[str],
         operations: Operations,
         *,
@@ -155,7 +155,6 @@ class WeightMatrix:
         self._operations = operations
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Matrix`."""
         return self._operations.linear(x, self.weight, bias)
 
 
@@ -180,7 +179,6 @@ class Fp8Matrix:
         self._input_scale = input_scale
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Matrix`."""
         codes = (x / self._input_scale).clamp(-_LARGEST, _LARGEST).to(_FP8)
         one = functional.ScalingType.TensorWise
         product = functional.scaled_mm(
@@ -189,7 +187,7 @@ class Fp8Matrix:
         return product if bias is None else product + bias
 
 
-def load_matrix(weights: ShardWeights, names: Sequence[str], operations: Operations) -> Matrix:
+def load_matrix(weights: EngineWeights, names: Sequence[str], operations: Operations) -> Matrix:
     """Return the matrices `names` as one, their outputs one after another.
 
     Codes stay codes where all have them, and the same factors of their inputs. FP8 matrices with different scales get
@@ -218,7 +216,7 @@ def _key(factors: Tensor | None) -> bytes | None:
     return None if factors is None else factors.cpu().numpy().tobytes()
 
 
-def load_floats(weights: ShardWeights, name: str) -> Tensor:
+def load_floats(weights: EngineWeights, name: str) -> Tensor:
     """Return a tensor as floats; codes are widened."""
     packed = weights.packed(name)
     if packed is not None:
@@ -255,7 +253,7 @@ class Adapters:
 class AdapterWeights:
     """Keeps the weights of the last stack of adapters on the device."""
 
-    def __init__(self, weights: ShardWeights, layers: range, *, dtype: Any, device: str) -> None:
+    def __init__(self, weights: EngineWeights, layers: range, *, dtype: Any, device: str) -> None:
         self._decoder = weights
         self._layers = layers
         self._dtype = dtype
@@ -303,8 +301,7 @@ class Mlp(ABC):
         return self(normed, adapters), total
 
 
-def make_mlp(decoder: Decoder, weights: ShardWeights, layer: int, operations: Operations, group: RankGroup) -> Mlp:
-    """Return the MLP of the layer with this number."""
+def make_mlp(decoder: Decoder, weights: EngineWeights, layer: int, operations: Operations, group: RankGroup) -> Mlp:
     if decoder.experts is not None:
         return _Experts(decoder.experts, decoder.activation, weights, layer, operations, group)
     if decoder.mlp == "plain":
@@ -314,7 +311,7 @@ def make_mlp(decoder: Decoder, weights: ShardWeights, layer: int, operations: Op
 
 class _Plain(Mlp):
     def __init__(
-        self, activation: Activation, weights: ShardWeights, layer: int, operations: Operations, group: RankGroup
+        self, activation: Activation, weights: EngineWeights, layer: int, operations: Operations, group: RankGroup
     ) -> None:
         name = f"transformer.layers.{layer}.mlp"
         self._activation = activation
@@ -329,7 +326,7 @@ class _Gated(Mlp):
     """Both halves come from one product: of two matrices, or of one that holds the factor first ("fused")."""
 
     def __init__(
-        self, decoder: Decoder, weights: ShardWeights, layer: int, operations: Operations, group: RankGroup
+        self, decoder: Decoder, weights: EngineWeights, layer: int, operations: Operations, group: RankGroup
     ) -> None:
         name, self._factor_first = f"transformer.layers.{layer}.mlp", decoder.mlp == "fused"
         self._activation = decoder.activation
@@ -345,7 +342,6 @@ class _Gated(Mlp):
     def after_norm(
         self, norm: Norm, x: Tensor, residual: Tensor | None, adapters: Adapters | None
     ) -> tuple[Tensor, Tensor]:
-        """See `Mlp.after_norm`."""
         states, total = norm.then(
             self._joined, x, residual, adapters, self._activation, factor_first=self._factor_first
         )
@@ -357,7 +353,7 @@ class _Experts(Mlp):
         self,
         experts: Experts,
         activation: Activation,
-        weights: ShardWeights,
+        weights: EngineWeights,
         layer: int,
         operations: Operations,
         group: RankGroup,

@@ -12,19 +12,16 @@ from trtserve.executor.torch.packed import PackedWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """See `Operations.rms_norm`."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """See `Operations.add_rms_norm`."""
     total = x + residual
     return rms_norm(total, weight, epsilon), total
 
 
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """See `Operations.linear`."""
     return functional.linear(x, weight.floats(x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
 
 
@@ -39,7 +36,6 @@ def norm_linear(
     *,
     factor_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `Operations.norm_linear`."""
     total = x if residual is None else x + residual
     product = linear(rms_norm(total, norm, epsilon), weight, bias)
     return product if activation is None else gated(product, activation, factor_first=factor_first), total
@@ -55,7 +51,6 @@ def rotate_and_store(
     rotation: RotationTables | None,
     norms: HeadNorms | None,
 ) -> Tensor:
-    """See `Operations.rotate_and_store`."""
     _, _, tokens_per_block, kv_heads, size = kv_layer.shape
     query, key, value = qkv.view(len(qkv), -1, size).split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
@@ -92,13 +87,11 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False) -> Tensor:
-    """See `Operations.gated`."""
     first, second = joined.chunk(2, dim=-1)
     return first * activate(second, activation) if factor_first else activate(first, activation) * second
 
 
 def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores) -> Tensor:
-    """See `Operations.decode_attention`."""
     begins = torch.arange(len(query) + 1)
     return prompt_attention(query, kv_layer, block_tables, lengths - 1, begins, scores, most_new=1)
 
@@ -113,7 +106,6 @@ def prompt_attention(
     *,
     most_new: int,
 ) -> Tensor:
-    """See `Operations.prompt_attention`."""
     del most_new
     attended = torch.zeros_like(query)
     edges, size = begins.tolist(), kv_layer.shape[2]
@@ -149,7 +141,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
 def expert_mlp(
     x: Tensor, outer: Tensor, inner: Tensor, chosen: Tensor, weights: Tensor, activation: Activation
 ) -> Tensor:
-    """See `Operations.expert_mlp`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         if expert < len(outer):

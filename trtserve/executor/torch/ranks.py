@@ -87,7 +87,6 @@ class Ranks(RankGroup):
             self._sums = one_shot_sums(self._tp, device)
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """See `RankGroup.all_reduce`."""
         if self._sums is not None and self._sums.fit(part):
             return self._sums(part)
         if self.tp_size > 1:
@@ -95,7 +94,6 @@ class Ranks(RankGroup):
         return part
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """See `RankGroup.all_gather`."""
         if self.tp_size == 1:
             return part
         rows, columns = part.shape
@@ -104,11 +102,9 @@ class Ranks(RankGroup):
         return gathered.view(self.tp_size, rows, columns).transpose(0, 1).reshape(rows, self.tp_size * columns)
 
     def send(self, hidden: Tensor) -> None:
-        """See `RankGroup.send`."""
         dist.send(hidden.contiguous(), self.rank + self.tp_size)
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """See `RankGroup.receive`."""
         dist.recv(hidden, self.rank - self.tp_size)
         return hidden
 
@@ -126,7 +122,6 @@ class Ranks(RankGroup):
             dist.recv(logits, source)
 
     def smallest(self, value: int) -> int:
-        """Return the smallest `value` of all ranks."""
         lowest = torch.tensor(value, dtype=torch.int64, device=self.device)
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
         return int(lowest)

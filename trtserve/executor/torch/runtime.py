@@ -71,7 +71,6 @@ class TorchPlan(EmbeddedPlan):
         return {"torch": self.torch}
 
     def own(self) -> dict[str, str]:
-        """The device."""
         return {"device": self.device}
 
     def build(

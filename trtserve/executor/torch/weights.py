@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,37 +33,11 @@ _DTYPES = {
 }
 
 
-class ShardWeights(Protocol):
-    """The tensors of one rank by their names in the whole model."""
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether this rank holds the tensor."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return the rank's part of a tensor, on the device."""
-
-    def fp8_scales(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return the scales f32[1] of an FP8 matrix and of its inputs, or None for a tensor of floats.
-
-        A matrix of experts has a scale for each.
-        """
-
-    def packed(self, name: str) -> tuple[PackedWeight, Tensor | None] | None:
-        """Return a matrix of int8 or int4 codes and the factors f32[in] of its inputs, or None for other tensors."""
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the tensors that are not quantised."""
-
-    def split(self, name: str) -> Split:
-        """Return how ranks share the tensor."""
-
-    def shard(self, name: str) -> Shard:
-        """Return which part of the tensor this rank holds."""
-
-
 class EngineWeights:
-    """`ShardWeights` in the file of one rank. On the CPU tensors stay mapped, so that processes share their memory."""
+    """The tensors of one rank by their names in the whole model, in the rank's file.
+
+    On the CPU tensors stay mapped, so that processes share their memory.
+    """
 
     def __init__(self, engine: Path, config: CheckpointConfig, group: RankGroup, device: str) -> None:
         """Map the rank's file; `config` is the checkpoint's. Raises CorruptFileError when it is damaged."""
@@ -81,7 +55,7 @@ class EngineWeights:
 
     @property
     def dtype(self) -> Any:
-        """See `ShardWeights.dtype`."""
+        """The type of the tensors that are not quantised."""
         return getattr(torch, self._config.dtype)
 
     @property
@@ -90,19 +64,23 @@ class EngineWeights:
         return self._stages[self._group.stage]
 
     def __contains__(self, name: object) -> bool:
+        """Return whether this rank holds the tensor."""
         target = self._targets.get(str(name))
         return target is not None and self._stored_name(target) is not None
 
     def split(self, name: str) -> Split:
-        """See `ShardWeights.split`."""
+        """Return how ranks share the tensor."""
         return self._targets[name].split
 
     def shard(self, name: str) -> Shard:
-        """See `ShardWeights.shard`."""
+        """Return which part of the tensor this rank holds."""
         return shard(self._targets[name], self._group.tp_size, self._group.tp_rank, self._ep_size)
 
     def tensor(self, name: str) -> Tensor:
-        """See `ShardWeights.tensor`. Raises CorruptFileError when the file lacks it or holds another shape."""
+        """Return the rank's part of a tensor, on the device.
+
+        Raises CorruptFileError when the file lacks it or holds another shape.
+        """
         stored = self._stored_name(self._targets[name])
         if stored is None:
             raise CorruptFileError(f"{self._file.path} lacks the tensor {name}.", hint="Convert the model again.")
@@ -110,7 +88,10 @@ class EngineWeights:
         return self._mapped(stored).to(self._device)
 
     def fp8_scales(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """See `ShardWeights.fp8_scales`."""
+        """Return the scales f32[1] of an FP8 matrix and of its inputs, or None for a tensor of floats.
+
+        A matrix of experts has a scale for each.
+        """
         stored = self._stored_name(self._targets[name])
         if stored is None or self._file.entries[stored].code != CODES["float8_e4m3"]:
             return None
@@ -122,7 +103,10 @@ class EngineWeights:
         return scales, inputs
 
     def packed(self, name: str) -> tuple[PackedWeight, Tensor | None] | None:
-        """See `ShardWeights.packed`. Floats of a weight-only checkpoint are quantised here."""
+        """Return a matrix of int8 or int4 codes and the factors f32[in] of its inputs, or None for other tensors.
+
+        Floats of a weight-only checkpoint are quantised here.
+        """
         target = self._targets[name]
         bits = _MADE_HERE.get(self._config.quantization.algorithm or "")
         if bits is not None and is_quantised(target) and not is_excluded(self._config, target):

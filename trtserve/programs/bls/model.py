@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from ..shared.arrays import Tensors
+from ..shared.arrays import Tensors, decoded
 from ..shared.inner_models import InnerModelError, call, stop_request
 from ..shared.lora_names import LoraNames
 from ..shared.parameters import ModelParameters, check_classes
@@ -90,10 +90,7 @@ class BlsRequest:
         words = self._inputs.get("stop_words")
         if words is None:
             return [StopWords()] * self._batch
-        try:
-            return [StopWords([word.decode("utf-8") for word in row.reshape(-1)]) for row in words]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"stop_words is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+        return [StopWords([decoded(word, "stop_words") for word in row.reshape(-1)]) for row in words]
 
     def _indexes(self, key: Key) -> Tensors:
         indexes: Tensors = {}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..shared.arrays import decoded
 from ..shared.files import read_json
 from ..shared.parameters import ModelParameters
 from .settings import ExecutorModule
@@ -67,12 +68,7 @@ class Row:
     def text(self, name: str) -> str | None:
         """Return the first element, or None when it is absent or "". Raises ValueError when it is not UTF-8."""
         value = self.array(name)
-        if value is None:
-            return None
-        try:
-            return value.reshape(-1)[0].decode("utf-8") or None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+        return None if value is None else decoded(value.reshape(-1)[0], name) or None
 
     def words(self, name: str) -> list[list[int]] | None:
         """Read a word list [2, n]: all ids, and the end offset of each word, padded with -1.

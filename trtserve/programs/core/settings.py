@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..shared.files import MOST_TOKENIZER, read_json, read_object, read_text
 from ..shared.parameters import ModelParameters
-from ..shared.tokenizer import token_ids
+from ..shared.tokenizer import configured_end_ids, token_ids
 
 Keywords = dict[str, Any]
 
@@ -227,13 +227,10 @@ def _of_file(info: Path) -> dict[str, Any]:
 
 
 def _stop_ids(folder: Path, ids: dict[str, int]) -> list[int]:
-    """Return the tokenizer's EOS id and the end ids of `generation_config.json`."""
+    """Return the tokenizer's EOS id and the end ids that the model's files name."""
     eos = read_object(folder / "tokenizer_config.json").get("eos_token")
     token = eos.get("content") if isinstance(eos, dict) else eos
-    found = [ids[token]] if token in ids else []
-    ends = read_object(folder / "generation_config.json").get("eos_token_id")
-    found += ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*([ids[token]] if token in ids else []), *configured_end_ids(folder)]))
 
 
 def runs_on_gpu(engine: Path) -> bool:

@@ -12,7 +12,17 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from ..shared.senders import FIRST, NEXT, FetchedAnswers, FetchedSender, GuardedSender, Turns, repeat, wanted_answers
+from ..shared.senders import (
+    FIRST,
+    NEXT,
+    FetchedAnswers,
+    FetchedSender,
+    GuardedSender,
+    Turns,
+    error_response,
+    repeat,
+    wanted_answers,
+)
 from .engine import LlmEngine, choose_gpus, read_settings
 from .requests import LlmRequest, output_arrays, read_request
 
@@ -69,7 +79,7 @@ class TritonPythonModel:
             try:
                 self._submit(request, sender)
             except (ValueError, TypeError) as error:
-                sender.send(_failed(f"Error generating request: {error}"), final=True)
+                sender.send(error_response(f"Error generating request: {error}"), final=True)
 
     def _submit(self, request: Any, sender: GuardedSender) -> None:
         request_id, answers = request.request_id(), wanted_answers(request.parameters())
@@ -101,7 +111,7 @@ class TritonPythonModel:
                     self._send(running, output, request, final=False)
             self._end(running, output, request)
         except Exception as error:  # noqa: BLE001 - without an answer the client would wait forever
-            running.sender.send(_failed(f"Error generating request: {error}"), final=True)
+            running.sender.send(error_response(f"Error generating request: {error}"), final=True)
         finally:
             with self._lock:
                 self._running.discard(running)
@@ -111,7 +121,7 @@ class TritonPythonModel:
             error = pb_utils.TritonError(_CANCELLED, pb_utils.TritonError.CANCELLED)
             running.sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
         elif output is None:
-            running.sender.send(_failed("The model returned no output."), final=True)
+            running.sender.send(error_response("The model returned no output."), final=True)
         else:
             self._send(running, output, request, final=True)
 
@@ -156,7 +166,3 @@ class TritonPythonModel:
         for running in open_requests:
             self._cancel(running)
         self._engine.close()
-
-
-def _failed(message: str) -> Any:
-    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))

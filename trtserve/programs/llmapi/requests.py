@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..shared.arrays import performance
+from ..shared.arrays import decoded, performance
 
 Inputs = Mapping[str, NDArray[Any]]
 
@@ -100,10 +100,7 @@ def _scalar(inputs: Inputs, name: str) -> Any:
 
 
 def _text(value: Any, name: str) -> str:
-    try:
-        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+    return decoded(value, name) if isinstance(value, bytes) else str(value)
 
 
 Outputs = dict[str, NDArray[Any]]

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from ..shared.parameters import ModelParameters
-from ..shared.tokenizer import load_tokenizer
+from ..shared.tokenizer import tokenizer_of
 from .anchored_decoding import AnchoredDecoder
 
 # Before release 0.14 the ensemble sent these through this model to the client.
@@ -28,14 +28,11 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         repository = Path(args["model_repository"]).resolve().parent
         parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
-        folder = parameters.path("tokenizer_dir")
-        if folder is None:
-            raise pb_utils.TritonModelException("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
         skip = parameters.choice("skip_special_tokens", default=True)
         try:
-            self._decoder = AnchoredDecoder(load_tokenizer(folder), skip_special_tokens=skip)
+            self._decoder = AnchoredDecoder(tokenizer_of(parameters)[0], skip_special_tokens=skip)
         except ValueError as error:
-            raise pb_utils.TritonModelException(f"The tokenizer cannot be loaded: {error}.") from error
+            raise pb_utils.TritonModelException(str(error)) from error
         outputs = {output["name"] for output in config["output"]}
         self._passed_on = [name for name in _PASSED_ON if f"OUT_{name}" in outputs]
 

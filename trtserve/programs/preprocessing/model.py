@@ -12,15 +12,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from ..shared.arrays import Tensors, decoded
 from ..shared.encoding import Allowance, EncodingProcess
 from ..shared.files import read_object
 from ..shared.lora_names import LoraNames, name_of
 from ..shared.parameters import ModelParameters, check_classes
 from ..shared.run_folder import require_not_draining
-from ..shared.tokenizer import encode, end_ids, load_tokenizer, pad_id, text_growth
+from ..shared.tokenizer import encode, end_ids, pad_id, text_growth, tokenizer_of
 from .word_lists import Spell, Spellings, embedding_bias, empty_word_list, word_list
-
-Tensors = dict[str, NDArray[Any]]
 
 _MOST_WORDS, _LONGEST_WORD = 1024, 1024  # words of a row, and bytes of a word
 _MOST_BYTES = 8 << 20  # of a text, where nobody says how many tokens fit
@@ -53,7 +52,6 @@ def adapter_outputs(inputs: Tensors, known: LoraNames, weights_type: str, batch:
     }
 
 
-Inputs = dict[str, NDArray[Any]]
 Encode = Callable[[str, bool], list[int]]
 """From a text to ids, with special tokens or without."""
 
@@ -75,9 +73,6 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         repository = Path(args["model_repository"]).resolve().parent
         parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
-        folder = parameters.path("tokenizer_dir")
-        if folder is None:
-            raise pb_utils.TritonModelException("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
         try:
             check_classes(parameters, Path(args["model_repository"], args["model_version"]), pb_utils.Logger.log_info)
             self._adapters = LoraNames(repository, parameters.text("lora_table") or "lora.json")
@@ -88,9 +83,9 @@ class TritonPythonModel:
         except ValueError as error:
             raise pb_utils.TritonModelException(f"The engine's configuration cannot be read: {error}.") from error
         try:
-            self._tokenizer = load_tokenizer(folder)
+            self._tokenizer, folder = tokenizer_of(parameters)
         except ValueError as error:
-            raise pb_utils.TritonModelException(f"The tokenizer cannot be loaded: {error}.") from error
+            raise pb_utils.TritonModelException(str(error)) from error
         self._slice = max(1, _SLICE // text_growth(folder))
         self._add_special_tokens = parameters.choice("add_special_tokens", default=True)
         self._end_id, *self._more_ends = end_ids(self._tokenizer, folder) or [-1]
@@ -158,7 +153,7 @@ class TritonPythonModel:
     def _encode(self, text: str, special: bool) -> list[int]:
         return encode(self._tokenizer, text, special=special)
 
-    def _process(self, inputs: Inputs, encode: Encode | None = None) -> Inputs:
+    def _process(self, inputs: Tensors, encode: Encode | None = None) -> Tensors:
         encode = encode or self._encode
         for name, client_name in _VISION_INPUTS.items():
             if name in inputs and inputs[name].size:
@@ -200,7 +195,7 @@ class TritonPythonModel:
             outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = rows.astype(np.uint64)
         return outputs
 
-    def _prompts(self, inputs: Inputs, name: str, client_name: str) -> list[str]:
+    def _prompts(self, inputs: Tensors, name: str, client_name: str) -> list[str]:
         """Return one text per row. Raises ValueError for one that is certainly too long, before any work on it."""
         longest = max((len(text) for text in inputs[name].reshape(-1)), default=0)
         if longest > self._most_bytes:
@@ -231,12 +226,12 @@ class TritonPythonModel:
                 )
             size *= 2
 
-    def _words(self, inputs: Inputs, name: str, client_name: str, batch: int, spell: Spell) -> NDArray[Any]:
+    def _words(self, inputs: Tensors, name: str, client_name: str, batch: int, spell: Spell) -> NDArray[Any]:
         if name not in inputs or inputs[name].size == 0:
             return empty_word_list(batch)
         return word_list(_word_rows(inputs, name, client_name), spell)
 
-    def _stop_words(self, inputs: Inputs, batch: int, spell: Spell) -> NDArray[Any]:
+    def _stop_words(self, inputs: Tensors, batch: int, spell: Spell) -> NDArray[Any]:
         """Return the client's stop words, and the model's further end ids unless the client chose its own end."""
         if "END_ID" in inputs or not self._more_ends:
             return self._words(inputs, "STOP_WORDS_DICT", "stop_words", batch, spell)
@@ -246,7 +241,7 @@ class TritonPythonModel:
         ends = [[end] for end in self._more_ends]
         return word_list([["", *filter(None, row)] for row in rows], lambda word: spell(word) if word else ends)
 
-    def _bias(self, inputs: Inputs, batch: int, encode: Encode) -> NDArray[Any]:
+    def _bias(self, inputs: Tensors, batch: int, encode: Encode) -> NDArray[Any]:
         words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
         if words is None and weights is None:
             return np.zeros((batch, 0), dtype=np.float32)
@@ -285,7 +280,7 @@ def _engine_config(engine: Path | None) -> dict[str, Any]:
     return {} if engine is None else read_object(engine / "config.json")
 
 
-def _word_rows(inputs: Inputs, name: str, client_name: str) -> list[list[str]]:
+def _word_rows(inputs: Tensors, name: str, client_name: str) -> list[list[str]]:
     """Return the words of each row. Raises ValueError for more than the bounds allow."""
     for row in inputs[name]:
         if row.size > _MOST_WORDS:
@@ -295,14 +290,11 @@ def _word_rows(inputs: Inputs, name: str, client_name: str) -> list[list[str]]:
     return _texts(inputs, name, client_name)
 
 
-def _texts(inputs: Inputs, name: str, client_name: str) -> list[list[str]]:
-    try:
-        return [[item.decode("utf-8") for item in row.reshape(-1)] for row in inputs[name]]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{client_name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+def _texts(inputs: Tensors, name: str, client_name: str) -> list[list[str]]:
+    return [[decoded(item, client_name) for item in row.reshape(-1)] for row in inputs[name]]
 
 
-def _per_row(inputs: Inputs, name: str, default: int, batch: int) -> NDArray[Any]:
+def _per_row(inputs: Tensors, name: str, default: int, batch: int) -> NDArray[Any]:
     if name not in inputs:
         return np.full((batch, 1), default, dtype=np.int32)
     return inputs[name].reshape(batch, 1).astype(np.int32, copy=False)

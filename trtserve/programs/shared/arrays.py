@@ -14,6 +14,14 @@ Tensors = dict[str, NDArray[Any]]
 """Arrays by name; a BF16 input, which NumPy cannot hold, stays a `pb_utils.Tensor`."""
 
 
+def decoded(text: bytes, name: str) -> str:
+    """Return a text of the request's tensor `name`. Raises ValueError when it is not UTF-8."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+
+
 def read_array(path: Path) -> NDArray[Any]:
     """Return the array in an .npy file. Raises ValueError, which names the file, for anything else.
 

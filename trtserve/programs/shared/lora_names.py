@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import read_array
+from .arrays import decoded, read_array
 from .files import read_json
 
 NOT_CACHED = "not found in cache"
@@ -21,10 +21,7 @@ def name_of(value: NDArray[Any] | None) -> str | None:
 
     Raises ValueError when rows differ.
     """
-    try:
-        names = set() if value is None else {name.decode("utf-8") for name in value.reshape(-1)}
-    except UnicodeDecodeError as error:
-        raise ValueError(f"lora_name is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+    names = set() if value is None else {decoded(name, "lora_name") for name in value.reshape(-1)}
     if len(names) > 1:
         given = ", ".join(repr(name) for name in sorted(names))
         raise ValueError(f"lora_name differs between the rows of one batch ({given}); send one request per adapter.")
@@ -47,7 +44,6 @@ class LoraNames:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, sorted."""
         return tuple(sorted(self._adapters))
 
     def task_id(self, name: str) -> int:

@@ -14,11 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from .files import MOST_TOKENIZER, read_json
+from .parameters import ModelParameters
 
 _MOST_ADDED = 1 << 17  # tokens; each takes 0.1 ms whenever the tokenizer is loaded
 _MOST_GROWTH = 16  # characters that a normalizer or a decoder may make of one
 _MODULES = {"protobuf": "google.protobuf"}
 _UNICODE_GROWTH = 18  # of the longest compatibility decomposition
+
+
+def tokenizer_of(parameters: ModelParameters) -> tuple[Any, Path]:
+    """Load the tokenizer that the parameter `tokenizer_dir` names; return it and its folder."""
+    folder = parameters.path("tokenizer_dir")
+    if folder is None:
+        raise ValueError("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
+    try:
+        return load_tokenizer(folder), folder
+    except ValueError as error:
+        raise ValueError(f"The tokenizer cannot be loaded: {error}.") from error
 
 
 def load_tokenizer(folder: Path) -> Any:

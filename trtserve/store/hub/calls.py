@@ -252,7 +252,6 @@ def file_name(repository: str, answered: object) -> str:
 
 
 def size(repository: str, name: str, answered: object) -> int:
-    """Return the size of the file `name`."""
     if isinstance(answered, int) and not isinstance(answered, bool) and 0 <= answered <= _LARGEST_SIZE:
         return answered
     raise lie(repository, f"the size {_shown(answered)} for {name}", "a number of bytes")
