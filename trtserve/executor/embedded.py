@@ -257,15 +257,12 @@ class EmbeddedPlan(EnginePlan):
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether the engine runs on NVIDIA GPUs."""
         return self.device == "cuda"
 
     def words(self) -> str:
-        """Describe the features beyond plain decoding."""
         return self.features.words()
 
     def build_config(self) -> dict[str, Any]:
-        """The features' keys of `build_config`."""
         return {**self.features.build_config(), "plugin_config": self.features.plugin_config()}
 
     def facts(self) -> dict[str, Any]:
@@ -312,7 +309,6 @@ class EmbeddedRuntime(Runtime, ABC):
     requirements: ClassVar[frozenset[Requirement]] = frozenset({"triton"})
 
     def require_model(self, hf: Mapping[str, Any]) -> None:
-        """Raise UnsupportedModelError for a model that our converter does not know."""
         convertible_family(hf)
 
     def without_unused(self, spec: ConvertSpec) -> ConvertSpec:
@@ -321,7 +317,6 @@ class EmbeddedRuntime(Runtime, ABC):
 
     @property
     def unused_build_options(self) -> tuple[str, ...]:
-        """The options for `trtllm-build`."""
         return BUILDER_FIELDS
 
     @abstractmethod

@@ -34,20 +34,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CALIBRATED": "convert",
-    "Converter": "convert",
-    "ConvertSpec": "convert",
-    "DType": "convert",
-    "Quantization": "convert",
-    "CheckSpec": "repository",
-    "BUILDER_FIELDS": "build",
-    "BuildSpec": "build",
-    "KvPrecision": "build",
-    "RuntimeName": "build",
-    "RepositorySpec": "repository",
-    "ServerSpec": "server",
-    "BenchRuns": "bench",
-    "BenchSpec": "bench",
+    name: module
+    for module, names in {
+        "bench": ("BenchRuns", "BenchSpec"),
+        "build": ("BUILDER_FIELDS", "BuildSpec", "KvPrecision", "RuntimeName"),
+        "convert": ("CALIBRATED", "ConvertSpec", "Converter", "DType", "Quantization"),
+        "repository": ("CheckSpec", "RepositorySpec"),
+        "server": ("ServerSpec",),
+    }.items()
+    for name in names
 }
 
 

@@ -49,7 +49,6 @@ class OpenvinoPlan(EmbeddedPlan):
 
     @property
     def precision(self) -> str:
-        """Describe the precision of weights, arithmetic and KV cache."""
         return f"{self.weights_precision} weights, {self.compute_precision} arithmetic, {self.kv_precision} KV cache"
 
     def settings(self) -> dict[str, Any]:
@@ -83,7 +82,6 @@ class OpenvinoRuntime(EmbeddedRuntime):
         return "cpu"
 
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
-        """Plan the engine: limits, precision, memory and disk."""
         version = _openvino_version()
         self.require_device(spec)
         _require_supported(config)
@@ -112,7 +110,6 @@ class OpenvinoRuntime(EmbeddedRuntime):
         )
 
     def memory_of(self, config: EngineConfig) -> EngineNeeds:
-        """Return the needs of an existing engine from its `config.json`."""
         build, own, limits = config.build, config.trtserve, limits_of(config)
         rows = limits.max_batch_size * build.max_beam_width
         return engine_needs(

@@ -59,15 +59,12 @@ class TorchPlan(EmbeddedPlan):
 
     @property
     def precision(self) -> str:
-        """Describe the precision of weights, arithmetic and KV cache."""
         return f"{self.weights_precision} weights, {self.compute_precision} arithmetic and KV cache"
 
     def settings(self) -> dict[str, Any]:
-        """Features and device."""
         return {**self.features.record(), "device": self.device, "tokens_per_block": TOKENS_PER_BLOCK}
 
     def versions(self) -> dict[str, str]:
-        """The PyTorch here."""
         return {"torch": self.torch}
 
     def own(self) -> dict[str, str]:
@@ -97,11 +94,9 @@ class TorchRuntime(EmbeddedRuntime):
     gpu_limits = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
 
     def device(self, asked: Device | None = None) -> Device:
-        """Return the device that is asked for, or a GPU."""
         return asked or "cuda"
 
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> TorchPlan:
-        """Plan the engine: device, limits, precision, memory and disk."""
         version, device = _torch_version(), self.device(spec.device)
         if device == "cuda" and not count_gpus():
             raise UsageError(

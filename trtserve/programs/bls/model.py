@@ -115,7 +115,6 @@ class TritonPythonModel(TextModel):
     """Calls preprocessing, the core model and postprocessing."""
 
     def prepare(self, config: dict[str, Any], folder: Path, parameters: ModelParameters) -> None:
-        """Read the settings. Raises ValueError for a refused parameter."""
         check_classes(parameters, folder, pb_utils.Logger.log_info)
         decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self._settings = _settings(config, folder.parents[1], parameters, decoupled=decoupled)
@@ -123,7 +122,6 @@ class TritonPythonModel(TextModel):
         self.one_at_a_time = self._settings.pushed
 
     def answers(self, inputs: Tensors, inner_id: str, cancelled: threading.Event) -> Iterator[Tensors]:
-        """Yield the answers of one request."""
         return BlsRequest(self._settings, inputs, inner_id, cancelled).answers()
 
     def stop(self, inner_id: str, inputs: Tensors) -> None:

@@ -198,7 +198,6 @@ class TritonPythonModel(TextModel):
     """Maps inputs and outputs; an input without a counterpart is refused by name."""
 
     def prepare(self, config: dict[str, Any], folder: Path, parameters: ModelParameters) -> None:
-        """Read the name of the called model."""
         self._model = LlmModel(
             name=parameters.text("tensorrt_llm_model_name") or "tensorrt_llm",
             outputs=tuple(output["name"] for output in config["output"]),
@@ -206,11 +205,9 @@ class TritonPythonModel(TextModel):
         )
 
     def answers(self, inputs: Tensors, inner_id: str, cancelled: threading.Event) -> Iterator[Tensors]:
-        """Yield the answers of one request."""
         return LlmBlsRequest(self._model, inputs, inner_id, cancelled).answers()
 
     def stop(self, inner_id: str, inputs: Tensors) -> None:
-        """Stop the request in the called model."""
         try:
             stop_text_request(self._model.name, inner_id)
         except (InnerModelError, RuntimeError) as error:
