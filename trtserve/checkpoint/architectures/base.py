@@ -228,6 +228,19 @@ def required(hf: HfConfig, *keys: str) -> dict[str, Any]:
     return {key: hf[key] for key in keys}
 
 
+def decoder_sizes(hf: HfConfig, **keys: str) -> dict[str, Any]:
+    """Return the sizes of a decoder whose queries, keys and values have as many heads each.
+
+    `keys` are other names of sizes in the Hugging Face config, and further sizes. Errors are those of `required`.
+    """
+    own = {name: name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    names = {**own, **keys, "vocab_size": "vocab_size"}
+    found = required(hf, *names.values())
+    sizes = {name: found[key] for name, key in names.items()}
+    heads, head_size = sizes["num_attention_heads"], sizes["hidden_size"] // sizes["num_attention_heads"]
+    return {**sizes, "num_key_value_heads": heads, "head_size": head_size, "rotary_embedding_dim": head_size}
+
+
 def require_sizes(config: Mapping[str, Any], *keys: str) -> None:
     """Raise UnsupportedModelError unless all `keys` are positive integers, and no absurd ones."""
     large = [f"{key} = {config[key]}" for key in keys if _is_size(config.get(key)) and config[key] > _most(key)]

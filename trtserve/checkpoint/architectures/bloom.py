@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, decoder_sizes
 from trtserve.checkpoint.architectures.parts.positions import alibi_slopes
 from trtserve.errors import UnsupportedModelError
 
@@ -23,22 +23,18 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     `gelu` means the tanh approximation here, as in every BLOOM. ALiBi has no maximum position.
     """
     spelled = dict(hf) | {name: hf[other] for name, other in _SPELLINGS.items() if hf.get(other) is not None}
-    sizes = required(spelled, *_SPELLINGS, "vocab_size")
+    sizes = decoder_sizes(spelled)
     if hf.get("apply_residual_connection_post_layernorm"):
         raise UnsupportedModelError(
             "This BLOOM sets apply_residual_connection_post_layernorm, which a TensorRT-LLM checkpoint cannot express."
         )
-    head_size = sizes["hidden_size"] // sizes["num_attention_heads"]
     return {
         **sizes,
-        "num_key_value_heads": sizes["num_attention_heads"],
         "intermediate_size": 4 * sizes["hidden_size"],
-        "head_size": head_size,
         "hidden_act": "gelu",
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
         "position_embedding_type": "alibi",
         "max_position_embeddings": None,
-        "rotary_embedding_dim": head_size,
     }
 
 

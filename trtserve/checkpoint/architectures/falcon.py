@@ -6,7 +6,14 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, Part, SourceNames, require_activation, required
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    Part,
+    SourceNames,
+    decoder_sizes,
+    require_activation,
+)
 from trtserve.checkpoint.architectures.parts.positions import alibi_slopes, inverse_frequencies, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
@@ -22,7 +29,7 @@ _SPELLINGS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_att
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's FalconConfig."""
     spelled = dict(hf) | {name: hf[other] for name, other in _SPELLINGS.items() if hf.get(other) is not None}
-    sizes = required(spelled, *_SPELLINGS, "vocab_size")
+    sizes = decoder_sizes(spelled)
     # The layers are those of 40B and later; RefinedWeb is the model type of the first 40B.
     new = bool(hf.get("new_decoder_architecture")) or hf.get("model_type") == "RefinedWeb"
     parallel = bool(hf.get("parallel_attn", True))
@@ -36,12 +43,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **sizes,
         "num_key_value_heads": _kv_heads(hf, sizes["num_attention_heads"], new=new),
         "intermediate_size": hf.get("ffn_hidden_size") or 4 * sizes["hidden_size"],
-        "head_size": sizes["hidden_size"] // sizes["num_attention_heads"],
         "hidden_act": "gelu",
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
         "position_embedding_type": "alibi_with_scale" if hf.get("alibi") else "rope_gpt_neox",
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
-        "rotary_embedding_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "bias": bool(hf.get("bias", False)),
         "parallel_attention": parallel,
         "num_ln_in_parallel_attn": hf.get("num_ln_in_parallel_attn"),

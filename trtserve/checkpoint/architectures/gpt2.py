@@ -10,9 +10,9 @@ from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
     SourceNames,
+    decoder_sizes,
     moe_object,
     require_activation,
-    required,
 )
 from trtserve.errors import UnsupportedModelError
 
@@ -26,28 +26,26 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     GPTConfig has no key for tied embeddings: upstream uses the embedding as head for every GPT-2, we use the model's
     own head when it has one.
     """
-    sizes = required(hf, "n_embd", "n_layer", "n_head", "n_positions", "vocab_size")
+    sizes = decoder_sizes(
+        hf,
+        hidden_size="n_embd",
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        max_position_embeddings="n_positions",
+    )
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if hf.get(key):
             raise UnsupportedModelError(f"This GPT-2 sets {key}, which a TensorRT-LLM checkpoint cannot express.")
     activation = hf.get("activation_function", "gelu_new")
     require_activation(activation)
-    head_size = sizes["n_embd"] // sizes["n_head"]
     return {
-        "hidden_size": sizes["n_embd"],
-        "num_hidden_layers": sizes["n_layer"],
-        "num_attention_heads": sizes["n_head"],
-        "num_key_value_heads": sizes["n_head"],
-        "intermediate_size": hf.get("n_inner") or 4 * sizes["n_embd"],
-        "vocab_size": sizes["vocab_size"],
-        "head_size": head_size,
+        **sizes,
+        "intermediate_size": hf.get("n_inner") or 4 * sizes["hidden_size"],
         "hidden_act": activation,
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
         "position_embedding_type": "learned_absolute",
-        "max_position_embeddings": sizes["n_positions"],
-        "rotary_embedding_dim": head_size,
         # TensorRT-LLM multiplies q·k by 1 / (q_scaling · √head_size).
-        "q_scaling": 1 if hf.get("scale_attn_weights", True) else 1 / math.sqrt(head_size),
+        "q_scaling": 1 if hf.get("scale_attn_weights", True) else 1 / math.sqrt(sizes["head_size"]),
         **_constants(),
     }
 

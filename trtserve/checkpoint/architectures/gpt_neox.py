@@ -10,9 +10,9 @@ from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
     SourceNames,
+    decoder_sizes,
     require_activation,
     require_numbers,
-    required,
 )
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
@@ -23,7 +23,7 @@ TIED = False
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader."""
-    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = decoder_sizes(hf, intermediate_size="intermediate_size")
     for key in ("use_parallel_residual", "attention_bias"):
         if not hf.get(key, True):
             raise UnsupportedModelError(
@@ -31,17 +31,15 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             )
     require_activation(hf.get("hidden_act", "gelu"), "gelu", "gelu_tanh", "relu")
     require_numbers(hf, "rotary_emb_base")
-    head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf, default=0.25)
+    part = rotary_fraction(hf, default=0.25)
     base = unscaled_base(hf, default=hf.get("rotary_emb_base", 10000))
     return {
         **sizes,
-        "num_key_value_heads": sizes["num_attention_heads"],
-        "head_size": head_size,
         "hidden_act": hf.get("hidden_act", "gelu"),
         "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
-        "rotary_embedding_dim": int(head_size * part),
+        "rotary_embedding_dim": int(sizes["head_size"] * part),
         # An integer where the model's config has one, as upstream copies it.
         "rotary_emb_base": int(base) if base == hf.get("rotary_emb_base", 10000) == int(base) else base,
         "rotary_pct": part,

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_activation, required
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, decoder_sizes, require_activation
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies
 from trtserve.errors import UnsupportedModelError
 
@@ -19,28 +19,26 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
     `gelu` means the tanh approximation; GPTJConfig has no keys for the MLP's size and the rotary base.
     """
-    sizes = required(hf, "n_embd", "n_layer", "n_head", "n_positions", "rotary_dim", "vocab_size")
-    hidden, heads = sizes["n_embd"], sizes["n_head"]
+    sizes = decoder_sizes(
+        hf,
+        hidden_size="n_embd",
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        max_position_embeddings="n_positions",
+        rotary_dim="rotary_dim",
+    )
+    inner = 4 * sizes["hidden_size"]
     require_activation(hf.get("activation_function", "gelu_new"), "gelu_tanh")
-    if hf.get("n_inner") not in (None, 4 * hidden):
+    if hf.get("n_inner") not in (None, inner):
         raise UnsupportedModelError(
-            f"This GPT-J has n_inner = {hf['n_inner']}; TensorRT-LLM's GPT-J needs 4 · n_embd = {4 * hidden}."
+            f"This GPT-J has n_inner = {hf['n_inner']}; TensorRT-LLM's GPT-J needs 4 · n_embd = {inner}."
         )
     return {
-        "hidden_size": hidden,
-        "num_hidden_layers": sizes["n_layer"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": sizes["vocab_size"],
-        "head_size": hidden // heads,
+        **sizes,  # rotary_embedding_dim is the full head size here, and rotary_dim the rotated part, as upstream
+        "intermediate_size": inner,
         "hidden_act": "gelu",
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
         "position_embedding_type": "rope_gptj",
-        "max_position_embeddings": sizes["n_positions"],
-        # Upstream writes the full head size here; rotary_dim holds the rotated part.
-        "rotary_embedding_dim": hidden // heads,
-        "rotary_dim": sizes["rotary_dim"],
     }
 
 

@@ -14,9 +14,9 @@ from trtserve.checkpoint.architectures.base import (
     Factor,
     HfConfig,
     SourceNames,
+    decoder_sizes,
     require_activation,
     require_sizes,
-    required,
 )
 from trtserve.errors import UnsupportedModelError
 
@@ -26,7 +26,7 @@ TIED = True
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader."""
-    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
+    sizes = decoder_sizes(hf, intermediate_size="ffn_dim")
     for key in ("enable_bias", "layer_norm_elementwise_affine"):
         if not hf.get(key, True):
             raise UnsupportedModelError(f"This OPT disables {key}, which a TensorRT-LLM checkpoint cannot express.")
@@ -36,18 +36,11 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         require_sizes(hf, "word_embed_proj_dim")
     require_activation(hf.get("activation_function", "relu"))
     return {
-        "hidden_size": sizes["hidden_size"],
-        "num_hidden_layers": sizes["num_hidden_layers"],
-        "num_attention_heads": sizes["num_attention_heads"],
-        "num_key_value_heads": sizes["num_attention_heads"],
-        "intermediate_size": sizes["ffn_dim"],
-        "vocab_size": sizes["vocab_size"],
-        "head_size": sizes["hidden_size"] // sizes["num_attention_heads"],
+        **sizes,
         "hidden_act": hf.get("activation_function", "relu"),
         "norm_epsilon": 1e-5,
         "position_embedding_type": "learned_absolute",
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
-        "rotary_embedding_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "do_layer_norm_before": bool(hf.get("do_layer_norm_before", True)),
     }
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_activation, required
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, decoder_sizes, require_activation
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
@@ -16,19 +16,17 @@ TIED = False
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's PhiConfig."""
-    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = decoder_sizes(hf, intermediate_size="intermediate_size")
     _refuse_variants(hf)
     require_activation(hf.get("hidden_act", "gelu_new"))
-    head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf, default=0.5)
+    part = rotary_fraction(hf, default=0.5)
     return {
         **sizes,
-        "num_key_value_heads": sizes["num_attention_heads"],
-        "head_size": head_size,
         "hidden_act": hf.get("hidden_act", "gelu_new"),
         "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
-        "rotary_embedding_dim": int(head_size * part),
+        "rotary_embedding_dim": int(sizes["head_size"] * part),
         "rotary_base": unscaled_base(hf),
         "rotary_scaling": None,
         "rotary_pct": part,

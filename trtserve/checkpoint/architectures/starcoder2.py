@@ -10,9 +10,9 @@ from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
     SourceNames,
+    decoder_sizes,
     moe_object,
     require_activation,
-    required,
 )
 from trtserve.checkpoint.architectures.parts.positions import (
     attention_windows,
@@ -30,18 +30,16 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
     `gelu`, which upstream writes for every StarCoder2, means the tanh approximation.
     """
-    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = decoder_sizes(hf, intermediate_size="intermediate_size")
     require_activation(hf.get("hidden_act", "gelu_pytorch_tanh"), "gelu_tanh")
     longest = hf.get("max_position_embeddings", 4096)
     return {
         **sizes,
         "num_key_value_heads": hf.get("num_key_value_heads") or sizes["num_attention_heads"],
-        "head_size": sizes["hidden_size"] // sizes["num_attention_heads"],
         "hidden_act": "gelu",
         "norm_epsilon": hf.get("norm_epsilon", 1e-5),
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": longest,
-        "rotary_embedding_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
         "bias": bool(hf.get("use_bias", True)),
         "rotary_base": unscaled_base(hf),
         **_constants(),
