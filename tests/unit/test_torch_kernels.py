@@ -246,14 +246,14 @@ def test_a_decode_step_is_unpacked() -> None:
         for word, value in zip((TOKEN, POSITION, LENGTH, FIRST_BLOCK), values, strict=True):
             words[row, word] = value
     packed[3 * STEP_WORDS :] = torch.tensor([5, 9, 2, 8])
-    long = {name: torch.zeros(3, dtype=torch.int64) for name in ("ids", "positions", "slots")}
+    long = {name: torch.zeros(3, dtype=torch.int64) for name in ("ids", "positions", "cache_places")}
     tables, lengths = torch.full((3, 6), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     chosen = torch.tensor([11, 12, 13], dtype=torch.int32)
-    unpack_step(packed, 3, chosen, **long, tables=tables, lengths=lengths, page=PAGE, spare_slot=160)
+    unpack_step(packed, 3, chosen, **long, tables=tables, lengths=lengths, page=PAGE, spare_place=160)
     assert {name: tensor.tolist() for name, tensor in long.items()} == {
         "ids": [7, 12, 0],
         "positions": [40, 3, 0],
-        "slots": [2 * PAGE + 2, 8 * PAGE, 160],
+        "cache_places": [2 * PAGE + 2, 8 * PAGE, 160],
     }
     assert lengths.tolist() == [35, 1, 0]
     assert tables.tolist() == [[5, 9, 2, -1, -1, -1], [8, -1, -1, -1, -1, -1], [-1] * 6]

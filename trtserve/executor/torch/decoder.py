@@ -28,7 +28,7 @@ class Inputs:
     """i64[t]; an id of the vocabulary's size + n is row n of `prompt_table`."""
     positions: Tensor
     """i64[t]; with LongRoPE, those of long sequences are in the second half of the rotation table."""
-    slots: Tensor
+    cache_places: Tensor
     """i64[t], where the keys and values of each token are written."""
     block_tables: Tensor
     """i32[s, m], the blocks of each sequence."""
@@ -221,7 +221,7 @@ class TorchDecoder:
             qkv,
             inputs.positions,
             cache,
-            inputs.slots,
+            inputs.cache_places,
             heads=self._heads,
             rotation=layer.rotation,
             norms=layer.head_norms,

@@ -55,7 +55,7 @@ class DecodeGraphs:
         choose: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._page = page
-        self._spare_slot = spare_block * page
+        self._spare_place = spare_block * page
         self._max_position = max_position
         self._blocks = -(-max_position // page)
         self._chosen = chosen
@@ -90,7 +90,7 @@ class DecodeGraphs:
     def _run(self, size: int) -> None:
         """Compute a step of `size` rows from the packed inputs."""
         device = self._packed.device
-        ids, positions, slots = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
+        ids, positions, cache_places = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
         lengths = torch.empty(size, dtype=torch.int32, device=device)
         tables = torch.empty((size, self._blocks), dtype=torch.int32, device=device)
         unpack_step(
@@ -99,16 +99,16 @@ class DecodeGraphs:
             self._chosen,
             ids=ids,
             positions=positions,
-            slots=slots,
+            cache_places=cache_places,
             tables=tables,
             lengths=lengths,
             page=self._page,
-            spare_slot=self._spare_slot,
+            spare_place=self._spare_place,
         )
         step = Inputs(
             token_ids=ids,
             positions=positions,
-            slots=slots,
+            cache_places=cache_places,
             block_tables=tables,
             past_lengths=lengths,
             lengths=lengths,

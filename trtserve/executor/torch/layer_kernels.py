@@ -84,7 +84,7 @@ def _rotate_kernel(
     key_norm,
     query,
     kv,
-    slots,
+    cache_places,
     epsilon,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -132,8 +132,8 @@ def _rotate_kernel(
         sines = tl.where(is_first, -sines, sines)
         rotated = values * cosines[None, :] + others.to(tl.float32) * sines[None, :]
         values = tl.where(is_value[:, None], values, rotated)
-    slot = tl.load(slots + token)
-    block, offset = slot // PAGE, slot % PAGE
+    cache_place = tl.load(cache_places + token)
+    block, offset = cache_place // PAGE, cache_place % PAGE
     kv_head = tl.where(is_value, head - KV_HEADS, head) - HEADS
     cached = (block * (2 * PAGE) + offset + tl.where(is_value, PAGE, 0)) * KV_HEADS + kv_head
     result = values.to(raw.dtype)
@@ -152,7 +152,7 @@ def rotate_and_store(
     qkv: Tensor,
     positions: Tensor,
     kv_layer: Tensor,
-    slots: Tensor,
+    cache_places: Tensor,
     *,
     heads: int,
     rotation: RotationTables | None,
@@ -170,7 +170,7 @@ def rotate_and_store(
         qkv if norms is None else norms.key,
         query,
         kv_layer,
-        slots,
+        cache_places,
         0.0 if norms is None else norms.epsilon,
         HEADS=heads,
         KV_HEADS=kv_heads,

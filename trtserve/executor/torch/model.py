@@ -135,7 +135,7 @@ class TorchModel:
         return Inputs(
             token_ids=self._copy(step.token_ids),
             positions=self._copy(positions),
-            slots=self._copy(tables[owners, blocks].astype(np.int64) * self.tokens_per_block + offsets),
+            cache_places=self._copy(tables[owners, blocks].astype(np.int64) * self.tokens_per_block + offsets),
             block_tables=self._copy(tables),
             past_lengths=self._copy(past),
             lengths=self._copy(past + new),

@@ -3,7 +3,7 @@
 `plain_operations` has them in plain PyTorch, for any device.
 
 Shapes: t new tokens of s sequences, H query heads and KV key/value heads of D numbers. The KV cache of a layer is one
-tensor [blocks, 2, tokens_per_block, KV, D], keys before values. The slot of a token is block * tokens_per_block + its
+tensor [blocks, 2, tokens_per_block, KV, D], keys before values. The place of a token in it is block * tokens_per_block + its
 offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence; entries beyond its length are not read.
 """
 
@@ -89,7 +89,7 @@ class Operations(Protocol):
         qkv: Tensor,
         positions: Tensor,
         kv_layer: Tensor,
-        slots: Tensor,
+        cache_places: Tensor,
         *,
         heads: int,
         rotation: RotationTables | None,
@@ -97,7 +97,7 @@ class Operations(Protocol):
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the cache, and return the queries [t, H, D].
 
-        qkv [t, (H + 2 · KV) · D]; positions i64[t] are rows of `rotation.cos_sin`; slots i64[t]; `heads` is H.
+        qkv [t, (H + 2 · KV) · D]; positions i64[t] are rows of `rotation.cos_sin`; cache_places i64[t]; `heads` is H.
         """
         ...
 

@@ -45,7 +45,7 @@ def rotate_and_store(
     qkv: Tensor,
     positions: Tensor,
     kv_layer: Tensor,
-    slots: Tensor,
+    cache_places: Tensor,
     *,
     heads: int,
     rotation: RotationTables | None,
@@ -58,7 +58,7 @@ def rotate_and_store(
     if rotation is not None:
         cos, sin = rotation.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         query, key = (_rotate(states, cos, sin, interleaved=rotation.interleaved) for states in (query, key))
-    blocks, offsets = slots // tokens_per_block, slots % tokens_per_block
+    blocks, offsets = cache_places // tokens_per_block, cache_places % tokens_per_block
     kv_layer[blocks, 0, offsets] = key
     kv_layer[blocks, 1, offsets] = value
     rotated: Tensor = query.contiguous()

@@ -328,11 +328,11 @@ def _unpack_kernel(
     chosen,
     ids,
     positions,
-    slots,
+    cache_places,
     tables,
     lengths,
     table_stride,
-    spare_slot,
+    spare_place,
     PAGE: tl.constexpr,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
@@ -351,8 +351,8 @@ def _unpack_kernel(
     tl.store(lengths + row, length)
     place = tl.maximum(length - 1, 0)
     block = tl.load(first + place // PAGE, mask=length > 0, other=0)
-    slot = tl.where(length > 0, block.to(tl.int64) * PAGE + place % PAGE, spare_slot)
-    tl.store(slots + row, slot)
+    cache_place = tl.where(length > 0, block.to(tl.int64) * PAGE + place % PAGE, spare_place)
+    tl.store(cache_places + row, cache_place)
     count = tl.cdiv(length, PAGE)
     for begin in range(0, count, TILE):
         number = begin + tl.arange(0, TILE)
@@ -367,11 +367,11 @@ def unpack_step(
     *,
     ids: Tensor,
     positions: Tensor,
-    slots: Tensor,
+    cache_places: Tensor,
     tables: Tensor,
     lengths: Tensor,
     page: int,
-    spare_slot: int,
+    spare_place: int,
 ) -> None:
     """Fill the inputs of `rows` sequences from `packed`: i32[rows · STEP_WORDS + blocks of all sequences]."""
     _unpack_kernel[(rows,)](
@@ -380,11 +380,11 @@ def unpack_step(
         chosen,
         ids,
         positions,
-        slots,
+        cache_places,
         tables,
         lengths,
         tables.stride(0),
-        spare_slot,
+        spare_place,
         PAGE=page,
         WORDS=STEP_WORDS,
         TILE=256,
