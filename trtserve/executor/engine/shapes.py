@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
+from trtserve.checkpoint.lora_adapter import MODULES
+
+_LAST_PLAIN = 7  # in `lora_config`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +49,12 @@ def layer_windows(own: Sequence[int | None], asked: Sequence[int] | None, longes
     return [window if window < longest else None for window in shortest]
 
 
-MODULE_IDS: Mapping[str, int] = {
-    "attn_qkv": 0,
-    "attn_q": 1,
-    "attn_k": 2,
-    "attn_v": 3,
-    "attn_dense": 4,
-    "mlp_h_to_4h": 5,
-    "mlp_4h_to_h": 6,
-    "mlp_gate": 7,
-}
+_PLAIN = {hf: (name, number) for hf, (name, number) in MODULES.items() if number <= _LAST_PLAIN}
+MODULE_IDS: Mapping[str, int] = dict(_PLAIN.values())
 """Ids in `lora_config` of the modules that a decoder without experts and without an encoder has."""
+
+HF_MODULES: Mapping[str, str] = {name: hf for hf, (name, _) in reversed(_PLAIN.items())}
+"""Hugging Face's names of the same modules in Llama, which are the first of each."""
 
 OTHER_MODULES = (
     "cross_attn_qkv",
@@ -72,18 +70,6 @@ OTHER_MODULES = (
     "mlp_gate_up",
 )
 """Names of `--lora-target-modules` for other kinds of models."""
-
-HF_MODULES: Mapping[str, str] = {
-    "attn_qkv": "qkv_proj",
-    "attn_q": "q_proj",
-    "attn_k": "k_proj",
-    "attn_v": "v_proj",
-    "attn_dense": "o_proj",
-    "mlp_h_to_4h": "gate_proj",
-    "mlp_4h_to_h": "down_proj",
-    "mlp_gate": "up_proj",
-}
-"""Hugging Face's names of the same modules in Llama."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,9 @@
 `plain_operations` has them in plain PyTorch, for any device.
 
 Shapes: t new tokens of s sequences, H query heads and KV key/value heads of D numbers. The KV cache of a layer is one
-tensor [blocks, 2, tokens_per_block, KV, D], keys before values. The place of a token in it is block * tokens_per_block + its
-offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence; entries beyond its length are not read.
+tensor [blocks, 2, tokens_per_block, KV, D], keys before values. A token's place in it is block * tokens_per_block +
+its offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence; entries beyond its length are not
+read.
 """
 
 from __future__ import annotations
