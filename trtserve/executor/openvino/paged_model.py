@@ -111,7 +111,9 @@ class PagedModel:
         ]
         # The plugin chooses the block size; value caches are [blocks, kv_heads, tokens, head].
         self.tokens_per_block = int(list(compiled.inputs[ports["value_cache.0"]].get_partial_shape())[2].get_length())
-        self.bytes_per_block = sum(_block_bytes(port) for _, port in self._cache_ports)
+        self.bytes_per_block = sum(
+            math.prod(_block_shape(port)) * int(port.get_element_type().size) for _, port in self._cache_ports
+        )
         self._reads_memory = (engine / "rank0.bin").stat().st_size >= _BOUND_BY_MEMORY
         self.step_costs: list[float] = []
         self._padded_sizes: list[int] = []
@@ -282,10 +284,6 @@ def _compile(core: ov.Core, graph: ov.Model, properties: Mapping[str, Any]) -> o
             f"OpenVINO {ov.get_version()} cannot compile the engine: {error}",
             hint="Build the engine again on this machine.",
         ) from error
-
-
-def _block_bytes(port: Any) -> int:
-    return math.prod(_block_shape(port)) * int(port.get_element_type().size)
 
 
 def _block_shape(port: Any) -> list[int]:

@@ -142,11 +142,6 @@ _INT4_NOTE = (
 )
 
 
-def packing_of(config: CheckpointConfig) -> Packing:
-    """Return the format to quantise the layers' float matrices to, or None."""
-    return _PACKINGS.get(config.quantization.algorithm or "")
-
-
 def _checkpoint_notes(config: CheckpointConfig) -> Iterator[str]:
     algorithm, world = config.quantization.algorithm, config.mapping.ranks
     if algorithm == WEIGHT_ONLY_INT4:
@@ -225,7 +220,7 @@ def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progr
             family(config.architecture).decoder(config),
             Sizes.of(config),
             CheckpointReader(checkpoint.path),
-            packing=packing_of(config),
+            packing=_PACKINGS.get(config.quantization.algorithm or ""),
             read=lambda count: task.advance(count * item),
         )
     progress.step(f"Writing {machine.format_bytes(plan.disk_bytes)}")
