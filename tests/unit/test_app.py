@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trtserve.__main__ import main
-from trtserve.cli.app import STAGES, command_tree, run
+from trtserve.cli.app import SHOWN, STAGES, command_tree, run
 from trtserve.cli.output import print_json
 from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError
 
@@ -93,6 +93,17 @@ def test_help_is_short_where_there_are_many_options(capsys: pytest.CaptureFixtur
     assert "--max-batch-size REQUESTS" in short
     assert "--gemm-plugin, " in short  # only named
     assert len(short.splitlines()) < 110
+
+
+def test_without_a_command_a_small_terminal_shows_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([]) == UsageError.code
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+    assert all(name in " ".join(lines) for name in SHOWN)
 
 
 def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:

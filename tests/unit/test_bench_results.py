@@ -251,6 +251,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert captured.out.startswith("Statistic\tavg\tmin\tmax\tp50\tp75\tp90\tp95\tp99\nTime to first token (ms)\t")
     assert "not enough data" in captured.out
+    assert captured.err.startswith("Result: ")
     assert "Verdict: valid" in captured.err
     assert run(["bench", "report", str(tmp_path / "a"), "-q"]) == 0
     assert capsys.readouterr() == (captured.out, "")

@@ -234,7 +234,8 @@ def application(names: Collection[str] = SHOWN) -> typer.Typer:
     app = typer.Typer(
         name="trtserve",
         help="From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server."
-        '\n\nExamples:\n  trtserve import demo\n  trtserve start --detach\n  trtserve query "What is ML?"',
+        "\n\nExamples:\n  trtserve run demo\n"
+        '  trtserve import demo\n  trtserve start --detach\n  trtserve query "What is ML?"',
         epilog="`trtserve help COMMAND` explains a command, and `trtserve help WORD` finds options. Every option is "
         "also read from the environment, as TRTSERVE_COMMAND_OPTION: "
         "TRTSERVE_START_HTTP_PORT=9000.",

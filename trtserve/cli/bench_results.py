@@ -75,6 +75,8 @@ def report(
     elif len(found) > 1:
         print_stages(found)
     else:
+        if not quiet:
+            output.say(f"Result: {found[0].answer}")
         print_report(found[0], table="upstream" if table == "upstream" else "genai-perf")
     if not quiet:
         say_notes(found, output.say)

@@ -61,6 +61,8 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
     reports = stages.all(spec, runs)
+    if len(reports) == 1:
+        progress.step(f"Result: {reports[0].answer}")
     _print(spec, runs, reports, stages.found, json=results.json)
     say_notes(reports, progress.step)
     if stages.found is not None:

@@ -39,6 +39,7 @@ _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
 _MOST_LISTED = 5  # commands of a group that an error lists
 _MOST_OPTIONS = 30  # of a command whose help shows all of them
 _HELP = "trtserve.help"  # in the context: the word that is asked for, or "" for everything
+_BRIEF = "trtserve.brief"  # in the context: nothing was typed, and a small terminal should show the answer whole
 _HELP_FLAGS = ("-h", "--help")
 _COMMON = ("Arguments", "Options")
 _MOST_NAMED = 3  # options of a heading that a short help names
@@ -228,6 +229,7 @@ class ParsedGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before a command; print the help where nothing is given."""
         if not args and not ctx.resilient_parsing:
+            ctx.meta[_BRIEF] = True
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)
         before = list(itertools.takewhile(lambda word: word.startswith("-"), args))
@@ -254,7 +256,8 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
     if word := context.meta.get(_HELP):
         _write_matches(node, context, formatter, word)
         return
-    node.format_usage(context, formatter)
+    if _BRIEF not in context.meta:
+        node.format_usage(context, formatter)
     description, examples = split_help(node.help)
     formatter.write_paragraph()
     with formatter.indentation():
@@ -263,6 +266,9 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
         with formatter.section("Examples"):
             formatter.write("".join(f"  {line}\n" for line in examples))
     sections, more = help_sections(node, context), []
+    if _BRIEF in context.meta:
+        _write_brief(sections, context, formatter)
+        return
     options = sum(len(records) for _, records in sections)
     if _HELP not in context.meta and not hasattr(node, "commands") and options > _MOST_OPTIONS:
         more = [(title, records) for title, records in sections if title not in _COMMON]
@@ -274,6 +280,19 @@ def _write_help(node: Any, context: Any, formatter: Any) -> None:
         with formatter.section(f"More options (`{context.command_path} --help-all`, or `--help WORD`)"):
             _write_columns(formatter, [(title, _named_options(records)) for title, records in more])
     node.format_epilog(context, formatter)
+
+
+def _write_brief(sections: Sequence[tuple[str, Sequence[tuple[str, str]]]], context: Any, formatter: Any) -> None:
+    """Write the first heading with a line for each command, and only the names of the others."""
+    (title, records), *others = sections
+    room = formatter.width - max(len(name) for name, _ in records) - 4
+    with formatter.section(title):
+        texts = [textwrap.shorten(re.split("[;:]", text)[0], room, placeholder=" …") for _, text in records]
+        _write_columns(formatter, [(name, text) for (name, _), text in zip(records, texts, strict=True)])
+    names = [name for other, rows in others if other not in _COMMON for name, _ in rows]
+    more = f"Others: {', '.join(names)}. " if names else ""
+    formatter.write_paragraph()
+    formatter.write_text(f"{more}`{context.command_path} -h` says more.")
 
 
 def _named_options(records: Sequence[tuple[str, str]]) -> str:
