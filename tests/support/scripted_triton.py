@@ -28,7 +28,7 @@ class ScriptedTriton(Backend):
         self, folder: Path, *, decoupled: bool = True, text: bool = False, context_logits: bool | None = None
     ) -> None:
         self._lock, self._tasks, self.timeout = asyncio.Lock(), set(), 5.0
-        self._endpoint = Endpoint()
+        self._endpoint, self._replicas = Endpoint(), ()
         self.client = self  # type: ignore[assignment]  # it answers itself
         files = TokenizerFiles(folder)
         core = described("tensorrt_llm", decoupled=decoupled)

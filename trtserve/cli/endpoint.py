@@ -206,9 +206,9 @@ def _recorded(name: str | None) -> Endpoint:
     return endpoint_of(server)
 
 
-def split_address(url: str) -> tuple[str, int]:
-    """Return host and port of --url. Raises UsageError for anything else."""
+def split_address(url: str, flag: str = "--url") -> tuple[str, int]:
+    """Return host and port of --url, or of another flag. Raises UsageError for anything else."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdigit() or "/" in url:
-        raise UsageError(f"--url is {url!r}; expected HOST:PORT, such as localhost:{GRPC_PORT}.")
+        raise UsageError(f"{flag} is {url!r}; expected HOST:PORT, such as localhost:{GRPC_PORT}.")
     return host, int(port)

@@ -55,6 +55,15 @@ def gateway(
             rich_help_panel=_TRITON,
         ),
     ] = None,
+    replica: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--replica",
+            metavar="HOST:PORT",
+            help="gRPC port of a further server with the same models, which shares the requests; repeatable.",
+            rich_help_panel=_TRITON,
+        ),
+    ] = None,
     http_port: Annotated[
         int, typer.Option("--http-port", metavar="PORT", help="Its HTTP port.", min=1, rich_help_panel=_TRITON)
     ] = HTTP_PORT,
@@ -75,6 +84,7 @@ def gateway(
     Examples:
         trtserve gateway --url gpu-server:8001 --tokenizer ./Llama-3.1-8B-Instruct
         trtserve gateway --repository /models/triton --port 8080 --ui
+        trtserve gateway --url gpu-1:8001 --replica gpu-2:8001 --replica gpu-3:8001 --tokenizer ./Llama-3.1-8B-Instruct
     """
     from trtserve.gateway.listener import serve
     from trtserve.gateway.settings import GatewaySettings, RequestLimits
@@ -85,6 +95,8 @@ def gateway(
     host = ipv4_address(access.host)
     require_protected(access, host)
     triton, grpc_port = split_address(url)
+    for each in replica or ():
+        split_address(each, "--replica")
     for flag, folder in (("--tokenizer", tokenizer), ("--repository", repository)):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{flag} is {folder}, which is not a folder on this machine.")
@@ -94,6 +106,7 @@ def gateway(
         port=port,
         triton_http=f"{triton}:{http_port}",
         triton_grpc=f"{triton}:{grpc_port}",
+        replicas=tuple(replica or ()),
         metrics=f"{triton}:{metrics_port}",
         model=model or "",
         repository=repository,

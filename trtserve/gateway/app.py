@@ -176,7 +176,14 @@ class Gateway:
             return Response(page + self._measures.page(), media_type="text/plain; version=0.0.4")
 
         settings = self.settings
-        backend = Backend(settings.endpoint, tokenizer=settings.tokenizer, timeout=settings.limits.request_seconds)
+        endpoint = settings.endpoint
+        places = [address.rpartition(":") for address in settings.replicas]
+        backend = Backend(
+            endpoint,
+            tokenizer=settings.tokenizer,
+            timeout=settings.limits.request_seconds,
+            replicas=[replace(endpoint, host=host, grpc_port=int(port)) for host, _, port in places],
+        )
         require = self._require_model if settings.own else None
         routes.include_router(openai_router(backend, self._measures, require=require))
         if settings.ui:

@@ -65,6 +65,8 @@ class GatewaySettings:
     triton_secret: str | None = field(default=None, repr=False)
     """What that service expects in a header, or None."""
     triton_grpc: str
+    replicas: tuple[str, ...] = ()
+    """HOST:PORT of the gRPC services of further servers with the same models."""
     metrics: str
     """HOST:PORT of Triton's metrics page."""
     model: str

@@ -11,7 +11,7 @@ from typing import Any
 
 from trtserve.client.tensors import IDS_INPUT, Reply, stop_tensors
 from trtserve.client.transport import STOP_TIMEOUT
-from trtserve.errors import RequestError, TrtserveError
+from trtserve.errors import RequestError, ServerUnreachableError, TrtserveError
 from trtserve.gateway.admission import stop_until_ended
 from trtserve.gateway.openai.answers import TextPiece, TokenLogProb, TokenUsage, prompt_log_probs, token_log_probs
 from trtserve.gateway.openai.reading import overlap
@@ -201,6 +201,8 @@ class EngineCall:
         self._backend, self._served, self._request = backend, served, request
         self._id = uuid.uuid4().hex
         self._arrived: asyncio.Queue[Reply | Exception | None] = asyncio.Queue()
+        self._begun = False
+        self._client = backend.client
         self._reader = backend.spawn(self._read())
 
     async def replies(self) -> AsyncIterator[list[Reply]]:
@@ -223,15 +225,35 @@ class EngineCall:
 
     async def _read(self) -> None:
         try:
-            await self._read_from(self._request)
+            await self._read_from_any()
         except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
             self._arrived.put_nowait(error)
         else:
             self._arrived.put_nowait(None)
 
+    async def _read_from_any(self) -> None:
+        """Ask the copy that fits best; another one only if that fails before it has answered anything."""
+        clients, tried = self._backend.clients, list[int]()
+        if len(clients) == 1:
+            await self._read_from(self._request)
+            return None
+        balancer = self._backend.balancer
+        while True:
+            share = balancer.choose(self._request.prompt.ids, without=tried)
+            self._client = clients[share.replica]
+            try:
+                return await self._read_from(self._request)
+            except ServerUnreachableError:
+                balancer.failed(share.replica)
+                tried.append(share.replica)
+                if self._begun or len(tried) == len(clients):
+                    raise
+            finally:
+                balancer.end(share)
+
     async def _read_from(self, request: EngineRequest) -> None:
         model = self._served.model
-        replies = self._backend.client.infer(
+        replies = self._client.infer(
             model,
             list(request.tensors.values()),
             request_id=self._id,
@@ -241,6 +263,7 @@ class EngineCall:
         )
         try:
             async for reply in replies:
+                self._begun = True
                 self._arrived.put_nowait(reply)
         except RequestError as error:
             if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
@@ -255,7 +278,7 @@ class EngineCall:
 
         async def stop() -> None:
             with suppress(TrtserveError):  # the server may be gone
-                async for _ in self._backend.client.infer(
+                async for _ in self._client.infer(
                     core, stop_tensors(core), request_id=self._id, stream=core.decoupled, timeout=STOP_TIMEOUT
                 ):
                     pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Coroutine, Sequence
@@ -27,6 +28,7 @@ from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.executor.loaders import MODELS
 from trtserve.files import read_json_object
+from trtserve.gateway.balancing import Balancer
 from trtserve.gateway.openai.answers import Token
 from trtserve.gateway.openai.dialects import Dialect, dialect_of
 from trtserve.gateway.openai.encoding import Encoder
@@ -36,6 +38,8 @@ from trtserve.programs.shared.lora_names import LoraNames
 
 _DESCRIBED_WITHIN = 30.0
 _RETRY = 0.5
+_PROBE_SECONDS, _PROBE_PAUSE = 2.0, 1.0
+_LOG = logging.getLogger(__name__)
 # How the names of the models begin that are in every repository; the others are aliases.
 _STANDARD = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble")
 _TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
@@ -158,8 +162,17 @@ class ServedModel:
 class Backend:
     """The Triton server behind the endpoint."""
 
-    def __init__(self, endpoint: Endpoint, *, tokenizer: Path | None = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        tokenizer: Path | None = None,
+        timeout: float = 600.0,
+        replicas: Sequence[Endpoint] = (),
+    ) -> None:
+        """`replicas` serve the same models as `endpoint`, and get their share of the requests."""
         self._endpoint = endpoint
+        self._replicas = tuple(replicas)
         self._tokenizer = tokenizer
         self._lock = asyncio.Lock()
         self._served: tuple[ServedModel, ...] = ()
@@ -171,6 +184,16 @@ class Backend:
     def client(self) -> GrpcTransport:
         """The connection, which belongs to the event loop that asks for it first."""
         return GrpcTransport(self._endpoint, timeout=self.timeout)
+
+    @cached_property
+    def clients(self) -> tuple[GrpcTransport, ...]:
+        """The connections to all copies."""
+        return (self.client, *(GrpcTransport(each, timeout=self.timeout) for each in self._replicas))
+
+    @cached_property
+    def balancer(self) -> Balancer:
+        """What chooses among the copies."""
+        return Balancer(len(self.clients))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in a task of its own, which may outlive the request that asks for it."""
@@ -186,7 +209,8 @@ class Backend:
         for encoder in {served.encoder for served in self._served}:
             if encoder is not None:
                 encoder.close()
-        await self.client.close()
+        for client in self.clients:
+            await client.close()
 
     @property
     def repository(self) -> Path | None:
@@ -201,12 +225,37 @@ class Backend:
             return self._served
 
     async def prepare(self) -> None:
-        """Describe the models as soon as the server can, so that the first request does not wait for the tokenizer."""
+        """Describe the models as soon as the server can, so that the first request does not wait for the tokenizer.
+
+        Then watch the copies, if there are several.
+        """
         while not self._served:
             with suppress(TrtserveError):
                 await self.models()
-                return
+                break
             await asyncio.sleep(_RETRY)
+        if len(self.clients) > 1:
+            await asyncio.gather(*(self._watch(replica) for replica in range(len(self.clients))))
+
+    async def _watch(self, replica: int) -> None:
+        """Ask a copy again and again whether it has its models ready, until cancelled."""
+        needed = {served.model.name for served in self._served}
+        ready = True
+        while True:
+            before = ready
+            try:
+                ready = needed <= set(await asyncio.wait_for(self.clients[replica].model_names(), _PROBE_SECONDS))
+            except (TrtserveError, asyncio.TimeoutError):
+                ready = False
+            if ready:
+                self.balancer.answered(replica)
+            else:
+                self.balancer.failed(replica)
+            if ready != before:
+                _LOG.log(
+                    logging.INFO if ready else logging.ERROR, "replica %d is%s ready", replica, "" if ready else " not"
+                )
+            await asyncio.sleep(_PROBE_PAUSE)
 
     async def find(self, name: str) -> tuple[ServedModel, str | None]:
         """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither."""
