@@ -26,7 +26,7 @@ _SECRET = secrets.randbits(62)  # nobody outside can make two prompts look the s
 
 
 @dataclass(kw_only=True)
-class Share:
+class RequestShare:
     """A request on one replica."""
 
     replica: int
@@ -59,7 +59,7 @@ class Balancer:
         """Tokens that each replica has to work on, about."""
         return [float(load) for load in self._loads]
 
-    def choose(self, ids: Sequence[int], *, without: Sequence[int] = ()) -> Share:
+    def choose(self, ids: Sequence[int], *, without: Sequence[int] = ()) -> RequestShare:
         """Return the replica for a prompt, and count its work there until `end`.
 
         `without` are replicas that it was tried on. If all are down, one that failed is tried again.
@@ -79,13 +79,13 @@ class Balancer:
         # What a replica has to do before, and what this prompt adds.
         replica, depth = min(candidates, key=lambda each: loads[each[0]] - each[1] * BLOCK)
         cached = min(depth * BLOCK, max(0, len(ids) - 1))
-        share = Share(replica=replica, blocks=blocks, cached=cached, cost=len(ids) - cached + _USUAL_ANSWER)
+        share = RequestShare(replica=replica, blocks=blocks, cached=cached, cost=len(ids) - cached + _USUAL_ANSWER)
         self._count(replica, share.cost)
         self._work[replica] += share.cost
         self._remember(blocks, replica)
         return share
 
-    def end(self, share: Share) -> None:
+    def end(self, share: RequestShare) -> None:
         """Forget the work of a request that has ended."""
         self._count(share.replica, -share.cost)
 
