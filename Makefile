@@ -20,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
+.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -76,6 +76,9 @@ doubling: $(READY) ## four times the input takes at most nine times the time: ev
 
 launches: $(READY) ## 100 launches of four ranks, of which one is killed at a random moment: nothing may be left
 	TRTSERVE_KILLS=100 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)
+
+ranks: $(VENV)/.oracle ## engines of four and eight ranks under the real mpirun: the tokens of one rank, and what a killed and a stopped rank do
+	TRTSERVE_RANKS=all $(BIN)/python -m pytest -q tests/e2e/test_torch_ranks.py $(ARGS)
 
 newest: ## the tests and `make lint` with the newest of every package, in .newest; first what differs from the lock files
 	rm -rf .newest

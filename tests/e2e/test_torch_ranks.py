@@ -1,10 +1,12 @@
 """Engines of the torch runtime with several ranks: the real mpirun, a real Triton for each rank, and its answers.
 
 On a machine with GPUs TRTSERVE_TEST_DEVICE=cuda runs the same tests with NCCL, as far as there are GPUs for the ranks.
+`make ranks` adds launches of four and eight ranks.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -44,6 +47,12 @@ pytestmark = [pytest.mark.triton, pytest.mark.needs("torch")]
 TOKENS = 24
 # Long enough for two micro-batches of prompts, and of different lengths, so that prompts and generations mix.
 PROMPTS = [[3 + (5 * i + 7 * length) % 250 for i in range(length)] for length in (1, 5, 17, 40, 33, 9)]
+MANY = os.environ.get("TRTSERVE_RANKS") == "all"
+LAUNCHES = [(1, 2), (2, 2), *([(4, 1), (8, 1), (4, 2), (2, 4)] if MANY else [])]
+# Eight ranks have a head each, and four of them share a key/value head.
+SIZES: dict[str, Any] = (
+    {"num_hidden_layers": 5, "num_attention_heads": 8, "hidden_size": 128} if MANY else {"num_hidden_layers": 3}
+)
 # A rank that dies ends the launch within 10 s; this also holds on a machine that is busy with other tests.
 END = 45.0
 
@@ -51,7 +60,7 @@ END = 45.0
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    write_tiny_model(folder / "model", num_hidden_layers=3)
+    write_tiny_model(folder / "model", **SIZES)
     return folder
 
 
@@ -119,7 +128,7 @@ def answers(server: Server) -> list[list[int]]:
         return list(pool.map(answer, PROMPTS))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), LAUNCHES)
 def test_ranks_answer_like_one(root: Path, expected: list[list[int]], tp: int, pp: int) -> None:
     with started(plan_of(root, tp, pp)) as server:
         assert (server.mode, len(server.instances[0].ranks)) == ("leader", tp * pp)
@@ -128,8 +137,9 @@ def test_ranks_answer_like_one(root: Path, expected: list[list[int]], tp: int, p
         assert answers(server) == expected
 
 
-def test_a_rank_that_dies_ends_the_server(root: Path, expected: list[list[int]]) -> None:
-    plan = plan_of(root, 2, 1)
+@pytest.mark.parametrize("ranks", [2, *([8] if MANY else [])])
+def test_a_rank_that_dies_ends_the_server(root: Path, expected: list[list[int]], ranks: int) -> None:
+    plan = plan_of(root, ranks, 1)
     with started(plan) as server:
         assert answers(server) == expected
         processes = [psutil.Process(rank.pid) for rank in server.instances[0].ranks]
@@ -140,8 +150,9 @@ def test_a_rank_that_dies_ends_the_server(root: Path, expected: list[list[int]])
     assert not shared_memory_regions(server.shm_prefix)
 
 
-def test_a_rank_that_is_stopped_ends_the_start(root: Path) -> None:
-    plan = plan_of(root, 2, 1, ready_timeout=60.0)
+@pytest.mark.parametrize("ranks", [2, *([8] if MANY else [])])
+def test_a_rank_that_is_stopped_ends_the_start(root: Path, ranks: int) -> None:
+    plan = plan_of(root, ranks, 1, ready_timeout=60.0)
     stopped: list[int] = []
 
     def stop_rank() -> None:
