@@ -18,8 +18,14 @@ from trtserve.client.tensors import ModelDescription, Reply, Tensor, decoded
 from trtserve.client.transport import TransportClient
 from trtserve.errors import UsageError
 
-CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-"""No limit on messages: gRPC's own 4 MiB are too small for logits."""
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 250),
+)
+"""No limit on messages: gRPC's own 4 MiB are too small for logits. A server that was away is found soon: by itself gRPC
+waits up to two minutes before it tries again, so that a gateway refused requests while Triton was ready."""
 
 
 def grpc_client(endpoint: Endpoint, *, timeout: float, compression: str | None = None) -> TransportClient:
