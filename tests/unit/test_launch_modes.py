@@ -13,11 +13,11 @@ from trtserve.cli.start import start
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.host.gpus import require_gpus, split_gpus
 from trtserve.nvidia.releases import RELEASES
-from trtserve.repository.served import CoreModel, device_groups
+from trtserve.repository.served import CoreModel, ServedRepository, device_groups
 from trtserve.server import launch
 from trtserve.server.launch import CLUSTERS, cluster
 from trtserve.server.launch.commands import LaunchSetup
-from trtserve.server.launch.modes import MODES, LaunchMode, leader, llmapi, orchestrator, slurm_task
+from trtserve.server.launch.modes import MODES, LaunchMode, leader, llmapi, mpi_ranks, orchestrator, slurm_task
 from trtserve.server.plan import instance_addresses
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
@@ -184,6 +184,16 @@ def test_llmapi() -> None:
     assert shlex.join(llmapi(setup("1.1"), 2).command.argv) == expected
     for alone in (llmapi(setup("1.1"), 1), llmapi(setup("0.21"), 2)):
         assert (alone.command.argv[0], alone.ranks, alone.mode) == (EXE, 1, "llmapi")
+
+
+def test_several_llms_start_workers_of_their_own() -> None:
+    def ranks(*models: CoreModel) -> int:
+        return mpi_ranks(
+            ServedRepository(models=("tiny",), model="tiny", backends=frozenset(), streaming=True, core_models=models)
+        )
+
+    assert ranks(core("a")) == 2
+    assert ranks(core("a"), core("b")) == ranks(core("a", instances=2)) == 1
 
 
 def test_llmapi_on_several_nodes() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from llguidance import LLMatcher
@@ -19,7 +20,7 @@ from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.gateway.openai.answering import Measures
-from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs
+from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs, token_log_probs
 
 
 @pytest.fixture(scope="module")
@@ -435,6 +436,14 @@ def test_models_of_nvidias_front_end_are_the_alias(client: TestClient) -> None:
 def test_max_tokens_of_zero_returns_the_prompt_alone(client: TestClient) -> None:
     answer = complete(client, prompt="Say", max_tokens=0, echo=True).json()
     assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("Say", "length")
+
+
+def test_values_of_earlier_tokens_are_not_those_of_new_ones() -> None:
+    """The engine's responses repeat the log-probabilities of all tokens so far, or have the new ones alone."""
+    for values in ([-0.5, -1.5, -2.5], [-2.5]):
+        outputs = {"output_log_probs": np.array([[values]], np.float32)}
+        (found,) = token_log_probs(outputs, [7], before=2, tops=0, token=lambda _: Token("x", b"x"))
+        assert found.log_prob == -2.5
 
 
 def test_parts_of_characters_have_their_own_bytes() -> None:
