@@ -113,6 +113,16 @@ def test_openais_api_has_top_logprobs_without_logits(server: Server) -> None:
     assert choice["finish_reason"] == "length"
 
 
+def test_openais_api_echoes_a_prompt_with_log_probabilities(server: Server) -> None:
+    (choice,) = completion(server, 10, 11, 12, logprobs=2, echo=True)["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * 6
+    assert [each and sorted(each.values()) for each in choice["logprobs"]["top_logprobs"]] == [None] + [
+        [-1.5, -0.5]
+    ] * 6
+    (choice,) = completion(server, 10, 11, 12, logprobs=0, echo=True)["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * 6
+
+
 def test_an_adapter_by_name(server: Server) -> None:
     plain = completion(server, 10)["choices"][0]["text"]
     assert completion(server, 10, model="poet")["choices"][0]["text"] != plain

@@ -18,7 +18,7 @@ import pytest
 
 import trtserve
 from tests.support.waiting import wait_until
-from trtserve.executor.api import Executor, ExecutorConfig, ModelType, OutputConfig, Request, Response
+from trtserve.executor.api import Executor, ExecutorConfig, KvCacheConfig, ModelType, OutputConfig, Request, Response
 from trtserve.executor.vllm import engine as vllm_engine
 from trtserve.executor.vllm.arguments import LEADER, NODES
 from trtserve.executor.vllm.installation import require_installation
@@ -31,14 +31,14 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE"
 DEMO = Path(trtserve.__file__).with_name("demo")
 
 
-def engine(folder: Path, port: int, tp_size: int) -> Path:
+def engine(folder: Path, port: int, tp_size: int, **settings: str) -> Path:
     """Write an engine's folder for the demo model."""
     config = vllm_engine_config(
         json.loads((DEMO / "config.json").read_text()),
         (DEMO / "model.safetensors").stat().st_size,
         ConvertSpec(dtype="float32", tp_size=tp_size),
         BuildSpec(max_seq_len=256, max_batch_size=4),
-        {"enforce_eager": "true", "master_port": str(port + 1)},
+        {"enforce_eager": "true", "master_port": str(port + 1), **settings},
         require_installation(),
         named=None,
     )
@@ -117,3 +117,26 @@ def test_nothing_is_left_when_a_part_is_killed(tmp_path: Path, monkeypatch: pyte
         assert follower.wait(60) != 0
         wait_until(lambda: not left(follower.pid) + left(leader), 30)
         executor.shutdown()
+
+
+def test_salts_keep_prefixes_apart_and_priorities_decide_who_is_next(tmp_path: Path) -> None:
+    made = engine(tmp_path / "one", 29400, 1, block_size="32")
+    settings = ExecutorConfig(max_batch_size=1, kv_cache_config=KvCacheConfig(enable_block_reuse=True))
+    with Executor(made, ModelType.DECODER_ONLY, settings) as executor:
+        output = OutputConfig(return_perf_metrics=True)
+
+        def reused(salt: int) -> int:
+            asked = Request([1, *range(200, 300)], 4, output_config=output, cache_salt_id=salt)
+            (response,) = executor.await_responses(executor.enqueue_request(asked))
+            assert isinstance(response, Response)
+            assert response.result.request_perf_metrics is not None
+            return response.result.request_perf_metrics.kv_cache_metrics.num_reused_blocks
+
+        assert [reused(1), reused(1), reused(2), reused(2)] == [0, 3, 0, 3]
+        first = executor.enqueue_request(Request([1], 100, end_id=-1))
+        low, high = (executor.enqueue_request(Request([2], 20, end_id=-1, priority=each)) for each in (0.1, 0.9))
+        order: list[int] = []
+        while len(order) < 3:
+            ready = executor.await_responses(timeout=60)
+            order += [each.request_id for each in ready if isinstance(each, Response)]
+        assert order == [first, high, low]

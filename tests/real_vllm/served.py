@@ -47,6 +47,20 @@ for prompt in json.loads(sys.argv[2]):
     ids = model.generate(torch.tensor([prompt]), max_new_tokens=int(sys.argv[3]), do_sample=False, eos_token_id=2)
     print(json.dumps(ids[0, len(prompt):].tolist()))
 """
+ECHO = (
+    ORACLE.split("for prompt", maxsplit=1)[0]
+    + """
+ids = torch.tensor([json.loads(sys.argv[2])])
+rows = model(ids).logits[0].log_softmax(-1)
+print(json.dumps(rows[range(ids.shape[1] - 1), ids[0, 1:]].tolist()))
+"""
+)
+ROWS = (
+    ORACLE.split("for prompt", maxsplit=1)[0]
+    + """
+print(json.dumps(model.get_input_embeddings().weight[json.loads(sys.argv[2])].tolist()))
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "demo",
         name=NAME,
         convert=ConvertSpec(dtype="float32"),
-        build=BuildSpec(runtime="vllm", max_seq_len=512, max_lora_rank=8),
+        build=BuildSpec(runtime="vllm", max_seq_len=512, max_lora_rank=8, max_prompt_embedding_table_size=4),
         repository=RepositorySpec(lora={"poet": adapter}, settings=SETTINGS, enable_kv_cache_reuse=True),
         store=Store(home),
     )
@@ -82,6 +96,14 @@ def core(models: ModelServer, prompt: list[int], count: int = COUNT, **options: 
     """Return the responses of a stream."""
     with models.stream() as stream:
         return stream.all("tensorrt_llm", NEWEST.core(prompt, count, streaming=True, **options))
+
+
+def oracle(server: Server, script: str, prompt: list[int]) -> str:
+    """Run a script in vLLM's environment, with the model's folder and a prompt."""
+    python = os.environ["TRTSERVE_VLLM_PYTHON"]
+    words = [f"{python}/bin/python" if Path(python).is_dir() else python, "-c", script]
+    folder = Path(server.repository) / "tensorrt_llm" / "1" / "model"
+    return subprocess.run([*words, str(folder), json.dumps(prompt)], capture_output=True, text=True, check=True).stdout
 
 
 def openai(server: Server, path: str, **body: Any) -> dict[str, Any]:
@@ -151,6 +173,25 @@ def test_a_guide_has_no_white_space_to_the_limit(server: Server) -> None:
     asked = [{"role": "user", "content": "hi"}]
     answer = openai(server, "chat/completions", messages=asked, response_format=wanted, max_tokens=64)
     assert list(json.loads(answer["choices"][0]["message"]["content"])) == ["a"]
+
+
+def test_a_prompt_echoed_with_log_probabilities_is_transformers(server: Server) -> None:
+    body = {"prompt": PROMPTS[0], "echo": True, "logprobs": 2, "max_tokens": 1}
+    rows = openai(server, "completions", **body)["choices"][0]["logprobs"]
+    expected = json.loads(oracle(server, ECHO, PROMPTS[0]))
+    assert rows["token_logprobs"][0] is None
+    assert rows["token_logprobs"][1 : len(PROMPTS[0])] == pytest.approx(expected, abs=1e-3)
+
+
+def test_rows_of_a_prompt_table_are_tokens(server: Server, models: ModelServer) -> None:
+    rows = np.array(json.loads(oracle(server, ROWS, [61, 62])), np.float16)
+    table: dict[str, Any] = {"prompt_embedding_table": rows[None], "prompt_vocab_size": np.array([[2]], np.int32)}
+    vocabulary = json.loads((Path(server.repository) / "tensorrt_llm/1/model/config.json").read_text())["vocab_size"]
+    tensors = NEWEST.core([1, 60, vocabulary, vocabulary + 1], 12, streaming=True, end_id=-1)
+    extra = {"prompt_table_extra_ids": np.array([[0, 0, 7, 7]], np.uint64)}
+    with models.stream() as stream:
+        found = generated(stream.all("tensorrt_llm", {**tensors, **table, **extra}))
+    assert found == generated(core(models, PROMPTS[0], 12, end_id=-1))
 
 
 def test_an_adapter_by_name_and_by_task_id(server: Server, models: ModelServer) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.counting_vllm import PACKAGES
@@ -15,7 +16,7 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor import runtimes
 from trtserve.executor.engine.limits import AdapterOptions, EngineLimits, EngineOptions, GuideTokenizer, KvCacheOptions
-from trtserve.executor.engine.requests import GenerationRequest
+from trtserve.executor.engine.requests import AdapterSource, GenerationRequest, PromptTable
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
 from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
@@ -23,8 +24,8 @@ from trtserve.executor.vllm.engine import child_environment
 from trtserve.executor.vllm.installation import VllmInstallation
 from trtserve.executor.vllm.runtime import VllmRuntime, vllm_engine_config
 from trtserve.host.gpus import Device
-from trtserve.repository.vllm import split_settings
-from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.repository.vllm import require_vllm_serves, split_settings
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 COUNTING = VllmInstallation(Path("/env/bin/python"), PACKAGES / "vllm")
 LLAMA = {
@@ -107,6 +108,26 @@ def test_transformers_own_implementation_needs_no_entry_in_the_registry() -> Non
     assert planned(hf, settings={"model_impl": "transformers"}).model.architecture == "NewForCausalLM"
 
 
+def test_without_vllm_here_the_table_of_its_releases_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.repository.vllm.find_installation", lambda _: None)
+
+    def serves(architecture: str, **settings: str) -> EngineConfig:
+        hf = {**LLAMA, "architectures": [architecture]}
+        spec = RepositorySpec(name="any", settings=settings)
+        return require_vllm_serves(hf, 10**9, spec, convert=ConvertSpec(), build=BuildSpec())
+
+    config = serves("Qwen3MoeForCausalLM", kv_cache_dtype="fp8")
+    assert (config.trtserve.device, config.trtserve.vllm_python) == ("cuda", "")
+    assert serves("AquilaForCausalLM").model.architecture == "AquilaForCausalLM"  # of older releases
+    with pytest.raises(UnsupportedModelError, match="no implementation of BertModel"):
+        serves("BertModel")
+    with pytest.raises(UsageError, match="--set max_modle_len: neither a parameter"):
+        serves("LlamaForCausalLM", max_modle_len="9")
+    # One that is here, and too old or too new for a model, says which releases have it.
+    with pytest.raises(UnsupportedModelError, match=r"no implementation of AquilaForCausalLM. vLLM 0.19 – 0.24 has"):
+        COUNTING.require_architecture("AquilaForCausalLM")
+
+
 def test_settings_of_triton_models_are_told_from_vllms() -> None:
     given = {"max_queue_size": "3", "preprocessing.add_special_tokens": "false", "kv_cache_dtype": "fp8", "a.b": "1"}
     own, others = split_settings(given)
@@ -170,6 +191,42 @@ def test_only_a_seed_that_was_given_makes_vllm_draw_with_one() -> None:
     assert "seed" not in drawn
     assert (drawn["n"], drawn["logprobs"], drawn["ignore_eos"]) == (3, 2, True)
     assert words()["n"] == 1  # greedy sequences are copies
+
+
+def test_a_prompt_table_and_the_prompts_log_probs_reach_vllm() -> None:
+    limits = EngineLimits(
+        max_batch_size=4, max_seq_len=64, max_num_tokens=64, vocab_size=100, max_prompt_embedding_table_size=2
+    )
+
+    def asked(limits: EngineLimits, rows: int, last: int) -> dict[str, Any]:
+        request = GenerationRequest(
+            tokens=[1, 100, last],
+            max_tokens=4,
+            sampling=SamplingParameters(),
+            prompt_table=PromptTable(np.ones((rows, 8), np.float16)),
+            return_log_probs=True,
+            prompt_log_probs=True,
+        )
+        return vllm_request(request, limits, PeftAdapters({}), guides=False)
+
+    found = asked(limits, 2, 101)
+    assert found["table"][:2] == [100, 8]
+    assert np.frombuffer(found["table"][2], np.float32).tolist() == [1.0] * 16
+    assert found["sampling"]["prompt_logprobs"] == 0
+    with pytest.raises(RuntimeError, match="Token id 102 of the prompt is outside the vocabulary"):
+        asked(limits, 2, 102)
+    with pytest.raises(RuntimeError, match="has 3 rows; expected at most 2"):
+        asked(limits, 3, 101)
+    with pytest.raises(RuntimeError, match="needs an import with --max-prompt-embedding-table-size"):
+        asked(replace(limits, max_prompt_embedding_table_size=0), 2, 101)
+
+
+def test_lora_weights_of_a_request_are_refused_by_name() -> None:
+    limits = EngineLimits(max_batch_size=4, max_seq_len=64, max_num_tokens=64, vocab_size=100)
+    adapter = AdapterSource(1, np.zeros((1, 1)), np.zeros((1, 1)))
+    request = GenerationRequest(tokens=[1], max_tokens=4, sampling=SamplingParameters(), adapter=adapter)
+    with pytest.raises(RuntimeError, match="lora_weights are not supported by the vllm runtime, which loads adapters"):
+        vllm_request(request, limits, PeftAdapters({}), guides=False)
 
 
 def test_auto_takes_vllm_where_nothing_else_serves_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

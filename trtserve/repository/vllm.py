@@ -10,7 +10,7 @@ from typing import Any
 from trtserve.artifacts import Engine, Model
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import CorruptFileError
-from trtserve.executor.vllm.installation import require_installation
+from trtserve.executor.vllm.installation import SomeRelease, find_installation
 from trtserve.executor.vllm.runtime import vllm_engine_config
 from trtserve.files import read_json_object
 from trtserve.repository.adapters import resolve_adapters
@@ -41,7 +41,7 @@ def plan_vllm_repository(
 
     Settings that are no parameters of the Triton models are arguments of vLLM's engine. Raises UsageError for those
     that the vLLM here does not have, UnsupportedModelError for an architecture that it does not know,
-    MissingDependencyError where there is no vLLM, and what `plan_repository` raises.
+    MissingDependencyError for a `--vllm-python` without vLLM, and what `plan_repository` raises.
     """
     require_weights(model.path)
     hf = read_json_object(model.path / "config.json", CorruptFileError)
@@ -73,7 +73,8 @@ def require_vllm_serves(
 def _config(
     hf: Mapping[str, Any], weights: int, spec: RepositorySpec, convert: ConvertSpec, build: BuildSpec
 ) -> EngineConfig:
-    installation = require_installation(spec.vllm_python)
+    # Without one here, as for a container or another machine, the tables of vLLM's releases answer.
+    installation = find_installation(spec.vllm_python) or SomeRelease(Path(), Path())
     settings = split_settings(spec.settings)[1]
     return vllm_engine_config(hf, weights, convert, build, settings, installation, named=spec.vllm_python)
 

@@ -287,6 +287,10 @@ def check_outputs(request: GenerationRequest, limits: EngineLimits, *, generatio
         raise RuntimeError(
             "num_top_log_probs needs the vllm runtime; return_generation_logits has all log-probabilities"
         )
+    if request.prompt_log_probs:
+        raise RuntimeError(
+            "return_prompt_log_probs needs the vllm runtime; return_context_logits has all log-probabilities"
+        )
     if request.return_generation_logits and not generation_logits:
         raise RuntimeError("return_generation_logits needs an engine that was built with gather_generation_logits")
 

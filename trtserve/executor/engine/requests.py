@@ -86,6 +86,10 @@ class PromptTable:
     """One per prompt token; tells apart the rows of different tables in the KV cache."""
 
 
+PromptLogProbs = tuple[list[float], list[list[tuple[int, float]]]]
+"""For each token of a prompt but the first: its log-probability, and the most likely tokens with theirs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerationRequest:
     """One generation request."""
@@ -117,6 +121,7 @@ class GenerationRequest:
     """Seconds from its arrival on."""
     client_id: int | None = None
     return_log_probs: bool = False
+    prompt_log_probs: bool = False
     top_log_probs: int = 0
     """Most likely tokens to return with the log-probability of each token."""
     return_context_logits: bool = False
@@ -177,6 +182,8 @@ class RequestOutput:
     cum_log_probs: list[float] | None = None
     top_log_probs: list[list[tuple[int, float]]] | None = None
     """For each token the most likely ones, with their log-probabilities."""
+    prompt_log_probs: PromptLogProbs | None = None
+    """With the first output."""
     context_logits: Floats | None = None
     """f32[prompt, V]"""
     generation_logits: Floats | None = None

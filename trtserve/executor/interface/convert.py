@@ -160,6 +160,7 @@ def engine_request(request: Request, named: Mapping[str, PostProcessor]) -> Gene
         client_id=request.client_id,
         return_log_probs=wanted.return_log_probs,
         top_log_probs=request.top_log_probs,
+        prompt_log_probs=request.prompt_log_probs,
         return_context_logits=wanted.return_context_logits,
         return_generation_logits=wanted.return_generation_logits,
         return_metrics=wanted.return_perf_metrics,

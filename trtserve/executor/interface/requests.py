@@ -184,6 +184,7 @@ class Request(Record, writable=True, dynamic=True):
 
     BATCHED_POST_PROCESSOR_NAME = "batched"
     top_log_probs = 0
+    prompt_log_probs = False
     """Most likely tokens to return with the log-probability of each token. No release has this attribute."""
 
     input_token_ids = Field[list[int]](TOKENS, check=not_empty, readonly=True)

@@ -12,7 +12,13 @@ import numpy as np
 
 from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.recorder import IterationRecord, RequestsRecord, SequenceRecord
-from trtserve.executor.engine.requests import FinishReason, RequestMetrics, RequestOutput, RequestStage
+from trtserve.executor.engine.requests import (
+    FinishReason,
+    PromptLogProbs,
+    RequestMetrics,
+    RequestOutput,
+    RequestStage,
+)
 
 
 @dataclass(slots=True)
@@ -74,6 +80,7 @@ class Result:
     request_perf_metrics: RequestPerfMetrics | None = None
     additional_outputs: list[Any] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] | None = None
+    prompt_log_probs: PromptLogProbs | None = None
 
 
 class Response:
@@ -280,6 +287,7 @@ def response_of(output: RequestOutput) -> Response:
         cum_log_probs=output.cum_log_probs,
         log_probs=output.log_probs,
         top_log_probs=output.top_log_probs,
+        prompt_log_probs=output.prompt_log_probs,
         context_logits=output.context_logits,
         generation_logits=output.generation_logits,
         finish_reasons=output.reasons,

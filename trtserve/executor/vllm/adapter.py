@@ -17,6 +17,8 @@ from trtserve.executor.engine.requests import (
     FinishReason,
     GenerationRequest,
     GuideType,
+    PromptLogProbs,
+    PromptTable,
     RequestMetrics,
     RequestOutput,
 )
@@ -46,7 +48,6 @@ _SAMPLING = {
 # Field of GenerationRequest → the same.
 _REQUEST = {
     "position_ids": _ELSEWHERE,
-    "prompt_table": _ELSEWHERE,
     "draft": _ELSEWHERE,
     "post_processor": _ELSEWHERE,
     "retention": _ELSEWHERE,
@@ -95,7 +96,8 @@ def vllm_request(
     _refuse_unsupported(request)
     check_sampling(request, limits)
     prompt = list(map(int, request.tokens))
-    _check_prompt(prompt, limits)
+    rows = 0 if request.prompt_table is None else _table_rows(request.prompt_table, limits)
+    _check_prompt(prompt, limits, limits.vocab_size + rows)
     found: dict[str, Any] = {
         "prompt": prompt,
         "sampling": _sampling(request, limits),
@@ -103,6 +105,9 @@ def vllm_request(
         "stream": request.streaming or bool(request.stop_words),
         "priority": round((0.5 - request.priority) * _PRIORITIES),
     }
+    if request.prompt_table is not None:
+        table = np.ascontiguousarray(request.prompt_table.rows, dtype=np.float32)
+        found["table"] = [limits.vocab_size, table.shape[1], table.tobytes()]
     if request.top_log_probs:
         found["tops"] = request.top_log_probs
     if words := [list(word) for word in request.bad_words if word]:
@@ -141,10 +146,21 @@ def _refuse_unsupported(request: GenerationRequest) -> None:
             )
 
 
-def _check_prompt(prompt: SequenceOf[int], limits: EngineLimits) -> None:
+def _table_rows(table: PromptTable, limits: EngineLimits) -> int:
+    """Return the rows of a prompt table. Raises RuntimeError for one that the engine does not take."""
+    if not limits.max_prompt_embedding_table_size:
+        raise RuntimeError("prompt_embedding_table needs an import with --max-prompt-embedding-table-size")
+    rows = len(table.rows)
+    if np.ndim(table.rows) != 2 or rows > limits.max_prompt_embedding_table_size:
+        most = limits.max_prompt_embedding_table_size
+        raise RuntimeError(f"prompt_embedding_table has {rows} rows; expected at most {most}, in two dimensions")
+    return rows
+
+
+def _check_prompt(prompt: SequenceOf[int], limits: EngineLimits, ids: int) -> None:
     if len(prompt) > limits.max_input_len:
         raise RuntimeError(f"Prompt length ({len(prompt)}) exceeds maximum input length ({limits.max_input_len}).")
-    wrong = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < limits.vocab_size), None)
+    wrong = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < ids), None)
     if wrong is not None:
         raise RuntimeError(f"Token id {wrong} of the prompt is outside the vocabulary of {limits.vocab_size}")
 
@@ -175,6 +191,8 @@ def _sampling(request: GenerationRequest, limits: EngineLimits) -> dict[str, Any
             words["seed"] = own.seed % _MOST_SEED
     if request.return_log_probs or request.top_log_probs:
         words["logprobs"] = request.top_log_probs
+    if request.prompt_log_probs:
+        words["prompt_logprobs"] = request.top_log_probs
     if (bias := allowed_bias(request.bias, limits)) is not None and bias.any():
         words["logit_bias"] = {int(token): float(bias[token]) for token in np.flatnonzero(bias)}
     return words
@@ -196,6 +214,7 @@ class VllmOutput(msgspec.Struct):
     finished: bool
     cached: int
     sequences: list[OutputSequence]
+    prompt: PromptLogProbs | None = None
     times: tuple[float, float, float] | None = None
     """Monotonic seconds: first scheduled, first token, last token."""
 
@@ -222,6 +241,7 @@ class OpenRequest:
         self._sequences = [_Sequence(request) for _ in range(request.num_sequences)]
         self._tokens_per_block = tokens_per_block
         self._first_token = 0.0
+        self._prompt: PromptLogProbs | None = None
 
     @property
     def ended(self) -> bool:
@@ -231,6 +251,7 @@ class OpenRequest:
     def outputs(self, news: VllmOutput) -> list[RequestOutput]:
         """Return the executor's outputs; `ended` is known afterwards, maybe before vLLM ends the request."""
         self._first_token = self._first_token or time.monotonic()
+        self._prompt = self._prompt or news.prompt
         made: list[RequestOutput] = []
         for part in news.sequences:
             copies = range(len(self._sequences)) if self.request.sampling.greedy else (part.index,)
@@ -309,6 +330,8 @@ class OpenRequest:
             iterations=len(sequence.tokens),
             metrics=self._metrics(news) if request.return_metrics else None,
         )
+        if self._prompt is not None and not sequence.sent:
+            output.prompt_log_probs = self._prompt
         if request.return_log_probs and news is not None:
             known = sequence.log_probs[:end]
             output.log_probs, output.cum_log_probs = [known], [sum(known)]

@@ -44,6 +44,8 @@ def engine_arguments(config: EngineConfig, options: EngineOptions, model: Path, 
     }
     if mapping.ranks > 1:
         found |= {"tensor_parallel_size": mapping.tp_size, "pipeline_parallel_size": mapping.pp_size}
+    if build.max_prompt_embedding_table_size:
+        found["enable_prompt_embeds"] = True
     if mapping.moe_ep_size > 1:
         found["enable_expert_parallel"] = True
     if options.guides is not None:

@@ -144,7 +144,7 @@ class EngineSide:
         try:
             params, lora = _sampling_params(request), _lora(request.get("lora"))
             tops = request.get("tops", 0)
-            prompt = {"prompt_token_ids": request["prompt"]}
+            prompt = _prompt(request, self._llm.vllm_config.model_config)
             if "salt" in request:
                 prompt["cache_salt"] = request["salt"]
             answers = self._llm.generate(
@@ -345,6 +345,26 @@ def _sampling_params(request: dict[str, Any]) -> Any:
     return params
 
 
+def _prompt(request: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return the prompt; ids beyond the vocabulary are rows of the request's table."""
+    ids = request["prompt"]
+    if "table" not in request:
+        return {"prompt_token_ids": ids}
+    import torch
+
+    vocabulary, width, data = request["table"]
+    if width != model.get_hidden_size():
+        raise ValueError(f"prompt_embedding_table has {width} columns; the model has {model.get_hidden_size()}")
+    table = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(-1, width)
+    known = [token < vocabulary for token in ids]
+    embeds = torch.zeros(len(ids), width, dtype=model.dtype)
+    for place, token in enumerate(ids):
+        if token >= vocabulary:
+            embeds[place] = table[token - vocabulary]
+    tokens = [token if is_known else 0 for token, is_known in zip(ids, known)]  # noqa: B905 - Python 3.9 too
+    return {"prompt_embeds": embeds, "prompt_token_ids": tokens, "prompt_is_token_ids": known}
+
+
 def _lora(given: Any) -> Any:
     if given is None:
         return None
@@ -361,8 +381,9 @@ def _output(answer: Any, tops: int) -> dict[str, Any]:
     }
     if (times := getattr(answer, "metrics", None)) is not None:
         found["times"] = [times.scheduled_ts, times.first_token_ts, times.last_token_ts]
-    if (prompt := getattr(answer, "prompt_logprobs", None)) is not None:
-        found["prompt_log_probs"] = [_best(each, tops) if each else [] for each in prompt]
+    if getattr(answer, "prompt_logprobs", None):
+        rows = list(zip(answer.prompt_token_ids, answer.prompt_logprobs))[1:]  # noqa: B905 - the first has none
+        found["prompt"] = [[row[token].logprob for token, row in rows], [_best(row, tops) for _, row in rows]]
     return found
 
 

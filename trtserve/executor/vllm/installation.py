@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+import msgspec
+
 from trtserve import process
 from trtserve.errors import MissingDependencyError, TrtserveError, UnsupportedModelError, UsageError, did_you_mean
 from trtserve.process import Command
@@ -87,10 +89,49 @@ class VllmInstallation:
         if name not in self.architectures:
             close = difflib.get_close_matches(name, self.architectures, n=3)
             known = f" Similar ones that it knows: {', '.join(close)}." if close else ""
+            if others := _releases_of(name):
+                known = f" vLLM {others} has."
             raise UnsupportedModelError(
                 f"vLLM {self.version} has no implementation of {name}.{known}",
                 hint="Use a newer vLLM, or try the one of transformers: --set model_impl=transformers.",
             )
+
+
+class Releases(msgspec.Struct):
+    """What the releases of vLLM have, by their own sources: name → its first release, and the last one or null."""
+
+    source: str
+    releases: list[str]
+    architectures: dict[str, tuple[str, str | None]]
+    arguments: dict[str, tuple[str, str | None]]
+
+
+@cache
+def read_releases() -> Releases:
+    """Read the table `releases.json`, which `python -m tests.real_vllm.releases` makes."""
+    return msgspec.json.decode(Path(__file__).with_name("releases.json").read_bytes(), type=Releases)
+
+
+def _releases_of(architecture: str) -> str:
+    """Return which releases of the table have an architecture, such as "0.24 and later", or "" for none."""
+    first, last = read_releases().architectures.get(architecture, ("", None))
+    return f"{first} – {last}" if last is not None else f"{first} and later" if first else ""
+
+
+class SomeRelease(VllmInstallation):
+    """A release of vLLM on GPUs that is not installed here: it has what any release of the table has."""
+
+    version, on_cpu = "", False
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        """The keywords of any release."""
+        return frozenset(read_releases().arguments)
+
+    @property
+    def architectures(self) -> frozenset[str]:
+        """The architectures of any release."""
+        return frozenset(read_releases().architectures)
 
 
 def find_installation(python: str | None = None) -> VllmInstallation | None:

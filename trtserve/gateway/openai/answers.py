@@ -357,11 +357,24 @@ def token_log_probs(
     ]
 
 
+def named_prompt_log_probs(
+    outputs: Mapping[str, NDArray[Any]], ids: Sequence[int], *, tops: int, token: Callable[[int], Token]
+) -> list[TokenLogProb]:
+    """Return the entries of a prompt whose log-probabilities the engine names."""
+    values = outputs["prompt_log_probs"].reshape(-1).tolist()
+    best = _named_tops(outputs, token, "prompt_top_log_probs") if tops else [()] * len(values)
+    rest = [
+        TokenLogProb(token=token(each), log_prob=max(value, _LOWEST), tops=others)
+        for each, value, others in zip(ids[1:], values, best, strict=True)
+    ]
+    return [TokenLogProb(token=token(ids[0]), log_prob=None), *rest]
+
+
 def _named_tops(
-    outputs: Mapping[str, NDArray[Any]], token: Callable[[int], Token]
+    outputs: Mapping[str, NDArray[Any]], token: Callable[[int], Token], name: str = "top_log_probs"
 ) -> list[tuple[tuple[Token, float], ...]]:
     """Return the most likely tokens of each new token; rows are padded with -1."""
-    ids, values = (outputs[name][0].tolist() for name in ("top_log_probs_ids", "top_log_probs"))
+    ids, values = (outputs[each][0].tolist() for each in (f"{name}_ids", name))
     return [
         tuple((token(each), max(value, _LOWEST)) for each, value in zip(*row, strict=True) if each >= 0)
         for row in zip(ids, values, strict=True)

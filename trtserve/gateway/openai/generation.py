@@ -13,7 +13,14 @@ from trtserve.client.tensors import IDS_INPUT, Reply, stop_tensors
 from trtserve.client.transport import STOP_TIMEOUT
 from trtserve.errors import RequestError, ServerUnreachableError, TrtserveError
 from trtserve.gateway.admission import stop_until_ended
-from trtserve.gateway.openai.answers import TextPiece, TokenLogProb, TokenUsage, prompt_log_probs, token_log_probs
+from trtserve.gateway.openai.answers import (
+    TextPiece,
+    TokenLogProb,
+    TokenUsage,
+    named_prompt_log_probs,
+    prompt_log_probs,
+    token_log_probs,
+)
 from trtserve.gateway.openai.reading import overlap
 from trtserve.gateway.openai.request import EngineRequest, with_adapter_weights
 from trtserve.gateway.openai.served import Backend, ServedModel
@@ -162,10 +169,14 @@ class _TextReader:
 def _prompt_log_probs(served: ServedModel, request: EngineRequest, replies: Sequence[Reply]) -> list[TokenLogProb]:
     """Return the tokens of the prompt; each takes a millisecond. Raises RequestError if their logits did not come."""
     ids, tops = request.prompt.ids, request.tops or 0
+    special = set(served.require_tokenizer("echo").tokenizer.all_special_ids)
+    named = next((reply.outputs for reply in replies if "prompt_log_probs" in reply.outputs), None)
+    if named is not None:
+        found = named_prompt_log_probs(named, ids, tops=tops, token=served.token)
+        return [replace(entry, special=token in special) for entry, token in zip(found, ids, strict=True)]
     logits = next((reply.outputs["context_logits"] for reply in replies if "context_logits" in reply.outputs), None)
     if logits is None or logits.size // logits.shape[-1] < len(ids):
         raise RequestError("The engine did not return the logits of the prompt, which echo with logprobs needs.")
-    special = set(served.require_tokenizer("echo").tokenizer.all_special_ids)
     found = prompt_log_probs(logits, ids, tops=tops, token=served.token)
     return [replace(entry, special=token in special) for entry, token in zip(found, ids, strict=True)]
 

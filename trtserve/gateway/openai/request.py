@@ -26,6 +26,7 @@ from trtserve.programs.preprocessing.word_lists import Encode, Spellings, word_l
 
 _UINT64 = 2**64
 _NO_END = -1
+_PROMPT = "return_prompt_log_probs"
 # Values of 4 bytes in the response of the engine: 256 MiB.
 _MOST_LOGITS = 2**26
 
@@ -62,7 +63,8 @@ class EngineRequest:
             wanted += ["generation_logits" if self.tops and not named else "output_log_probs"]
             wanted += ["top_log_probs_ids", "top_log_probs"] if named else []
         if self.echoes_log_probs:
-            wanted += ["context_logits"]
+            names = ("prompt_log_probs", "prompt_top_log_probs_ids", "prompt_top_log_probs")
+            wanted += names if _PROMPT in self.tensors else ["context_logits"]
         return tuple(wanted)
 
 
@@ -83,7 +85,8 @@ async def engine_requests(
     Raises ApiError and UsageError for what the model cannot do.
     """
     options = _options(served, body, max_tokens, tops)
-    if echoes_log_probs:
+    named = echoes_log_probs and served.names_tops and served.model.has(_PROMPT)
+    if echoes_log_probs and not named:
         _require_context_logits(served, len(prompt.ids) * count)
         options["return_context_logits"] = True
     spec = QuerySpec(
@@ -105,6 +108,8 @@ async def engine_requests(
         if not served.model.has("min_p"):
             raise ApiError("min_p is not supported: the model's repository has no such input.", param="min_p")
         tensors |= context.scalar(body.min_p, "min_p")
+    if named:
+        tensors |= context.scalar(True, _PROMPT)
     if tops and served.names_tops:
         tensors |= context.scalar(tops, "num_top_log_probs")
     if adapter is not None and served.adapters is not None:

@@ -194,7 +194,7 @@ class RequestFactory:
             )
 
     def _request(self, row: Row) -> Any:
-        keywords, tops = self._keywords(row), self._tops(row)
+        keywords, tops, prompt = self._keywords(row), self._tops(row), self._named(row, "return_prompt_log_probs")
         ids = row.array("decoder_input_ids")
         if ids is not None and bool(np.any(ids != row.scalar("pad_id", 0))):
             raise ValueError("decoder_input_ids (decoder_text_input) was given, but this is a decoder-only model.")
@@ -208,13 +208,20 @@ class RequestFactory:
         request = self._module.api.Request(**keywords)
         if tops:
             request.top_log_probs = tops
+        if prompt:
+            request.prompt_log_probs = True
         return request
+
+    def _named(self, row: Row, name: str) -> int:
+        """Return an input of the vllm runtime that goes with log-probabilities."""
+        value = int(row.scalar(name, 0))
+        if value and (self._module.torch is not None or not row.is_set("return_log_probs")):
+            raise ValueError(f"{name} needs return_log_probs, and the vllm runtime.")
+        return value
 
     def _tops(self, row: Row) -> int:
         """Return how many of the most likely tokens are wanted with each log-probability."""
-        tops = int(row.scalar("num_top_log_probs", 0))
-        if tops and (self._module.torch is not None or not row.is_set("return_log_probs")):
-            raise ValueError("num_top_log_probs needs return_log_probs, and the vllm runtime.")
+        tops = self._named(row, "num_top_log_probs")
         if tops < 0:
             raise ValueError(f"num_top_log_probs is {tops}; expected 0 or more.")
         return tops

@@ -45,6 +45,18 @@ class Wanted:
     count_output: bool = False
 
 
+def _add_named(outputs: Outputs, result: Any) -> None:
+    """Add log-probabilities that only the vllm runtime has: with the ids of their tokens, and of the prompt."""
+    named = {"top_log_probs": getattr(result, "top_log_probs", None)}
+    if getattr(result, "prompt_log_probs", None) is not None:
+        values, named["prompt_top_log_probs"] = result.prompt_log_probs
+        outputs["prompt_log_probs"] = np.asarray([values], dtype=np.float32)
+    for name, rows in named.items():
+        if rows is not None:
+            outputs[f"{name}_ids"] = _padded([[token for token, _ in row] for row in rows], np.int32)
+            outputs[name] = _padded([[value for _, value in row] for row in rows], np.float32)
+
+
 def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted, earlier: Sequence[int] = ()) -> Outputs:
     """Return output name → array with a leading batch axis of 1; tokens `earlier` in the stream come first."""
     beams = result.output_token_ids
@@ -53,10 +65,7 @@ def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted, earlier: 
         outputs["cum_log_probs"] = np.asarray([result.cum_log_probs], dtype=np.float32)
     if result.log_probs is not None:
         outputs["output_log_probs"] = _padded(result.log_probs, np.float32)
-    if getattr(result, "top_log_probs", None) is not None:
-        rows = result.top_log_probs
-        outputs["top_log_probs_ids"] = _padded([[token for token, _ in row] for row in rows], np.int32)
-        outputs["top_log_probs"] = _padded([[value for _, value in row] for row in rows], np.float32)
+    _add_named(outputs, result)
     if result.context_logits is not None:
         outputs["context_logits"] = _logits(module, result.context_logits, wanted)
     if result.generation_logits is not None:

@@ -14,7 +14,7 @@ from typing import Final
 from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.executor.vllm.arguments import follower_port
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
-from trtserve.executor.vllm.installation import find_installation
+from trtserve.executor.vllm.installation import find_installation, require_installation
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.served import CoreModel, ServedRepository
@@ -79,6 +79,8 @@ class Single(LaunchMode):
             "--container": spec.container is not None and not on_gpus,
         }
         flag = next((flag for flag, is_given in given.items() if is_given), None)
+        if on_gpus and on_this_machine and spec.container is None:
+            require_installation(os.environ.get(VLLM_PYTHON) or served.engine.trtserve.vllm_python or None)
         if flag is not None and on_gpus:
             raise UsageError(
                 f"{flag} does not work with the {served.runtime} runtime, whose engine starts its workers itself.",

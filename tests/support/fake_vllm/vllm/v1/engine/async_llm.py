@@ -91,8 +91,14 @@ class AsyncLLM:
                 shown = fresh if params.output_kind is RequestOutputKind.DELTA else tokens
                 outputs = [_output(index, shown, reason, params.logprobs) for index in range(params.n)]
                 times = SimpleNamespace(scheduled_ts=begin, first_token_ts=begin, last_token_ts=time.monotonic())
+                asked = params.prompt_logprobs is not None and len(tokens) == len(fresh)
                 yield SimpleNamespace(
-                    outputs=outputs, finished=reason is not None, num_cached_tokens=_BLOCK, metrics=times
+                    prompt_token_ids=ids,
+                    prompt_logprobs=[None, *_rows(ids[1:], params.prompt_logprobs)] if asked else None,
+                    outputs=outputs,
+                    finished=reason is not None,
+                    num_cached_tokens=_BLOCK,
+                    metrics=times,
                 )
                 if ids[0] == 96:
                     await asyncio.sleep(3600)
@@ -135,10 +141,12 @@ def _vocabulary(model: Path) -> int:
 
 
 def _output(index: int, tokens: list[int], reason: str | None, logprobs: int | None) -> Any:
-    rows = None
-    if logprobs is not None:
-        rows = [
-            {token + place: SimpleNamespace(logprob=-0.5 - place, rank=place + 1) for place in range(max(1, logprobs))}
-            for token in tokens
-        ]
+    rows = None if logprobs is None else _rows(tokens, logprobs)
     return SimpleNamespace(index=index, token_ids=tokens, logprobs=rows, finish_reason=reason, stop_reason=None)
+
+
+def _rows(tokens: list[int], count: int) -> list[Any]:
+    return [
+        {token + place: SimpleNamespace(logprob=-0.5 - place, rank=place + 1) for place in range(max(1, count))}
+        for token in tokens
+    ]
