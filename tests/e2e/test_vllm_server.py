@@ -73,7 +73,9 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def completion(server: Server, *prompt: int, **options: Any) -> dict[str, Any]:
     body = {"model": NAME, "prompt": list(prompt), "max_tokens": 4, "temperature": 0, **options}
-    return post(server, "/v1/completions", body)
+    answer = post(server, "/v1/completions", body)
+    assert "choices" in answer, answer
+    return answer
 
 
 def tokens(server: Server, *prompt: int, **options: Any) -> list[int]:

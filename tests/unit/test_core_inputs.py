@@ -96,6 +96,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "retention_token_range_durations_ms": ([50], "retention_token_range_starts.* _durations_ms"),
     "guided_decoding_guide_type": (b"regex", "guide"),
     "num_top_log_probs": (2, "num_top_log_probs needs return_log_probs, and the vllm runtime"),
+    "return_prompt_log_probs": (True, "return_prompt_log_probs needs return_log_probs, and the vllm runtime"),
     "guided_decoding_guide": (b"a+", "guided_decoding_guide needs guided_decoding_guide_type"),
     "lookahead_window_size": (4, "lookahead_ngram_size is required"),
     "lookahead_ngram_size": (4, "lookahead_window_size is required"),

@@ -91,7 +91,8 @@ class AsyncLLM:
                 shown = fresh if params.output_kind is RequestOutputKind.DELTA else tokens
                 outputs = [_output(index, shown, reason, params.logprobs) for index in range(params.n)]
                 times = SimpleNamespace(scheduled_ts=begin, first_token_ts=begin, last_token_ts=time.monotonic())
-                asked = params.prompt_logprobs is not None and len(tokens) == len(fresh)
+                first = len(tokens) == len(fresh) or params.output_kind is RequestOutputKind.FINAL_ONLY
+                asked = first and params.prompt_logprobs is not None
                 yield SimpleNamespace(
                     prompt_token_ids=ids,
                     prompt_logprobs=[None, *_rows(ids[1:], params.prompt_logprobs)] if asked else None,
