@@ -58,6 +58,7 @@ CONFINED = {
     "huggingface_hub": ("store/hub",),
     "torch": (
         "executor/torch/",
+        "executor/vllm/engine_side.py",
         "pipeline/parity/original.py",
         "pipeline/parity/constants.py",
         "checkpoint/tensor_files.py",
