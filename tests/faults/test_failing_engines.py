@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.servers import HOST
 from tests.support.stages import build_engine, convert_model
-from tests.support.supervised import ALL, Supervised, measured, seconds_until, supervised
+from tests.support.supervised import ALL, Supervised, alive, measured, seconds_until, supervised
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
@@ -186,7 +186,7 @@ if ALL:  # make faults
             assert stopped
             for each in stopped:
                 each.suspend()
-            gone = seconds_until(lambda: not any(each.is_running() for each in stopped), NOTICED)
+            gone = seconds_until(lambda: not any(alive(each.pid) for each in stopped), NOTICED)
             assert healthy(one)
             wait_until(lambda: completion(one) == text)
             assert one.record().restarts == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +196,21 @@ def test_a_server_whose_state_cannot_be_read_is_not_stopped(store: Store) -> Non
     for state, stopping in states:
         write_state(replace(running, state=state), store)
         assert is_stopping(running, store) == stopping
+
+
+@pytest.mark.parametrize("jump", [-86_400.0, 0.0, 86_400.0])
+def test_a_clock_that_jumps_changes_nothing_but_the_age(
+    jump: float, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes are known by their start after the boot, and everything that waits uses the monotonic clock."""
+    now = time.time()
+    running = server(store, "demo", ready_since=now - 10)
+    monkeypatch.setattr(time, "time", lambda: now + jump)
+    assert list_servers(store) == [running]
+    assert running.alive()
+    (status,) = server_status("demo", store=store)
+    assert status.uptime is not None
+    assert status.uptime == pytest.approx(max(0.0, jump + 10), abs=5)
 
 
 def test_the_record_of_a_later_server_is_left_alone(store: Store) -> None:

@@ -243,7 +243,7 @@ def _status(server: Server, store: Store) -> Status:
         reason=reason,
         log=log,
         models=model_states(server.address) if alive else {},
-        uptime=None if not alive or server.ready_since is None else time.time() - server.ready_since,
+        uptime=None if not alive or server.ready_since is None else max(0.0, time.time() - server.ready_since),
         requests=_requests(page),
         precision={} if served is None else served.precision,
         kv_blocks=blocks,

@@ -202,8 +202,11 @@ class GuideFactory:
         """Leave a guide to the thread for those that take long, unless too many wait for it."""
         with self._lock:
             if sum(each.late for each in self._jobs.values()) >= _MOST_LATE:
-                reason = f"{_MOST_LATE} guides that take as long wait already. Please try again later"
-                return CompiledGuide(error=f"The guide takes more than {FIRST_LOOK_SECONDS:g} s: {reason}"), False
+                error = (
+                    f"The queue of guides that take more than {FIRST_LOOK_SECONDS:g} s to compile is full: "
+                    f"{_MOST_LATE} are in it. Please try again later"
+                )
+                return CompiledGuide(error=error), False
             job.late, job.begun = True, False
             self._start_thread(late=True)
             self._lock.notify_all()
