@@ -1,4 +1,6 @@
-"""Fill in the generated parts of the pages in docs/ and write the schema of setup files; `--check` compares instead.
+"""Fill in the generated parts of the pages in docs/, write the schema of setup files and a page for each command.
+
+`--check` compares instead.
 
 A page marks such a part with `<!-- generated: NAME -->` and `<!-- end of generated part -->`; NAME is a key of PARTS.
 """
@@ -49,31 +51,44 @@ from trtserve.repository.tables import releases_text
 from trtserve.specs.options import Option
 
 DOCS = Path(__file__).parent
+COMMANDS = DOCS / "reference" / "cli"
 END = "<!-- end of generated part -->"
 
 
 def commands() -> str:
-    """Return the reference of every command and option: what `--help` prints, as Markdown."""
+    """Return the help of `trtserve` itself, whose list of commands leads to a page for each."""
     return "\n\n".join(_reference(command_tree(), "trtserve", None)).partition("\n\n")[2]
+
+
+def command_pages() -> dict[Path, str]:
+    """Return a page for each command: what `--help` prints, as Markdown."""
+    tree = command_tree()
+    root = tree.context_class(tree, info_name="trtserve")
+    return {
+        COMMANDS / f"{name}.md": "\n\n".join(_reference(command, f"trtserve {name}", root)) + "\n"
+        for name, command in tree.commands.items()
+    }
 
 
 def _reference(node: Any, path: str, parent: Any) -> Iterator[str]:
     context = node.context_class(node, info_name=path.rpartition(" ")[2], parent=parent)
     description, examples = split_help(node.help)
-    yield f"##{'#' * (path.count(' ') - 1)} `{path}`"
+    depth = path.count(" ")
+    yield f"{'#' * max(1, depth)} `{path}`"
     yield description
     if examples:
         yield _console(examples)
     yield "**Usage**\n\n" + _console([f"{path} {' '.join(node.collect_usage_pieces(context))}"])
     below = getattr(node, "commands", {})
     if below:
-        names = (f"- [`{path} {name}`](#{path.replace(' ', '-')}-{name}): {_summary(below[name])}" for name in below)
+        places = {name: f"#{path.replace(' ', '-')}-{name}" if depth else f"cli/{name}.md" for name in below}
+        names = (f"- [`{path} {name}`]({place}): {_summary(below[name])}" for name, place in places.items())
         yield "**Commands**\n\n" + "\n".join(names)
     for title, records in help_sections(node, context, commands=False):
         yield f"**{title}**\n\n" + "\n".join(f"- `{names}`: {text}" for names, text in records)
     if node.epilog:
         yield inspect.cleandoc(node.epilog)
-    for name, command in below.items():
+    for name, command in below.items() if depth else ():
         yield from _reference(command, f"{path} {name}", context)
 
 
@@ -366,6 +381,15 @@ def _spellings(*flags: str) -> str:
     return ", ".join(f"`{flag}`" for flag in flags)
 
 
+def _replace(path: Path, text: str | None) -> None:
+    """Write a page, or remove that of a command which is gone."""
+    if text is None:
+        path.unlink()
+        return
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
 def main(arguments: list[str]) -> int:
     """Write the pages, or with `--check` name the stale ones and return 1."""
     check = "--check" in arguments
@@ -383,12 +407,15 @@ def main(arguments: list[str]) -> int:
             stale.append(str(page.relative_to(DOCS)))
             if not check:
                 page.write_text(new, encoding="utf-8")
-    schema = DOCS / "reference" / "setup-file.schema.json"
-    text = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    if not schema.exists() or schema.read_text(encoding="utf-8") != text:
-        stale.append(str(schema.relative_to(DOCS)))
+    schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    whole = {DOCS / "reference" / "setup-file.schema.json": schema, **command_pages()}
+    for path in sorted({*whole, *COMMANDS.glob("*.md")}):
+        text = whole.get(path)
+        if text == (path.read_text(encoding="utf-8") if path.exists() else None):
+            continue
+        stale.append(str(path.relative_to(DOCS)))
         if not check:
-            schema.write_text(text, encoding="utf-8")
+            _replace(path, text)
     if unused:
         sys.stderr.write(f"No page has these generated parts: {', '.join(sorted(unused))}.\n")
         return 1

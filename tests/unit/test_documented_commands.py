@@ -19,7 +19,7 @@ COMMANDS = command_tree()
 
 def _lines() -> Iterator[tuple[str, str]]:
     for document in DOCUMENTS:
-        if document.name == "cli.md":
+        if document.name == "cli.md" or document.parent.name == "cli":
             continue
         text = document.read_text(encoding="utf-8").replace("\\\n", "")
         shown = re.findall(r"^\$ (?:.*\| )?(trtserve .*)$", text, re.MULTILINE)

@@ -1,7 +1,7 @@
 """Options of specs: a field declares its flags, help, unit and range once; everything else is derived from it.
 
 `tp_size: int = option(1, "--tp-size", help="…", minimum=1)` gives the command line its option,
-`docs/reference/cli.md` its line, the spec its check and `command_line.py` the words that ask for the same value.
+`docs/reference/cli/` its line, the spec its check and `command_line.py` the words that ask for the same value.
 Nothing here knows the command line.
 """
 

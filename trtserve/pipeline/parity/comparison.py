@@ -40,7 +40,7 @@ class Bounds:
     far: float
 
 
-# docs/how-to/check.md explains these values.
+# docs/how-to/check-numbers.md explains these values.
 BOUNDS: Mapping[Precision, Bounds] = {
     "float32": Bounds(difference=5e-4, largest=1e-2, divergence=1e-5, top1=1.0, greedy=1.0, far_beyond=1e-3, far=0.0),
     "float16": Bounds(difference=0.04, largest=0.6, divergence=0.01, top1=0.98, greedy=0.93, far_beyond=0.2, far=0.03),
