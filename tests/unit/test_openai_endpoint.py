@@ -19,6 +19,7 @@ from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
+from trtserve.errors import RequestError
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs, token_log_probs
 
@@ -503,3 +504,20 @@ def test_times_of_streams_are_measured(triton: ScriptedTriton) -> None:
     page = measures.page().decode()
     assert "trtserve_openai_time_to_first_token_seconds_count 1.0" in page
     assert f"trtserve_openai_inter_token_seconds_count {pieces - 1}.0" in page
+
+
+def test_dashboards_of_vllm_find_their_names(triton: ScriptedTriton) -> None:
+    measures = Measures()
+    with endpoint_of(triton, measures=measures) as client:
+        pieces = len(events(complete(client, stream=True)))
+        chat(client)
+        triton.script = (RequestError("the engine failed"),)
+        complete(client)
+    page, label = measures.page().decode(), f'model_name="{NAME}"'
+    assert f"vllm:time_to_first_token_seconds_count{{{label}}} 1.0" in page
+    assert f"vllm:inter_token_latency_seconds_count{{{label}}} {pieces - 1}.0" in page
+    assert f"vllm:e2e_request_latency_seconds_count{{{label}}} 3.0" in page
+    assert f"vllm:num_requests_running{{{label}}} 0.0" in page
+    assert f"vllm:generation_tokens_total{{{label}}} 10.0" in page
+    assert f'vllm:request_success_total{{finished_reason="stop",{label}}} 2.0' in page
+    assert f'vllm:request_success_total{{finished_reason="abort",{label}}} 1.0' in page

@@ -6,14 +6,14 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from trtserve.errors import TrtserveError
@@ -41,6 +41,7 @@ T = TypeVar("T")
 A = TypeVar("A", bound=Completion | Message)
 _FIRST = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 30, 60)
 _GAPS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
 @dataclass(kw_only=True)
@@ -185,21 +186,23 @@ class Answering:
         return JSONResponse(self.form.whole(), headers=headers)
 
     async def _collect(self) -> None:
-        async with aclosing(self._pieces()) as pieces:
-            async for sequence, piece in pieces:
-                self.form.collect(sequence, piece)
+        with self.measures.answer(self.served.name, self.sequences):
+            async with aclosing(self._pieces()) as pieces:
+                async for sequence, piece in pieces:
+                    self.form.collect(sequence, piece)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error is raised before the first event, and is an event after it."""
-        watches = {id(each): self.measures.stopwatch() for each in self.sequences}
+        watches = {id(each): self.measures.stopwatch(model=self.served.name) for each in self.sequences}
         begun = False
         try:
-            async with aclosing(self._pieces()) as pieces:
-                async for sequence, piece in pieces:
-                    watches[id(sequence)].piece()
-                    if events := self.form.events(sequence, piece):
-                        begun = True
-                        yield events
+            with self.measures.answer(self.served.name, self.sequences):
+                async with aclosing(self._pieces()) as pieces:
+                    async for sequence, piece in pieces:
+                        watches[id(sequence)].piece()
+                        if events := self.form.events(sequence, piece):
+                            begun = True
+                            yield events
         except (ApiError, TrtserveError) as error:
             if not begun:
                 raise
@@ -338,24 +341,59 @@ class Measures:
             for kind in ("openai", "generate")
         }
 
+        one: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._registry}
+        # The names that dashboards of vLLM read, for all APIs below /v1.
+        self._first = Histogram(
+            "vllm:time_to_first_token_seconds", "To the first streamed text.", buckets=_FIRST, **one
+        )
+        self._gaps = Histogram("vllm:inter_token_latency_seconds", "Between streamed texts.", buckets=_GAPS, **one)
+        self._whole = Histogram("vllm:e2e_request_latency_seconds", "Of whole answers.", buckets=_WHOLE, **one)
+        self._running = Gauge("vllm:num_requests_running", "Answers that are being made or wait for it.", **one)
+        self._prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", **one)
+        self._generated = Counter("vllm:generation_tokens", "Tokens of answers.", **one)
+        self._ended = Counter(
+            "vllm:request_success",
+            "Answers that have ended.",
+            labelnames=["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+
     def page(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def stopwatch(self, kind: Literal["openai", "generate"] = "openai") -> Stopwatch:
+    @contextmanager
+    def answer(self, model: str, sequences: Sequence[Sequenced[Any]]) -> Iterator[None]:
+        """Count an answer while it is made, and its tokens at its end."""
+        began = time.perf_counter()
+        running = self._running.labels(model)
+        running.inc()
+        try:
+            yield
+        finally:
+            running.dec()
+            self._whole.labels(model).observe(time.perf_counter() - began)
+            for each in sequences:
+                self._prompt.labels(model).inc(each.usage.prompt_tokens or 0)
+                self._generated.labels(model).inc(each.usage.completion_tokens or 0)
+                self._ended.labels(model, each.answer.finish_reason or "abort").inc()
+
+    def stopwatch(self, kind: Literal["openai", "generate"] = "openai", *, model: str | None = None) -> Stopwatch:
         """Return the times of one streamed answer, which begin now."""
-        return Stopwatch(*self._times[kind])
+        more = [] if model is None else [(self._first.labels(model), self._gaps.labels(model))]
+        return Stopwatch([self._times[kind], *more])
 
 
 class Stopwatch:
     """Observes the time to the first piece and between pieces."""
 
-    def __init__(self, first: Histogram, gaps: Histogram) -> None:
-        self._histogram, self._gaps = first, gaps
+    def __init__(self, histograms: Sequence[tuple[Histogram, Histogram]]) -> None:
+        self._now, self._later = zip(*histograms, strict=True)
         self._last = time.perf_counter()
 
     def piece(self) -> None:
         """Note that a piece came."""
         now = time.perf_counter()
-        self._histogram.observe(now - self._last)
-        self._histogram, self._last = self._gaps, now
+        for histogram in self._now:
+            histogram.observe(now - self._last)
+        self._now, self._last = self._later, now
