@@ -129,6 +129,7 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
         ("build x --batch 3", "--max-batch-size"),
         ("query hi --temp 1", "--temperature"),
         ("plan x --seq-len 9", "--max-seq-len"),
+        ("build x --tp 2", "--tp-size of `trtserve import`"),
     ],
 )
 def test_a_shortened_option_is_understood(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:

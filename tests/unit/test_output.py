@@ -177,6 +177,22 @@ def test_one_line_changes_on_a_terminal_and_goes_at_the_end(
     )
 
 
+def test_an_interrupt_of_the_one_line_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _narrow(monkeypatch)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+
+    def interrupted() -> None:
+        with output.ChangingLine() as progress:
+            progress.step("Loading the models")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert capsys.readouterr().err.rstrip().endswith("Interrupted.")
+
+
 def test_elsewhere_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with output.ChangingLine() as progress:
         progress.step("Serving demo")

@@ -140,7 +140,10 @@ def _explain(
     old = old_option_of_any_tool(option)
     if old is not None:
         return UnknownOption(advice=f"{old.answer} `trtserve {old.command}` does that tool's work.")
-    return UnknownOption(advice=_meant(spelled, known) or did_you_mean(spelled, known, most=3, cutoff=0.65) or None)
+    begun = next((each for each in sorted(owners, key=len) if each.startswith(spelled)), None)
+    elsewhere = f"Did you mean {begun} of `{owners[begun][0]}`?" if begun else ""
+    meant = _meant(spelled, known) or elsewhere or did_you_mean(spelled, known, most=3, cutoff=0.65)
+    return UnknownOption(advice=meant or None)
 
 
 def _meant(option: str, known: Sequence[str]) -> str:

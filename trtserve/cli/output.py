@@ -36,6 +36,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newli
 _LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
 _COPIED = "command "
 _SECONDS_BETWEEN_LINES = 10.0
+_INTERRUPT_ECHO = 3  # a terminal shows ^C behind the line, which must not begin another one
 _SIGNS, _SIGNS_PER_SECOND = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", 5
 _BYTES = {
     "size": "size_bytes",
@@ -317,9 +318,12 @@ class ChangingLine(TerminalProgress):
             self.step("Starting")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Remove the line."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the line; say that an interrupt ended what it told of."""
+        live = self._line is not None
         self.end()
+        if live and kind is KeyboardInterrupt:
+            self.step("Interrupted.")
 
     def end(self) -> None:
         """Remove the line; later steps are lines that stay."""
@@ -374,7 +378,7 @@ def _spinner(console: Console) -> Any:
         def render(self, task: rich_progress.Task) -> Text:
             seconds = task.elapsed or 0.0
             line = Text(f"{_SIGNS[int(seconds * _SIGNS_PER_SECOND) % len(_SIGNS)]} {seconds:.0f} s  {task.description}")
-            line.truncate(console.width - 1, overflow="ellipsis")
+            line.truncate(console.width - _INTERRUPT_ECHO, overflow="ellipsis")
             return line
 
     return rich_progress.Progress(Line(), console=console, transient=True, refresh_per_second=_SIGNS_PER_SECOND)
