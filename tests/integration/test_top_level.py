@@ -14,4 +14,5 @@ def test_top_level_is_fixed() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     top = {line.split("/")[0] for line in tracked.splitlines()}
     expected = {"trtserve", "tests", "examples", "docs", "pyproject.toml", "README.md", "LICENSE", "Makefile"}
+    expected |= {"NOTICE", "MANIFEST.in", "setup.py"}  # of the package
     assert {name for name in top if not name.startswith(".")} == expected
