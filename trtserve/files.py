@@ -171,7 +171,7 @@ def open_file(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: s
     OSError passes through.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise error(f"{path} is no regular file: it is not read.", hint=hint)
+        raise error(f"{path} is not a regular file, so it is not read.", hint=hint)
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 

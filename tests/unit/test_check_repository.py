@@ -34,8 +34,9 @@ from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.cli import run
 from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SilentProgress
-from trtserve.repository.check import RULES, RepositoryReport, check_repository, require_sound
+from trtserve.repository.check import RULES, check_repository, require_sound
 from trtserve.repository.check.repository import MachineFacts
+from trtserve.repository.check.rules import RepositoryReport
 from trtserve.repository.engines import Installation
 
 LOADED = {rule.name for rule in RULES if rule.needs == "tokenizer"}
@@ -335,7 +336,7 @@ def test_what_is_no_file_in_a_repository_stops_the_check(kind: str, good: dict[s
         place.symlink_to("/dev/zero")
     found = [finding for finding in report_of(copy).findings if finding.rule == "file-access"]
     assert [finding.file for finding in found] == [place]
-    assert "is no regular file" in found[0].what
+    assert "is not a regular file" in found[0].what
 
 
 def test_links_that_lead_back_are_walked_once(good: dict[str, Path], tmp_path: Path) -> None:

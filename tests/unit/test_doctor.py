@@ -99,7 +99,7 @@ def test_python_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.check_python_version().state == "ok"
     monkeypatch.setattr(sys, "version_info", (3, 13, 0, "final", 0))
     new = system.check_python_version()
-    assert (new.state, new.fix, new.needed_by) == ("failed", "Use Python 3.10 – 3.12.", EVERY)
+    assert (new.state, new.fix, new.needed_by) == ("failed", "Servers need Python 3.10 – 3.12.", EVERY)
 
 
 def test_missing_stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trtserve.pipeline.gpu_fit import Gpu, GpuFit
     from trtserve.pipeline.parity import CheckReport
     from trtserve.pipeline.stages import StageNeeds
-    from trtserve.repository.check import RepositoryReport
+    from trtserve.repository.check.rules import RepositoryReport
 
 _REPOSITORIES = "Model repositories"
 

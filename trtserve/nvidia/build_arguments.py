@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,7 @@ _OURS = {
     "--auto_parallel": "Parallelism is a property of the checkpoint: `trtserve convert --tp-size`.",
     "--gather_all_token_logits": "Give it before the `--`.",
 }
-_TYPED = (
-    "max_batch_size",
-    "max_input_len",
-    "max_seq_len",
-    "max_num_tokens",
-    "max_beam_width",
-    "max_draft_len",
-    "speculative_decoding_mode",
-    "max_prompt_embedding_table_size",
-    "gather_context_logits",
-    "gather_generation_logits",
-    "lora_plugin",
-    "lora_target_modules",
-    "max_lora_rank",
-    *_PASSED_ON,
-)
+_TYPED = {field.name for field in fields(BuildSpec)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ _MODELOPT = "nvidia-modelopt"
 _EXAMPLES = "examples"
 # Folders of the converters whose models have experts.
 _WITH_EXPERTS = ("llama", "qwen", "phi", "deepseek_v1", "deepseek_v2", "dbrx", "grok")
+_LAYOUT = ("moe_tp_size", "moe_ep_size", "use_parallel_embedding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,21 +198,17 @@ def tool_command(toolkit: Toolkit, spec: ConvertSpec, architecture: str, model: 
     return Command(argv=(str(toolkit.python), str(script), *flags, *spec.converter_flags))
 
 
+def _refuse_given(tool: str, spec: ConvertSpec, *options: str) -> None:
+    """Raise UsageError for options that the tool does not have; one worker is what it has anyway."""
+    default = type(spec)(workers=spec.workers if spec.workers == 1 else None)
+    given = [name for name in options if getattr(spec, name) != getattr(default, name)]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{tool} has no option for {names}.", hint="Leave it out, or use --converter own.")
+
+
 def _quantize_flags(spec: ConvertSpec, model: Path, out: Path) -> list[str]:
-    if spec.use_parallel_embedding:
-        raise UsageError(
-            "quantize.py chooses the layout of the embedding; it has no option for --use-parallel-embedding.",
-            hint="Leave it out.",
-        )
-    if spec.moe_tp_size is not None or spec.moe_ep_size is not None:
-        raise UsageError(
-            f"--quantize {spec.quantize} runs quantize.py, which cannot split experts.",
-            hint="Leave --moe-tp-size and --moe-ep-size out.",
-        )
-    if spec.workers is not None:
-        raise UsageError(
-            f"--quantize {spec.quantize} runs quantize.py, which has no option for --workers.", hint="Leave it out."
-        )
+    _refuse_given(f"--quantize {spec.quantize} runs quantize.py, which", spec, "workers", *_LAYOUT)
     flags = {
         "--model_dir": model,
         "--output_dir": out,
@@ -247,30 +244,14 @@ def _flags(family: str, spec: ConvertSpec, model: Path, out: Path) -> Iterator[s
 
 def _recurrentgemma_flags(spec: ConvertSpec, model: Path, out: Path) -> Iterator[str]:
     """RecurrentGemma's converter supports tensor parallelism and little else."""
-    given = {
-        "--pp-size": spec.pp_size != 1,
-        "--moe-tp-size": spec.moe_tp_size is not None,
-        "--moe-ep-size": spec.moe_ep_size is not None,
-        "--use-parallel-embedding": spec.use_parallel_embedding,
-        "--quantize": spec.quantize != "none",
-        "--workers": spec.workers not in (None, 1),
-    }
-    unsupported = [flag for flag, is_given in given.items() if is_given]
-    if unsupported:
-        raise UsageError(
-            f"recurrentgemma/convert_checkpoint.py has no option for {', '.join(unsupported)}.", hint="Leave it out."
-        )
+    _refuse_given("recurrentgemma/convert_checkpoint.py", spec, "pp_size", "quantize", "workers", *_LAYOUT)
     yield from ("--ckpt_type", "hf", "--model_dir", str(model), "--output_dir", str(out))
     yield from ("--dtype", spec.dtype, "--world_size", str(spec.tp_size))
 
 
 def _gemma_flags(spec: ConvertSpec, model: Path, out: Path) -> Iterator[str]:
     """Gemma's converter has its own flags, only tensor parallelism, and no workers."""
-    for flag, value in (("--pp-size", spec.pp_size), ("--workers", spec.workers)):
-        if value not in (None, 1):
-            raise UsageError(
-                f"NVIDIA's converter of Gemma has no option for {flag}.", hint="Leave it out, or use --converter own."
-            )
+    _refuse_given("gemma/convert_checkpoint.py", spec, "pp_size", "workers")
     yield from ("--ckpt-type", "hf", "--model-dir", str(model), "--output-model-dir", str(out))
     yield from ("--dtype", spec.dtype, "--world-size", str(spec.tp_size))
     if spec.quantize != "none":

@@ -276,8 +276,8 @@ def _require_supported(config: CheckpointConfig, release: str) -> None:
 def _foreign_notes(config: CheckpointConfig, release: str) -> Iterator[str]:
     if keys := foreign_keys(config, release):
         yield (
-            f"The checkpoint is one of another release: TensorRT-LLM {release} does not know {', '.join(keys)}, and "
-            f"its loader stops at them. `trtserve convert --trtllm-version {release}` makes one without."
+            f"The checkpoint was made for another release: the loader of TensorRT-LLM {release} refuses the keys "
+            f"{', '.join(keys)}. `trtserve convert --trtllm-version {release}` makes one without them."
         )
 
 

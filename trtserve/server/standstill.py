@@ -75,7 +75,7 @@ class Watchman:
         for gateway in (each.gateway for each in self._server.instances if each.gateway is not None):
             silence = gateway_silence(self._folder, gateway.process.pid)
             if silence is not None and silence > _GATEWAY_SILENT:
-                return self._ended(f"its gateway has answered nobody for {silence:.0f} s", gateway.process)
+                return self._ended(f"its gateway has answered no request for {silence:.0f} s", gateway.process)
         return None
 
     def _ended(self, what: str, *processes: ProcessId) -> Ended:

@@ -117,7 +117,7 @@ def unready_models(server: Server, store: Store) -> dict[str, str]:
         gateway = instance.gateway
         silence = None if gateway is None else gateway_silence(run_folder(server.name, store), gateway.process.pid)
         if silence is not None and silence > _GATEWAY_SILENT:
-            found[server.name] = f"its gateway, which answers HTTP requests, has answered nobody for {silence:.0f} s"
+            found[server.name] = f"its gateway, which answers HTTP requests, has answered none for {silence:.0f} s"
     halted = [f"{what} (pid {each.pid}) {HALTED}" for each, what in named_parts(server).items() if each.halted()]
     if halted:
         found[server.name] = "; ".join((*filter(None, [found.get(server.name)]), *halted))

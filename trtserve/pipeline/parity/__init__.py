@@ -37,20 +37,6 @@ from trtserve.store import Store
 if TYPE_CHECKING:
     from trtserve.pipeline.parity.comparison import Logits
 
-__all__ = [
-    "CHECKED",
-    "CheckPlan",
-    "CheckReport",
-    "Stage",
-    "check_checkpoint",
-    "compare_checkpoint",
-    "find_artifact",
-    "find_original",
-    "plan_check",
-    "require_passed",
-    "run_check",
-]
-
 # Kinds of artefacts that can be checked; folders of other kinds are refused by name.
 CHECKED: tuple[type[Artifact], ...] = (Checkpoint, ModelRepository)
 

@@ -12,16 +12,6 @@ from trtserve.repository.check import engines, files, llmapi, machine, models, t
 from trtserve.repository.check.repository import MachineFacts, Repository, read_repository
 from trtserve.repository.check.rules import Finding, Needs, RepositoryReport, Rule
 
-__all__ = [
-    "RULES",
-    "Finding",
-    "RepositoryReport",
-    "check_repository",
-    "require_clean",
-    "require_intact",
-    "require_sound",
-]
-
 _MODULES = (files, models, engines, tensors, tokenizers, llmapi, machine)
 
 RULES = tuple(each for module in _MODULES for each in vars(module).values() if isinstance(each, Rule))

@@ -271,7 +271,7 @@ def unreadable_files(repository: Repository) -> Iterator[Finding]:
             elif path.exists() and not (path.stat().st_mode & 0o444 and os.access(path, os.R_OK)):
                 problem = "cannot be read: this user lacks the permission"
             elif path.exists() and not (path.is_file() or path.is_dir()):
-                problem = "is no regular file: a pipe or a device, which can be read for ever"
+                problem = "is not a regular file: a pipe or a device, which may never end"
             else:
                 continue
             relative = path.relative_to(repository.path)
