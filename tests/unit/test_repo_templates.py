@@ -99,7 +99,7 @@ def test_invalid_substitutions_are_refused(release: str, text: str) -> None:
 
 def test_drop_unset_removes_optional_parameters(models: Path) -> None:
     filled = fill_templates(models, f"{NEEDED},tokenizer_dir:/t", release="0.19", drop_unset=True)
-    configs = {each.path.parent.name: parse_config(each.text) for each in filled}
+    configs = {path.parent.name: parse_config(text) for path, text in filled.items()}
     core = configs["tensorrt_llm"]
     assert (core.backend, core.max_batch_size, core.model_transaction_policy.decoupled) == ("tensorrtllm", 4, False)
     assert core.dynamic_batching.default_queue_policy.max_queue_size == 0
@@ -175,11 +175,11 @@ def test_a_template_can_be_named_by_its_file(models: Path, tmp_path: Path) -> No
     file = models / "tensorrt_llm" / "config.pbtxt"
     filled = fill_templates(file, NEEDED, release="0.19", drop_unset=True)
     write_filled(file, filled, tmp_path / "out")
-    assert (tmp_path / "out" / "config.pbtxt").read_text() == filled[0].text
+    assert (tmp_path / "out" / "config.pbtxt").read_text() == filled[Path("config.pbtxt")]
     assert (tmp_path / "out" / "1" / "model.py").exists()
     assert file.read_text() == CORE
     write_filled(file, filled, None)
-    assert file.read_text() == filled[0].text
+    assert file.read_text() == filled[Path("config.pbtxt")]
 
 
 def test_an_out_folder_below_a_file_is_explained(models: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_benchmarks_have_traffic_and_limits(tmp_path: Path) -> None:
     drawn, asked = setup.benchmarks
     assert (drawn.spec.traffic, drawn.spec.prefix_len, drawn.strict) == ("prefix", 64, True)
     assert drawn.spec.slo == {"ttft": "200ms"}
-    assert drawn.requirements.limits == {"ttft_p99": 2000.0, "tokens_per_second": 50.0}
+    assert drawn.requirements == {"ttft_p99": 2000.0, "tokens_per_second": 50.0}
     assert (asked.spec.traffic, asked.spec.dataset) == ("dataset", tmp_path / "questions.json")
     # As `bench dataset` does: an end token ends an answer.
     assert (asked.spec.num_requests, asked.spec.ignore_eos, asked.out) == (5, False, tmp_path / "results")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -51,27 +50,15 @@ def _t_probability(value: float, degrees: int) -> float:
     return 0.5 + (inside / 2 if degrees % 2 == 0 else (angle + inside) / math.pi)
 
 
-@dataclass(frozen=True)
-class _Error:
-    """The standard error of a mean, and the factor of its interval."""
-
-    standard: float
-    factor: float
-
-    @property
-    def half(self) -> float:
-        return self.factor * self.standard
-
-
-def _batch_error(values: npt.NDArray[np.float64], level: float = LEVEL) -> _Error:
-    """Return the error of the mean of `values`, which are in order of time."""
+def _batch_error(values: npt.NDArray[np.float64], level: float = LEVEL) -> tuple[float, float]:
+    """Return the standard error of the mean of `values`, in order of time, and the factor of its interval."""
     batches = _MOST_BATCHES if len(values) >= 8 * _MOST_BATCHES else _FEWEST_BATCHES
     means = _means(values, batches)
     while batches > _FEWEST_BATCHES and _correlation(means) > _CORRELATED:
         batches //= 2
         means = _means(values, batches)
     standard = float(means.std(ddof=1)) / math.sqrt(batches)
-    return _Error(standard, t_quantile((1 + level) / 2, batches - 1))
+    return standard, t_quantile((1 + level) / 2, batches - 1)
 
 
 def _means(values: npt.NDArray[np.float64], batches: int) -> npt.NDArray[np.float64]:
@@ -95,7 +82,7 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval 
     if len(values) < FEWEST:
         return None
     array = np.asarray(values, np.float64)
-    half = _batch_error(array, level).half
+    half = math.prod(_batch_error(array, level))
     return float(array.mean()) - half, float(array.mean()) + half
 
 
@@ -112,9 +99,9 @@ def quantile_interval(values: Sequence[float], quantile: float) -> Interval | No
     array = np.asarray(values, np.float64)
     ordered = np.sort(array)
     below = (array <= ordered[math.ceil(quantile * count) - 1]).astype(np.float64)
-    error = _batch_error(below)
+    standard, factor = _batch_error(below)
     # Never less than for independent values: few values beyond the percentile hide their spread.
-    half = error.factor * max(error.standard, math.sqrt(quantile * (1 - quantile) / count))
+    half = factor * max(standard, math.sqrt(quantile * (1 - quantile) / count))
     low, high = quantile - half, quantile + half
     if low <= 0 or high >= 1:
         return None
@@ -128,7 +115,7 @@ def effective_count(values: Sequence[float]) -> float | None:
     array = np.asarray(values, np.float64)
     if len(array) < FEWEST or not array.var():
         return None
-    standard = _batch_error(array).standard
+    standard, _ = _batch_error(array)
     return float(min(len(array), array.var(ddof=1) / standard**2)) if standard else None
 
 

@@ -30,19 +30,16 @@ RATES = tuple(_RATES)
 """Limits that a figure must meet. `good_share` is the part of the answers that meet --slo, from 0 to 1."""
 
 
-@dataclass(frozen=True)
-class Requirements:
-    """Limits by name: milliseconds for those of `TIMES`."""
-
-    limits: Mapping[str, float]
-
-    def missed_by(self, statistics: Statistics) -> list[str]:
-        """Return one sentence for each limit that is not met; a figure that was not measured does not meet it."""
-        return [text for name, limit in self.limits.items() if (text := _missed(name, limit, statistics)) is not None]
+def missed_by(statistics: Statistics, limits: Mapping[str, float]) -> list[str]:
+    """Return one sentence for each limit that is not met; a figure that was not measured does not meet it."""
+    return [text for name, limit in limits.items() if (text := _missed(name, limit, statistics)) is not None]
 
 
-def read_requirements(words: Mapping[str, str]) -> Requirements:
-    """Read limits such as `ttft_p99: 300ms` and `tokens_per_second: 200`. Raises UsageError for anything else."""
+def read_requirements(words: Mapping[str, str]) -> dict[str, float]:
+    """Read limits such as `ttft_p99: 300ms` and `tokens_per_second: 200`; times become milliseconds.
+
+    Raises UsageError for anything else.
+    """
     limits = {}
     for name, text in words.items():
         if name in TIMES:
@@ -54,7 +51,7 @@ def read_requirements(words: Mapping[str, str]) -> Requirements:
         if value is None:
             raise UsageError(f"{name} is {text!r}; expected {wanted}.")
         limits[name] = value
-    return Requirements(limits)
+    return limits
 
 
 def _missed(name: str, limit: float, statistics: Statistics) -> str | None:

@@ -248,11 +248,13 @@ def _fill(call: _Call, folder: Path, others: list[str], *, drop_unset: bool, in_
     if written and not call.dry_run:
         write_filled(folder, filled, call.out)
     if call.json:
-        print_json("repo", {"path": str(call.out or folder), "files": {str(each.path): each.text for each in filled}})
+        print_json(
+            "repo", {"path": str(call.out or folder), "files": {str(path): text for path, text in filled.items()}}
+        )
     elif written:
         print_data(str(call.out or folder))
     else:  # as NVIDIA's tool does
-        print_data("\n".join(each.text for each in filled))
+        print_data("\n".join(filled.values()))
 
 
 def _print_result(call: _Call, path: Path, described: Mapping[str, object], lines: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
@@ -35,14 +34,6 @@ _DEFAULTS = {"max_queue_size": ("0", "0.12"), "max_queue_delay_microseconds": ("
 _RENAMED = {"visual_model_path": "Release 0.19 calls it multimodal_model_path"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilledTemplate:
-    """One filled config.pbtxt."""
-
-    path: Path  # relative to the template folder
-    text: str
-
-
 def fill_templates(
     folder: Path,
     substitutions: str,
@@ -50,8 +41,8 @@ def fill_templates(
     release: str | None = None,
     drop_unset: bool = False,
     progress: Progress = SILENT,
-) -> tuple[FilledTemplate, ...]:
-    """Return the filled config.pbtxt of a model's folder, or of every model in a folder of models.
+) -> dict[Path, str]:
+    """Return path → filled config.pbtxt of a model's folder, or of every model in a folder of models.
 
     `substitutions` is `key:value,…` as the tool of `release` (default: the newest) reads it. With `drop_unset` optional
     parameters without a value are left out, which every runtime treats as unset. Raises UsageError for a text that the
@@ -78,10 +69,10 @@ def fill_templates(
     for path, text in contents.items():
         parse_config(text, path)
     top = _top(folder)
-    return tuple(FilledTemplate(path=path.relative_to(top), text=text) for path, text in contents.items())
+    return {path.relative_to(top): text for path, text in contents.items()}
 
 
-def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | None) -> None:
+def write_filled(folder: Path, filled: Mapping[Path, str], out: Path | None) -> None:
     """Write the filled templates of `folder`: in place, or into `out`, a new copy of the folder.
 
     Raises UsageError when `out` is not empty and for a link out of `folder`, ArtifactError or DiskSpaceError when the
@@ -100,10 +91,10 @@ def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | Non
             except shutil.Error as error:  # one reason per file, each with two paths
                 source, _, reason = error.args[0][0]
                 raise RepositoryError(f"{source} cannot be copied to {out}: {reason}.") from error
-        for each in filled:
-            target = (out or top) / each.path
+        for path, text in filled.items():
+            target = (out or top) / path
             staged = target.with_name(f".{target.name}.partial")
-            staged.write_text(each.text, encoding="utf-8")
+            staged.write_text(text, encoding="utf-8")
             staged.replace(target)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.targets import RATES, TIMES, Requirements
+from trtserve.bench.targets import RATES, TIMES
 from trtserve.specs import BenchRuns, BenchSpec, BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.specs.bench import RANDOM
 from trtserve.specs.cluster import OPTIONS, ClusterSpec, KubernetesOptions, SlurmOptions
@@ -95,7 +95,7 @@ class BenchmarkSetup:
     spec: BenchSpec
     strict: bool
     """Whether a verdict other than `valid` is an error."""
-    requirements: Requirements
+    requirements: Mapping[str, float]  # as `read_requirements` returns them
     out: Path | None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts import Adapter, Engine, Model, ModelRepository, load_artifact
+from trtserve.bench.targets import missed_by
 from trtserve.errors import PortInUseError, UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
@@ -375,7 +376,7 @@ class BenchmarkResult:
     @property
     def missed(self) -> list[str]:
         """The limits that its figures do not meet, one sentence for each."""
-        return self.setup.requirements.missed_by(self.report.statistics)
+        return missed_by(self.report.statistics, self.setup.requirements)
 
     def to_json(self) -> dict[str, Any]:
         """Return name, report and missed limits."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trtserve.bench.targets import Requirements, read_requirements
+from trtserve.bench.targets import read_requirements
 from trtserve.errors import ArtifactError, UsageError, did_you_mean
 from trtserve.files import read_text
 from trtserve.pipeline.import_spec import recorded_spec
@@ -200,7 +200,7 @@ class _Document:
                 BenchSpec, {**FILE_DEFAULTS.get(str(traffic["traffic"]), {}), **values}, node, what, traffic
             ),
             strict=strict,
-            requirements=self.requirements(given["limits"], what) if "limits" in given else Requirements({}),
+            requirements=self.requirements(given["limits"], what) if "limits" in given else {},
             out=self.path_beside(self.text(given["out"], f"{what}.out")) if "out" in given else None,
         )
 
@@ -219,7 +219,7 @@ class _Document:
             raise self.error(given[key], f"{what}.traffic is {text!r}; expected one of {', '.join(RANDOM)}.")
         return {"traffic": text}
 
-    def requirements(self, node: yaml.Node, what: str) -> Requirements:
+    def requirements(self, node: yaml.Node, what: str) -> Mapping[str, float]:
         name = f"{what}.limits"
         words = {key: self.text(each, f"{name}.{key}") for key, each in self.mapping(node, name).items()}
         try:
