@@ -42,6 +42,6 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
 
 def spare_round_trip(home: Path) -> None:
     """Let a first start in the store `home` begin at once: it would test Triton for seconds, as tests of doctor do."""
-    passed = stub._passed_file(Store(home))
+    passed = stub.passed_file(Store(home))
     passed.parent.mkdir(parents=True, exist_ok=True)
     write_json(passed, {"passed": True})

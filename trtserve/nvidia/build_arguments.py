@@ -191,18 +191,16 @@ def _wanted(release: str, spec: BuildSpec, limits: Limits, mode: str | None) -> 
     }
 
 
-def require_no_adapters(spec: BuildSpec) -> None:
-    """Raise UsageError for options that need --lora-plugin."""
-    given = (("--lora-target-modules", spec.lora_target_modules), ("--max-lora-rank", spec.max_lora_rank != _LORA_RANK))
-    for option, value in given:
-        if value:
-            raise UsageError(f"{option} has no effect without --lora-plugin.", hint="Add --lora-plugin auto.")
-
-
 def _lora(spec: BuildSpec) -> dict[str, Any]:
     modules = [name for word in spec.lora_target_modules or () for name in word.replace(",", " ").split()]
     if spec.lora_plugin == "disable":
-        require_no_adapters(spec)
+        given = (
+            ("--lora-target-modules", spec.lora_target_modules),
+            ("--max-lora-rank", spec.max_lora_rank != _LORA_RANK),
+        )
+        for option, value in given:
+            if value:
+                raise UsageError(f"{option} has no effect without --lora-plugin.", hint="Add --lora-plugin auto.")
         return {}
     if not modules and "--lora_dir" not in spec.builder_flags:
         raise UsageError(

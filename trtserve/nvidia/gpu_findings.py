@@ -28,7 +28,8 @@ def architecture_words(capability: str) -> str:
 
 def missing_fp8(config: CheckpointConfig, gpu: str, sm: int) -> str | None:
     """Return that a kind of GPU lacks the FP8 arithmetic of a checkpoint, or None."""
-    return _too_old("FP8 weights need", FIRST_FP8, gpu, sm) if _is_fp8(config) and sm < FIRST_FP8 else None
+    is_fp8 = str(config.quantization.algorithm).startswith("FP8")
+    return _too_old("FP8 weights need", FIRST_FP8, gpu, sm) if is_fp8 and sm < FIRST_FP8 else None
 
 
 def missing_arithmetic(config: CheckpointConfig, gpu: str, sm: int) -> str | None:
@@ -43,10 +44,6 @@ def missing_arithmetic(config: CheckpointConfig, gpu: str, sm: int) -> str | Non
         except UnsupportedModelError as error:
             return error.message
     return None
-
-
-def _is_fp8(config: CheckpointConfig) -> bool:
-    return str(config.quantization.algorithm).startswith("FP8")
 
 
 def _too_old(what: str, least: int, gpu: str, sm: int) -> str:

@@ -48,11 +48,8 @@ def resolve_dtype(spec: ConvertSpec, hf: HfConfig) -> Literal["float32", "float1
     """Return the checkpoint's dtype; `auto` is the model's, or float16 for float32 and none, as in TensorRT-LLM."""
     if spec.dtype != "auto":
         return spec.dtype
-    return "bfloat16" if own_dtype(hf) == "bfloat16" else "float16"
-
-
-def own_dtype(hf: HfConfig) -> str:
-    return str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
+    own = str(hf.get("dtype") or hf.get("torch_dtype"))
+    return "bfloat16" if own.removeprefix("torch.") == "bfloat16" else "float16"
 
 
 def resolve_release(spec: ConvertSpec) -> str | None:

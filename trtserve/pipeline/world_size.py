@@ -71,7 +71,9 @@ def plan_rebuild(repository: ModelRepository, served: ServedRepository, spec: Se
     changed = with_world_size(made, spec.world_size)
     # `auto` may choose another runtime today.
     changed = replace(changed, build=replace(changed.build, runtime=cast(RuntimeName, served.runtime)))
-    return Rebuild(record=record, spec=changed, ranks=served.world_size, served=with_ranks(served, spec.world_size))
+    first, *others = served.core_models  # a draft model keeps its ranks
+    rebuilt = replace(served, core_models=(replace(first, world_size=spec.world_size), *others))
+    return Rebuild(record=record, spec=changed, ranks=served.world_size, served=rebuilt)
 
 
 def planned_stages(rebuild: Rebuild, progress: Progress) -> tuple[list[StageSummary], ModelRepository]:
@@ -120,9 +122,3 @@ def with_world_size(spec: ImportSpec, world_size: int) -> ImportSpec:
     convert = replace(spec.convert, tp_size=world_size // stages, pp_size=stages, moe_tp_size=None, moe_ep_size=None)
     # The folders that the user named keep the engine and the repository of the import.
     return replace(spec, convert=convert, engine_out=None, out=None, verify=None)
-
-
-def with_ranks(served: ServedRepository, world_size: int) -> ServedRepository:
-    """Return what will be served: the first core model with other ranks; a draft model keeps its own."""
-    first, *others = served.core_models
-    return replace(served, core_models=(replace(first, world_size=world_size), *others))

@@ -141,7 +141,8 @@ def plan_repository(
     facts = repository_facts(spec, profile, options, config, engine)
     facts |= {"draft": second.facts if second else None, "adapters": {each.name: each.task_id for each in adapters}}
     if second is not None:
-        facts["core_models"] |= draft_facts(spec, second, read_engine(second.engine.path))
+        drafting = core_facts(DRAFT, spec, second.options, read_engine(second.engine.path), second.engine)
+        facts["core_models"][model_names(spec.suffix)[DRAFT]] = drafting
     if draft_tokenizer is not None:
         require_same_tokens(tokenizer, draft_tokenizer)
     place = (out or into or (store or Store()).root) if spec.absolute_paths else None
@@ -236,11 +237,6 @@ def repository_facts(
         "mapping": model.content.get("mapping", {}),
         "machine": engine.manifest.facts.get("machine", {}) if engine.manifest is not None else {},
     }
-
-
-def draft_facts(spec: RepositorySpec, draft: Draft, config: EngineConfig) -> dict[str, Any]:
-    """Return the entry in `core_models` of a draft model, whose engine's config.json is `config`."""
-    return {model_names(spec.suffix)[DRAFT]: core_facts(DRAFT, spec, draft.options, config, draft.engine)}
 
 
 def core_facts(

@@ -115,12 +115,12 @@ def foreign_programs(repository: Path) -> list[str]:
         for path in config.parent.rglob("*")
         if (path.suffix in (".py", ".sh") or ".so" in path.suffixes)
         and path.is_file()
-        and (path.stat().st_size > _LARGEST or (_below_version(config.parent, path), path.read_bytes()) not in own)
+        and (
+            path.stat().st_size > _LARGEST
+            # An own program has its name below the version's folder.
+            or (PurePosixPath(*path.relative_to(config.parent).parts[1:]).as_posix(), path.read_bytes()) not in own
+        )
     )
-
-
-def _below_version(model: Path, path: Path) -> str:
-    return str(PurePosixPath(*path.relative_to(model).parts[1:]))
 
 
 def warning_of_programs(repository: Path) -> str | None:

@@ -98,7 +98,9 @@ class ServedRepository:
     @property
     def precision(self) -> dict[str, str]:
         """Precision of the engine's weights, arithmetic and KV cache, as far as it is known."""
-        found = {"weights_precision": self._weights_precision()}
+        weights = self.engine.model.quantization.algorithm or self.engine.model.dtype
+        # W8A16 and W4A16 are TensorRT-LLM's names of integer weights.
+        found = {"weights_precision": {"W8A16": "int8", "W4A16": "int4"}.get(weights, weights) or None}
         found |= {key: self._own(key) for key in ("compute_precision", "kv_precision")}
         return {key: value for key, value in found.items() if value}
 
@@ -124,11 +126,6 @@ class ServedRepository:
             f"instead of the engine's {longest}). Raise max_tokens_in_paged_kv_cache or kv_cache_free_gpu_mem_fraction."
         )
         return [text]
-
-    def _weights_precision(self) -> str | None:
-        """Return int8 for TensorRT-LLM's W8A16, int4 for W4A16, the name of another algorithm, or the dtype."""
-        found = self.engine.model.quantization.algorithm or self.engine.model.dtype
-        return {"W8A16": "int8", "W4A16": "int4"}.get(found, found) or None
 
     def _own(self, key: str) -> str | None:
         return getattr(self.engine.trtserve, key) or None if "trtserve" in self.engine.content else None

@@ -222,7 +222,8 @@ def _with_draft(spec: ImportSpec, drafting: ImportPlan) -> ImportSpec:
 
 def _action(server: ServerSetup, repository: ModelRepository | None, store: Store) -> Action:
     if server.cluster is not None:
-        return "write" if repository is None or not has_files(server, server.cluster, repository) else "keep"
+        written = repository is not None and is_written(_plan_job(server, server.cluster, repository, SILENT))
+        return "keep" if written else "write"
     running = recorded_server(server.name, store)
     if running is None or not running.alive():
         return "start"
@@ -323,11 +324,6 @@ def require_cluster(server: ServerSetup, cluster: ClusterSetup, runtime: str) ->
             f"{server.model} on the CPU.",
             hint=f"Give the model a runtime for GPUs, such as `runtime: torch`, or leave out `{cluster.kind}`.",
         )
-
-
-def has_files(server: ServerSetup, cluster: ClusterSetup, repository: ModelRepository) -> bool:
-    """Return whether the files are there as `write_files` would write them."""
-    return is_written(_plan_job(server, cluster, repository, SILENT))
 
 
 def write_files(

@@ -58,12 +58,8 @@ def model_rule(
     name: str, about: str, models: Models, *, severity: Severity = "error", needs: Needs = "files", stops: bool = False
 ) -> Callable[[FindInModel], Rule]:
     """Make a rule of the function that yields what breaks it in one of these models."""
-
-    def decorate(find: FindInModel) -> Rule:
-        in_all = rule(name, about, severity=severity, needs=needs, stops=stops)
-        return in_all(lambda repository: (each for model in models(repository) for each in find(repository, model)))
-
-    return decorate
+    in_all = rule(name, about, severity=severity, needs=needs, stops=stops)
+    return lambda find: in_all(lambda given: (each for model in models(given) for each in find(given, model)))
 
 
 def every_model(repository: Repository) -> Iterable[ModelFolder]:

@@ -189,15 +189,11 @@ def check_round_trip(store: Store, *, system_first: bool = False) -> CheckResult
     if problem:
         return _TRITON("round trip", "failed", problem, f"Reinstall: {install_command('cpu')}.")
     if triton == installation.find_triton():
-        write_json(_passed_file(store), {"passed": True})
+        write_json(passed_file(store), {"passed": True})
     return _TRITON("round trip", "ok", "strings and integers came back through Triton")
 
 
-def passed_before(store: Store) -> bool:
-    return _passed_file(store).exists()
-
-
-def _passed_file(store: Store) -> Path:
+def passed_file(store: Store) -> Path:
     """Return the record of a round trip; its name depends on everything that decides the outcome."""
     executable = installation.find_triton().executable
     stat = executable.stat()

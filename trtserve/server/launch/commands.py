@@ -61,10 +61,6 @@ class LaunchSetup:
     arguments: tuple[str, ...] = ()
     """Further arguments of tritonserver, after all others."""
 
-    def rank_prefix(self, rank: int) -> str:
-        """Return the shared-memory prefix of one rank; upstream's script uses the same one for every server."""
-        return f"{self.shm_prefix}r{rank}_"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -207,7 +203,7 @@ def rank_arguments(setup: LaunchSetup, rank: int, *, emptied_pools: int | None =
             arguments += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(emptied_pools)]
     arguments += ports
     arguments.append("--disable-auto-complete-config")
-    arguments.append(f"--backend-config=python,shm-region-prefix-name={setup.rank_prefix(rank)}")
+    arguments.append(f"--backend-config=python,shm-region-prefix-name={setup.shm_prefix}r{rank}_")
     if not facts.exit_timeout:
         arguments.append(exit_timeout)
     if setup.backends is not None:
