@@ -85,8 +85,6 @@ async def _listen(echo: Echo, pipe: Connection) -> None:
 
 
 class _Answers:
-    """The responses of every answer and their times."""
-
     def __init__(self, echo: Echo, timers: Timers) -> None:
         self.echo, self.timers = echo, timers
         self.parts = _parts(echo)

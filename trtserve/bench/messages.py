@@ -252,7 +252,6 @@ def divided(arrivals: Sequence[tuple[int, int]], total: int) -> list[tuple[int, 
 
 
 def _total(numbers: Sequence[int | None]) -> int | None:
-    """Return the sum, or None if a number is missing."""
     known = [number for number in numbers if number is not None]
     return sum(known) if known and len(known) == len(numbers) else None
 

@@ -195,7 +195,6 @@ def _server_processes(target: LoadTarget) -> list[int]:
 
 
 def _reporter(task: Task) -> Callable[[Totals], None]:
-    """Return a function that shows the counts of a running benchmark."""
     shown, began = 0, time.monotonic()
 
     def report(totals: Totals) -> None:

@@ -227,8 +227,6 @@ class Answer:
 
 @dataclass(kw_only=True)
 class _SequenceCollector:
-    """Collects the responses of one sequence."""
-
     sequence: GeneratedSequence
     cumulative: bool
     """Whether every response repeats the text so far."""

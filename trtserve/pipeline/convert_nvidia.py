@@ -102,7 +102,6 @@ class NvidiaConversion:
         return config, {"command": str(ran), "log": str(log), "bytes": size}
 
     def _command(self, folder: Path) -> tuple[Command, ContainerRun | None]:
-        """Return the tool's own command, and the container that it runs in, if any."""
         source = self.model.absolute()
         command = tool_command(self.toolkit, self.spec, self.config.architecture, source, folder)
         if self.toolkit.container is None:
@@ -120,7 +119,6 @@ class NvidiaConversion:
 
     @property
     def _parallel_ranks(self) -> int:
-        """Return how many ranks NVIDIA's converter writes at a time."""
         return min(self.spec.workers or 1, len(self.sizes))
 
     def _require_memory(self) -> None:
@@ -146,7 +144,6 @@ class NvidiaConversion:
         )
 
     def _memory(self) -> ToolMemory:
-        """Describe the memory of NVIDIA's converter: the whole model, and one rank for each worker."""
         parallel, rank = self._parallel_ranks, self.sizes[0]
         sizes = f", {format_bytes(sum(self.sizes))}," if rank else ""
         each = f", {format_bytes(rank)} each, {parallel} at a time (estimates);" if rank else ";"

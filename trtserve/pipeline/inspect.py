@@ -248,7 +248,6 @@ def _quantization(model: CheckpointConfig) -> dict[str, Any]:
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are switched on or have a value."""
     return {name: value for name, value in values.items() if value not in (None, False, "disable", [], {})}
 
 

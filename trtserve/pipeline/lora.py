@@ -163,7 +163,6 @@ def _source_config(folder: Path | None, revision: hub.Revision | None, store: St
 
 
 def _pulled(plan: AdapterPlan, revision: hub.Revision, folder: Path, progress: Progress) -> AdapterPlan:
-    """Pull the adapter into `folder` and complete the plan."""
     file = _file(revision, PEFT_WEIGHTS)
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(file.size)}"
     done = hub.pulled_bytes(file, folder)

@@ -81,7 +81,7 @@ def memory_needs(deployment: Deployment, engine: EnginePlan | None = None) -> Me
     )
     return MemoryNeeds(
         engine=engine,
-        # The import builds after testing the tokenizer
+        # The import builds after it has tested the tokenizer.
         build=engine.memory_bytes + _TRANSFORMERS + (_TORCH if importlib.util.find_spec("torch") else 0),
         server=ServerNeeds(
             processes=processes + deployment.draft,

@@ -134,7 +134,6 @@ def _resolve(
 
 
 def _fields() -> dict[str, ConfigField]:
-    """The fields of config.pbtxt that --set sets."""
     return {field.name: field for field in config_fields() if not field.flag}
 
 

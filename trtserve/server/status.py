@@ -194,7 +194,6 @@ def server_state(server: Server, store: Store | None = None) -> tuple[State, str
 
 
 def _examined(server: Server, store: Store) -> tuple[State, str, Path]:
-    """Return the state, the reason for it, and the log that explains it."""
     log, supervisor = server.instances[0].log, server.supervisor
     if server.state == "stopped":
         return "stopped", "", log

@@ -180,7 +180,6 @@ def _listed(kinds: set[str]) -> str:
 
 
 def _dtype(config: CheckpointConfig) -> Precision:
-    """Return the type of the weights that are floats."""
     for known in _FLOATS:
         if config.dtype == known:
             return known

@@ -292,7 +292,6 @@ def _dequantized(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bar; ours is shown."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
