@@ -31,6 +31,14 @@ _MOST = 2**31 - 1
 _LORA_RANK = BuildSpec().max_lora_rank
 # Requests need context FMHA and packed inputs for these features; both are on by default.
 _PACKED = ("remove_input_padding", "context_fmha")
+_PLUGIN_SWITCHES = (
+    "context_fmha",
+    "remove_input_padding",
+    "use_paged_context_fmha",
+    "use_fp8_context_fmha",
+    "reduce_fusion",
+    "multiple_profiles",
+)
 # Options that are flags of the same name; None omits them.
 _PASSED_ON = (
     "opt_num_tokens",
@@ -39,21 +47,8 @@ _PASSED_ON = (
     "tokens_per_block",
     "gemm_plugin",
     "gpt_attention_plugin",
-    "context_fmha",
-    "remove_input_padding",
-    "use_paged_context_fmha",
-    "use_fp8_context_fmha",
-    "reduce_fusion",
-    "multiple_profiles",
+    *_PLUGIN_SWITCHES,
     "profiling_verbosity",
-)
-_PLUGIN_SWITCHES = (
-    "context_fmha",
-    "remove_input_padding",
-    "use_paged_context_fmha",
-    "use_fp8_context_fmha",
-    "reduce_fusion",
-    "multiple_profiles",
 )
 # Flags not allowed after `--`, and the option to use instead.
 _OURS = {

@@ -95,15 +95,7 @@ def write_hugging_face(model: Path, config: EngineConfig, target: Path, *, copy:
 
 
 # Limits in build_config that `trtserve build` has as options, in its order.
-_BUILD_LIMITS = (
-    "max_batch_size",
-    "max_input_len",
-    "max_seq_len",
-    "max_num_tokens",
-    "max_beam_width",
-    "max_draft_len",
-    "max_prompt_embedding_table_size",
-)
+_BUILD_LIMITS = (*_LIMITS, "max_draft_len", "max_prompt_embedding_table_size")
 _UNSET = {"max_beam_width": 1, "max_draft_len": 0, "max_prompt_embedding_table_size": 0}
 _SWITCHES = ("gather_context_logits", "gather_generation_logits")
 # Keys of plugin_config that `trtserve build` has as options.

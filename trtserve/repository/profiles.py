@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import read_as, read_json_object
+from trtserve.files import decode_as, optional_json_object
 from trtserve.nvidia.releases import NEWEST, Row, normalize_release, order
 from trtserve.repository.tables import load_model, read_releases, rows_of
 
@@ -144,11 +144,10 @@ def parameter_classes(model: str, release: str) -> dict[str, Any]:
 
 def read_classes(folder: Path) -> Mapping[str, Any]:
     """Return the content of CLASSES_FILE in the version folder of a model, or empty without the file."""
-    try:
-        read_as(folder / CLASSES_FILE, _Classes, "the classes of parameters", RepositoryError, tolerant=True)
-        return read_json_object(folder / CLASSES_FILE, RepositoryError)
-    except FileNotFoundError:
-        return {}
+    file = folder / CLASSES_FILE
+    content = optional_json_object(file, RepositoryError)
+    decode_as(content, _Classes, "the classes of parameters", file, RepositoryError, tolerant=True)
+    return content
 
 
 @dataclass(frozen=True, kw_only=True)
