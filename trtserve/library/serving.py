@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import LockedError, UsageError, did_you_mean
@@ -22,7 +22,8 @@ from trtserve.server.repositories import find_repository
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
-from trtserve.specs.options import Spec, options_of
+from trtserve.specs.command_line import spec_of
+from trtserve.specs.options import options_of
 from trtserve.store import Store
 
 
@@ -101,8 +102,6 @@ def _name_of(repository: ModelRepository, name: str | None) -> Iterator[str]:
 
 _SPECS = (ConvertSpec, BuildSpec, RepositorySpec)
 
-S = TypeVar("S", bound=Spec)
-
 
 def import_model(
     source: str | Path,
@@ -157,9 +156,3 @@ def require_known(options: dict[str, Any], known: set[str], function: str) -> No
         if name not in known:
             hint = did_you_mean(name, known, f"Known: {', '.join(sorted(known))}.")
             raise UsageError(f"{function} has no option {name!r}.", hint=hint)
-
-
-def spec_of(kind: type[S], options: dict[str, Any]) -> S:
-    """Return the spec with those of the options that it has; a path may be a text, and a tuple any sequence."""
-    known = options_of(kind)
-    return kind(**{name: known[name].from_json(value) for name, value in options.items() if name in known})

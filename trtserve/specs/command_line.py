@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
-from trtserve.specs.options import Option, options_of
+from trtserve.specs.options import Option, Spec, options_of
 
-S = TypeVar("S", ConvertSpec, BuildSpec, RepositorySpec)
+S = TypeVar("S", bound=Spec)
 
 # Paths in the record of an import, and their options.
 _FOLDERS = {"tokenizer": "tokenizer", "draft": "draft_engine", "out": "out", "into": "into"}
@@ -33,7 +33,10 @@ def given_values(
 
 
 def spec_of(kind: type[S], content: Mapping[str, Any]) -> S:
-    """Return the spec of a record. Fields that no longer exist are ignored; new fields get their default."""
+    """Return the spec with those of the options that it has, such as those of a record; the others get their default.
+
+    A path may be a text, and a tuple any sequence.
+    """
     options = options_of(kind)
     return kind(**{name: options[name].from_json(value) for name, value in content.items() if name in options})
 
