@@ -291,3 +291,14 @@ def test_adapters_are_below_the_repository(folder: str, tmp_path: Path) -> None:
         LoraNames(tmp_path)
     with pytest.raises(RepositoryError, match="not a folder below the repository"):
         read_adapter_table(tmp_path / "lora.json")
+
+
+@pytest.mark.parametrize("dtype", ["", "x", "float8", "a" * 5000, None])
+def test_a_checkpoint_of_an_unknown_type_is_refused_by_name(dtype: str | None, tmp_path: Path) -> None:
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), 4)
+    content = {"architecture": "LlamaForCausalLM", **sizes, "dtype": dtype}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CorruptFileError, match=r"(has dtype = .*|lacks dtype); expected float32, float16, bfloat16"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**content, "dtype": "float16"}))
+    assert read_config(tmp_path).dtype == "float16"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.base import Target, require_sizes
+from trtserve.checkpoint.memory import ITEM_SIZE
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, unpack_fp8, unpack_int4
 from trtserve.checkpoint.sharding import matrix, name_in_stage, older_name, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import TensorFile
@@ -42,7 +43,11 @@ def read_config(folder: Path) -> CheckpointConfig:
             hint="A Hugging Face folder must be converted first: trtserve convert FOLDER.",
         )
     require_sizes(content, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return CheckpointConfig.of(content, path)
+    config = CheckpointConfig.of(content, path)
+    if config.dtype not in ITEM_SIZE:
+        found = f"has dtype = {config.dtype!r:.60}" if config.dtype else "lacks dtype"
+        raise CorruptFileError(f"{path} {found}; expected {', '.join(ITEM_SIZE)}.", hint="Convert the model again.")
+    return config
 
 
 def require_files(folder: Path, config: CheckpointConfig) -> None:
