@@ -105,7 +105,7 @@ def test_fp8_needs_a_gpu_that_has_it(
 @pytest.mark.parametrize(
     ("changes", "spec", "kind", "words"),
     [
-        ({"quantization": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}}, SPEC, UnsupportedModelError, "quantised with W8A8_SQ"),
+        ({"quantization": {"quant_algo": "W8A8_SQ"}}, SPEC, UnsupportedModelError, "quantised with W8A8_SQ"),
         ({"quantization": {"kv_cache_quant_algo": "FP8"}}, SPEC, UnsupportedModelError, "quantised KV cache"),
         ({}, replace(SPEC, kv_precision="u8"), UsageError, "--kv-precision u8"),
         ({}, replace(SPEC, runtime="openvino", device="cuda"), UsageError, "the openvino runtime runs on CPUs only"),
