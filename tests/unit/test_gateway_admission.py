@@ -11,13 +11,43 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from trtserve.client.endpoint import Endpoint
 from trtserve.errors import UsageError
 from trtserve.gateway.admission import Gate
 from trtserve.gateway.app import HANG_UP, Gateway
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
+from trtserve.gateway.openai.answering import Measures
+from trtserve.gateway.openai.router import openai_router
+from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.settings import GatewaySettings, RequestLimits, write_private
 from trtserve.gateway.triton import TritonHttp, _model
 from trtserve.specs import ServerSpec
+
+_NOBODY = Backend(Endpoint())
+
+
+@pytest.mark.parametrize("path", [str(getattr(each, "path", "")) for each in openai_router(_NOBODY, Measures()).routes])
+def test_every_path_of_an_api_needs_the_key_and_says_so_in_its_form(path: str, tmp_path: Path) -> None:
+    write_private(tmp_path / "key", "k" * 16)
+    settings = GatewaySettings(
+        name="gateway",
+        host="127.0.0.1",
+        port=1,
+        triton_http="127.0.0.1:1",
+        triton_grpc="127.0.0.1:1",
+        metrics="127.0.0.1:1",
+        model="m",
+        key_file=tmp_path / "key",
+    )
+    client = TestClient(Gateway(settings), base_url="http://localhost")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+        answer = client.post(path, json={}, headers=headers)
+        assert answer.status_code == 401
+        content = answer.json()
+        if path.startswith("/v1/messages"):
+            assert (content["type"], content["error"]["type"]) == ("error", "authentication_error")
+        else:
+            assert content["error"]["type"] == "authentication_error"
 
 
 def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def gateway(
     Examples:
         trtserve gateway --url gpu-server:8001 --tokenizer ./Llama-3.1-8B-Instruct
         trtserve gateway --repository /models/triton --port 8080 --ui
-        trtserve gateway --url gpu-1:8001 --replica gpu-2:8001 --replica gpu-3:8001 --tokenizer ./Llama-3.1-8B-Instruct
+        trtserve gateway --url gpu-1:8001 --replica gpu-2:8001 --tokenizer ./Llama
     """
     from trtserve.gateway.listener import serve
     from trtserve.gateway.settings import GatewaySettings, RequestLimits
