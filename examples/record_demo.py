@@ -74,10 +74,14 @@ def screen(printed: str) -> list[str]:
 def shorten(lines: list[str]) -> list[str]:
     """Leave out lines that begin as one of DETAILS, and rows of the benchmark that are not in FIGURES."""
     kept = []
+    dropped = False
     for line in lines:
         plain = Text.from_ansi(line).plain
         lesser_figure = plain.startswith("│ ") and not plain[2:].startswith(FIGURES)
-        if not lesser_figure and not plain.startswith(DETAILS):
+        # A long line goes on in the next one, with an indent.
+        lesser = lesser_figure or plain.startswith(DETAILS)
+        dropped = (lesser and not plain.startswith("  ")) or (dropped and plain.startswith("  "))
+        if not (lesser or dropped):
             kept.append(line)
     return kept[1:] if kept[0] == "" else kept
 
