@@ -289,7 +289,7 @@ def _print_summary(server: Server, *, page: bool, detached: bool) -> None:
         say(f"  proxy    nginx distributes requests to all instances, gRPC on {grpc}")
     if any(instance.gateway is not None for instance in server.instances):
         say(f"  page     {f'{server.url}/' if page else 'start with --ui for a chat in the browser'}")
-        say(f"  API      {server.url}/v1 (OpenAI)")
+        say(f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}")
     for instance in server.instances:
         host, address = instance.address.host, instance.address
         also = f"HTTP {host}:{address.http_port}, " if len(server.instances) > 1 else ""

@@ -10,7 +10,9 @@ One process per Triton server, `python -m trtserve.gateway SETTINGS`, started an
     paths        the paths of Triton's HTTP protocol, and the groups that are closed by default
     relay        requests to Triton and answers back, until either side ends
     health       whether Triton, its stubs and its models can answer
-    openai       OpenAI's API below /v1, on Triton's gRPC
+    openai       OpenAI's APIs below /v1, on Triton's gRPC: the core of all APIs
+    anthropic    Anthropic's messages on that core
+    balancing    which of several servers gets a request
     page         the page of `start --ui`
 
 Import from the modules: this package stays empty, so that `start` can write the settings without loading FastAPI.
