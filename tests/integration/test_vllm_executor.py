@@ -196,9 +196,12 @@ def test_a_dead_engine_answers_what_is_open_and_leaves_nothing(tmp_path: Path, p
     executor.shutdown()
 
 
-def test_a_killed_child(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompt", [93, 90], ids=["alone", "with a forked child, which has its pipe"])
+def test_a_killed_child(tmp_path: Path, prompt: int) -> None:
     executor = start(counting_engine(tmp_path))
-    number = executor.enqueue_request(request(93))
+    number = executor.enqueue_request(request(prompt))
+    if prompt == 90:
+        wait_until(lambda: bool(psutil.Process(child_of(executor)).children()), 10)
     os.kill(child_of(executor), signal.SIGKILL)
     assert "vLLM's process has ended with code -9" in collect(executor, [number])[number][0].error_msg
     executor.shutdown()

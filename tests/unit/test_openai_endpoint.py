@@ -450,7 +450,8 @@ def test_values_of_earlier_tokens_are_not_those_of_new_ones() -> None:
 def test_parts_of_characters_have_their_own_bytes() -> None:
     parts = [TokenLogProb(token=Token("\ufffd", raw), log_prob=-1.0) for raw in (b"\xc3", b"\xa9")]
     parts.append(TokenLogProb(token=Token("x", b"x"), log_prob=-1.0))
-    assert completion_log_probs(parts, 2)["text_offset"] == [2, 2, 3]
+    found = completion_log_probs(parts, 2)
+    assert (found["text_offset"], found["tokens"]) == ([2, 2, 3], [r"bytes:\xc3", r"bytes:\xa9", "x"])
     assert parts[0].chat()["bytes"] == [0xC3]
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -29,6 +30,7 @@ class FramedProcess:
         self._input: IO[bytes] = self._child.stdin
         self._output: IO[bytes] = self._child.stdout
         self._encode = msgspec.msgpack.Encoder().encode
+        threading.Thread(target=self._end_group, daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -71,6 +73,12 @@ class FramedProcess:
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.kill()  # it may not lead its group yet
         self.wait()
+
+    def _end_group(self) -> None:
+        """End what it leaves behind: forked children have its pipe too, so `read` would wait for their end."""
+        self._child.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Close both pipes, when nobody reads or writes any more."""

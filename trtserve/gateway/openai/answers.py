@@ -295,6 +295,13 @@ class Token:
     raw: bytes
     """Its bytes, which may be a part of a character."""
 
+    @property
+    def name(self) -> str:
+        """The text, or as in OpenAI's completions the bytes of a part of a character: several have the same text."""
+        if self.text.encode() == self.raw:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogProb:
@@ -325,9 +332,9 @@ def completion_log_probs(tokens: Sequence[TokenLogProb], start: int) -> dict[str
     for each in tokens:
         offsets.append(start)
         start += 0 if each.special else len(decoder.decode(each.token.raw))
-    tops = [{token.text: log_prob for token, log_prob in each.tops} or None for each in tokens]
+    tops = [{token.name: log_prob for token, log_prob in each.tops} or None for each in tokens]
     return {
-        "tokens": [each.token.text for each in tokens],
+        "tokens": [each.token.name for each in tokens],
         "token_logprobs": [each.log_prob for each in tokens],
         "top_logprobs": tops if any(tops) else None,
         "text_offset": offsets,

@@ -1,7 +1,7 @@
 """An engine whose next token is the last one plus one, modulo 100, and for an adapter plus ten.
 
-Prompts that begin with one of these do something else: 91 refuses, 92 kills the engine, 93 never answers, 94 starts a
-process that is stopped, 95 one that runs, and 96 stops after the first tokens.
+Prompts that begin with one of these do something else: 90 forks, 91 refuses, 92 kills the engine, 93 never answers, 94
+starts a process that is stopped, 95 one that runs, and 96 stops after the first tokens.
 """
 
 from __future__ import annotations
@@ -108,6 +108,11 @@ class AsyncLLM:
         self._record(0)  # as in vLLM not after a request that was cancelled
 
     async def _misbehave(self, first: int) -> None:
+        if first == 90 and os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        if first == 90:
+            await asyncio.sleep(3600)
         if first == 91:
             raise ValueError("vLLM does not like this prompt")
         if first == 92:
