@@ -447,6 +447,12 @@ def test_values_of_earlier_tokens_are_not_those_of_new_ones() -> None:
         assert found.log_prob == -2.5
 
 
+def test_a_log_probability_that_is_no_number_becomes_the_lowest_one() -> None:
+    outputs = {"output_log_probs": np.array([[[np.nan, -np.inf]]], np.float32)}
+    found = token_log_probs(outputs, [7, 8], before=0, tops=0, token=lambda _: Token("x", b"x"))
+    assert [each.log_prob for each in found] == [-9999.0, -9999.0]
+
+
 def test_parts_of_characters_have_their_own_bytes() -> None:
     parts = [TokenLogProb(token=Token("\ufffd", raw), log_prob=-1.0) for raw in (b"\xc3", b"\xa9")]
     parts.append(TokenLogProb(token=Token("x", b"x"), log_prob=-1.0))

@@ -359,9 +359,14 @@ def token_log_probs(
     new = values[before : before + len(ids)] or values[: len(ids)]
     best = _named_tops(outputs, token) if tops else [()] * len(ids)
     return [
-        TokenLogProb(token=token(each), log_prob=max(value, _LOWEST), tops=others)
+        TokenLogProb(token=token(each), log_prob=_number(value), tops=others)
         for each, value, others in zip(ids, new, best, strict=False)
     ]
+
+
+def _number(log_prob: float) -> float:
+    """Return a log-probability as JSON has it: -inf, and NaN of an overflow in the model, become the lowest number."""
+    return log_prob if log_prob > _LOWEST else _LOWEST
 
 
 def named_prompt_log_probs(
@@ -371,7 +376,7 @@ def named_prompt_log_probs(
     values = outputs["prompt_log_probs"].reshape(-1).tolist()
     best = _named_tops(outputs, token, "prompt_top_log_probs") if tops else [()] * len(values)
     rest = [
-        TokenLogProb(token=token(each), log_prob=max(value, _LOWEST), tops=others)
+        TokenLogProb(token=token(each), log_prob=_number(value), tops=others)
         for each, value, others in zip(ids[1:], values, best, strict=True)
     ]
     return [TokenLogProb(token=token(ids[0]), log_prob=None), *rest]
@@ -383,7 +388,7 @@ def _named_tops(
     """Return the most likely tokens of each new token; rows are padded with -1."""
     ids, values = (outputs[each][0].tolist() for each in (f"{name}_ids", name))
     return [
-        tuple((token(each), max(value, _LOWEST)) for each, value in zip(*row, strict=True) if each >= 0)
+        tuple((token(each), _number(value)) for each, value in zip(*row, strict=True) if each >= 0)
         for row in zip(ids, values, strict=True)
     ]
 
