@@ -366,7 +366,7 @@ def token_log_probs(
 
 def _number(log_prob: float) -> float:
     """Return a log-probability as JSON has it: -inf, and NaN of an overflow in the model, become the lowest number."""
-    return log_prob if log_prob > _LOWEST else _LOWEST
+    return max(_LOWEST, log_prob)
 
 
 def named_prompt_log_probs(
