@@ -275,18 +275,18 @@ def test_a_follower_ends_in_order_with_its_leader(tmp_path: Path, monkeypatch: p
         wait_until_gone(follower.pid)
 
 
-@pytest.mark.parametrize("victim", ["leader", "follower", "worker"])
+@pytest.mark.parametrize("victim", ["leader", "guard", "follower", "worker"])
 def test_when_a_node_dies_nothing_is_left_on_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     with two_nodes(tmp_path / "engine", monkeypatch) as (executor, follower):
         number = executor.enqueue_request(request(93))
-        leader, (worker,) = child_of(executor), psutil.Process(follower.pid).children()
-        os.kill({"leader": leader, "follower": follower.pid, "worker": worker.pid}[victim], signal.SIGKILL)
+        leader, (main,) = child_of(executor), psutil.Process(follower.pid).children()
+        (worker,) = main.children()
+        victims = {"leader": leader, "guard": follower.pid, "follower": main.pid, "worker": worker.pid}
+        os.kill(victims[victim], signal.SIGKILL)
         reason = "has ended with code -9" if victim == "leader" else "the follower on node 1 has ended"
         assert reason in collect(executor, [number])[number][0].error_msg
         assert follower.wait(60) != 0
-        if victim == "follower":
-            worker.kill()  # vLLM's own workers end with their parent; this one only waits
-        wait_until_gone(follower.pid)
+        wait_until_gone(main.pid)
         wait_until_gone(leader)
         executor.shutdown()
 

@@ -106,13 +106,15 @@ def test_two_nodes_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
         assert found == [tokens(alone, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("victim", ["leader", "follower", "worker"])
+@pytest.mark.parametrize("victim", ["leader", "guard", "follower", "worker"])
 def test_nothing_is_left_when_a_part_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     with two_nodes(tmp_path / "two", monkeypatch) as (executor, follower):
         assert tokens(executor, PROMPTS[0])
         leader = executor._loop._child.pid  # type: ignore[union-attr]
-        workers = [each.pid for each in psutil.Process(follower.pid).children() if "VLLM" in " ".join(each.cmdline())]
-        os.kill({"leader": leader, "follower": follower.pid, "worker": workers[0]}[victim], signal.SIGKILL)
+        (main,) = psutil.Process(follower.pid).children()
+        workers = [each.pid for each in main.children() if "VLLM" in " ".join(each.cmdline())]
+        victims = {"leader": leader, "guard": follower.pid, "follower": main.pid, "worker": workers[0]}
+        os.kill(victims[victim], signal.SIGKILL)
         wait_until(lambda: fails(executor), 30)
         assert follower.wait(60) != 0
         wait_until(lambda: not left(follower.pid) + left(leader), 30)

@@ -229,8 +229,20 @@ class Peer:
 
 
 def follow(port: int) -> None:
-    """Start this node's workers for the leader, and end with it."""
-    end = end_children
+    """Start this node's workers for the leader, and end with it.
+
+    Two processes do it: a worker whose parent was killed may wait for the other nodes for ever, so each of the two ends
+    all others when its partner has ended.
+    """
+    guard, end = os.getpid(), end_children
+    if child := os.fork():  # nothing has started a thread yet
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os._exit(code if code >= 0 else 1)
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_after, args=(guard,), daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: threading.Timer(_LONGEST_END, end, [0]).start())
     leader, until = None, time.monotonic() + _LONGEST_SEARCH
     while leader is None:
@@ -253,6 +265,12 @@ def follow(port: int) -> None:
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
     time.sleep(1)  # the leader ends its workers too, and says so
     end(1)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    end_children(1)
 
 
 def end_children(code: int) -> None:
