@@ -65,9 +65,9 @@ def test_a_wrong_value_names_its_environment_variable(
     assert "TRTSERVE_LOGS_LINES sets --lines." in hint
 
 
-@pytest.mark.parametrize("arguments", [[], ["bench"]])
-def test_a_group_without_a_command_prints_its_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 2
+def test_trtserve_alone_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
     captured = capsys.readouterr()
-    assert "Usage: " in captured.out
+    assert captured.out.startswith("  From a Hugging Face checkpoint")
+    assert "`trtserve -h` says more." in captured.out
     assert captured.err == ""

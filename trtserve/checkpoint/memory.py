@@ -37,10 +37,10 @@ class RankWeights:
     kept: int
 
 
-def rank_weights(config: CheckpointConfig, *, packed: bool = False) -> RankWeights:
+def rank_weights(config: CheckpointConfig, *, float32_scales: bool = False) -> RankWeights:
     """Return the weights of a checkpoint `config` with its mapping.
 
-    `packed`: int8 and int4 codes as the torch runtime keeps them, with scales in float32.
+    `float32_scales`: see `Runtime.float32_scales`.
     Raises UnsupportedModelError for an unknown family.
     """
     tp_size, pp_size = config.mapping.tp_size, config.mapping.pp_size
@@ -54,7 +54,7 @@ def rank_weights(config: CheckpointConfig, *, packed: bool = False) -> RankWeigh
         item = ITEM_SIZE[target.dtype or config.dtype]
         floats = held = math.prod(shape) * item
         if bits is not None and is_quantised(target) and not is_excluded(config, target):
-            scales = _packed_scales if packed and bits != _BITS["fp8"] else _scales
+            scales = _float32_scales if float32_scales and bits != _BITS["fp8"] else _scales
             held = math.prod(shape) * bits // 8 + scales(*matrix(shape), item, config)
         loaded[stage] += floats if widened else held
         kept[stage] += held
@@ -79,7 +79,7 @@ def _scales(rows: int, columns: int, item: int, config: CheckpointConfig) -> int
     return 8 if algorithm == FP8 else rows * item
 
 
-def _packed_scales(rows: int, columns: int, item: int, config: CheckpointConfig) -> int:
+def _float32_scales(rows: int, columns: int, item: int, config: CheckpointConfig) -> int:
     """Return the bytes of a matrix's scales, and of zero points, in the torch runtime."""
     del item
     algorithm = config.quantization.algorithm

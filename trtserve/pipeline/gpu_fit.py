@@ -67,8 +67,8 @@ class GpuFit:
 def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     """Return what a checkpoint `config`, with its mapping, needs on each of its GPUs."""
     tp_size, pp_size = config.mapping.tp_size, config.mapping.pp_size
-    limits = _limits(config, spec)
-    weights = rank_weights(config, packed=spec.runtime == "torch").kept
+    limits, runtime = _limits(config, spec), RUNTIMES.get(spec.runtime)
+    weights = rank_weights(config, float32_scales=runtime is not None and runtime.float32_scales).kept
     activations = gpu_step_bytes(config, limits, tp_size)
     precision = "fp8" if config.quantization.kv_cache_quant_algo else PRECISIONS[config.dtype]
     per_token = kv_bytes_per_token(config, precision, tp_size=tp_size, pp_size=pp_size)

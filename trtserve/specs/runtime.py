@@ -182,6 +182,8 @@ class Runtime:
     """Whether the Triton models of an engine serve such a folder."""
     narrower: ClassVar[str] = ""
     """Options of `convert` with which float weights become smaller in its engines."""
+    float32_scales: ClassVar[bool] = False
+    """Whether its engines keep the scales of int8 and int4 codes in float32, those of int4 for each group of inputs."""
     gpu_limits: ClassVar[Limits] = TRTLLM_LIMITS
     """Default limits on GPUs; the model may allow less."""
 

@@ -91,6 +91,7 @@ class TorchRuntime(EmbeddedRuntime):
     requirements = EmbeddedRuntime.requirements | {"gpu", "pytorch"}
     extra = "cuda"
     narrower = "--quantize int8 or int4"
+    float32_scales = True
     gpu_limits = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
 
     def device(self, asked: Device | None = None) -> Device:
