@@ -51,7 +51,10 @@ OWN_INPUTS = {
 OWN_OUTPUTS = {
     PREPROCESSING: {"OUT_LORA_TASK_ID", "OUT_LORA_WEIGHTS", "OUT_LORA_CONFIG"},
     **{model: {"finish_reason"} for model in (ENSEMBLE, BLS)},
-    CORE: {"finish_reason", "top_log_probs_ids", "top_log_probs"},
+    CORE: {
+        *("finish_reason", "top_log_probs_ids", "top_log_probs"),
+        *("prompt_log_probs", "prompt_top_log_probs_ids", "prompt_top_log_probs"),
+    },
 }
 
 
