@@ -33,7 +33,7 @@ def test_a_program_finds_the_names_of_the_release(tmp_path: Path) -> None:
 
 def test_the_printed_folder_serves_as_pythonpath(tmp_path: Path) -> None:
     folder = trtserve("bindings", "--release", "0.12", home=tmp_path).stdout.strip()
-    asked = "import tensorrt_llm.bindings.executor as e; print(hasattr(e, 'FinishReason'), e.__version__)"
+    asked = "import tensorrt_llm.bindings.executor as e; print(e.__version__)"
     done = subprocess.run(
         [sys.executable, "-c", asked],
         env={**os.environ, "PYTHONPATH": folder},
@@ -42,4 +42,4 @@ def test_the_printed_folder_serves_as_pythonpath(tmp_path: Path) -> None:
         timeout=TIMEOUT,
         check=True,
     )
-    assert done.stdout.split() == ["False", "0.12.0"]
+    assert done.stdout.strip() == "0.12.0"

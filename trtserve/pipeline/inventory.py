@@ -41,6 +41,7 @@ class Removal:
     folders: tuple[Path, ...]  # to be removed
     kept: tuple[Path, ...]  # used by other names, or outside the store
     size: int  # bytes that become free
+    others: frozenset[str] = frozenset()  # names that stay, but may not be in use meanwhile
 
 
 def list_imported() -> list[StoredName]:
@@ -95,7 +96,10 @@ def plan_prune(store: Store | None = None) -> Removal:
     resolved = {folder.resolve() for folder in kept} | {above for link in links for above in link.parents}
     made = [artefact.path for kind in _KINDS for artefact in store.complete(kind)]
     going = {path for path in made if path.resolve() not in resolved} | set(_unfinished(store))
-    return Removal(names=(), folders=tuple(sorted(going)), kept=(), size=freed_bytes(going))
+    # The names that an import may just be filling.
+    others = {folder.name.rpartition("-")[0] for folder in going if not folder.name.startswith(".")} - {""}
+    size = freed_bytes(going)
+    return Removal(names=(), folders=tuple(sorted(going)), kept=(), size=size, others=frozenset(others))
 
 
 def remove(removal: Removal, *, store: Store | None = None) -> None:
@@ -105,8 +109,7 @@ def remove(removal: Removal, *, store: Store | None = None) -> None:
     """
     store = store or Store()
     with ExitStack() as held:
-        builds = {folder.name.rpartition("-")[0] for folder in removal.folders if not folder.name.startswith(".")}
-        for name in sorted({*removal.names, *builds} - {""}):
+        for name in sorted({*removal.names, *removal.others}):
             held.enter_context(locked(store.name_lock(name), wait=False))
         for lock in sorted({store.lock_of(folder) for folder in removal.folders}):
             held.enter_context(locked(lock, wait=False))
