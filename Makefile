@@ -128,8 +128,9 @@ audit: $(VENV)/.supply ## known vulnerabilities of the locked packages; needs th
 
 dist: $(VENV)/.supply ## the wheel and the source distribution, in dist; the same bytes for the same commit
 	rm -rf dist build
-	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(SUPPLY)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist
-	rm -f dist/.gitignore
+	$(BIN)/python .ci/published.py build/published
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(SUPPLY)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist build/published
+	rm -rf dist/.gitignore build
 	$(SUPPLY)/twine check --strict dist/*.whl dist/*.tar.gz
 
 release: $(READY) ## check, build the wheel, sdist, SBOM and documentation into dist, and tag; publishes nothing

@@ -13,6 +13,5 @@ def test_top_level_is_fixed() -> None:
         return  # an unpacked archive, which may hold other files
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     top = {line.split("/")[0] for line in tracked.splitlines()}
-    expected = {"trtserve", "tests", "examples", "docs", "pyproject.toml", "README.md", "LICENSE", "Makefile"}
-    expected |= {"NOTICE", "MANIFEST.in", "setup.py"}  # of the package
+    expected = {"trtserve", "tests", "examples", "docs", "pyproject.toml", "README.md", "LICENSE", "Makefile", "NOTICE"}
     assert {name for name in top if not name.startswith(".")} == expected

@@ -42,11 +42,10 @@ def test_no_other_file_has_an_address_of_the_project() -> None:
     assert [path for path, text in texts.items() if any(host.encode() in text for host in hosts)] == []
 
 
-def test_the_readme_of_a_package_index_has_no_relative_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    described: dict[str, str] = {}
-    monkeypatch.setattr("setuptools.setup", lambda **options: described.update(options))
-    runpy.run_path(str(ROOT / "setup.py"))
-    links = re.findall(r"\]\(([^)]+)\)", described["long_description"])
+def test_the_readme_of_a_package_index_has_no_relative_links() -> None:
+    published = runpy.run_path(str(ROOT / ".ci" / "published.py"))
+    readme = published["with_addresses"]((ROOT / "README.md").read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)]+)\)", readme)
     assert any(link.endswith(f"/raw/v{__version__}/docs/assets/demo.svg") for link in links)
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
