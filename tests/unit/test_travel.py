@@ -20,7 +20,7 @@ from trtserve.repository.assembling import plan_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store
-from trtserve.store.remote import Blob, Layout, parse_target
+from trtserve.store.remote import Blob, Layout, open_file_system, parse_target
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_what_was_changed_since_it_was_built_is_not_pushed(
         ("oci://registry.example/Name", "does not name a repository"),
         ("oci://registry.example", "does not name a repository"),
         ("oci://registry.example/name:bad!tag", "is neither a tag nor a digest"),
-        ("nothing://x/y", "Protocol not known"),
+        ("nothing://x/y", "nothing:// is no place for models"),
     ],
 )
 def test_wrong_targets_are_refused(target: str, message: str) -> None:
@@ -227,3 +227,9 @@ def test_the_commands_say_what_they_moved(
     out, err = capsys.readouterr()
     assert Path(out.strip()).is_dir()
     assert "Next: trtserve start tiny" in err
+
+
+@pytest.mark.parametrize("place", ["ftp://127.0.0.1/x", "http://127.0.0.1/x", "simplecache::s3://b/x"])
+def test_other_schemes_are_refused_before_anything_is_opened(place: str) -> None:
+    with pytest.raises(UsageError, match="is no place for models"):
+        open_file_system(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,6 +210,6 @@ def _recorded(name: str | None) -> Endpoint:
 def split_address(url: str, flag: str = "--url") -> tuple[str, int]:
     """Return host and port of --url, or of another flag. Raises UsageError for anything else."""
     host, _, port = url.rpartition(":")
-    if not host or not port.isdigit() or "/" in url:
+    if not host or "/" in url or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise UsageError(f"{flag} is {url!r}; expected HOST:PORT, such as localhost:{GRPC_PORT}.")
     return host, int(port)

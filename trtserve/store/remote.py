@@ -44,6 +44,9 @@ _TAG_NAME = "org.opencontainers.image.ref.name"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _NAME = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*")
+# Others of fsspec open connections of their own, or run what a URL names.
+_SCHEMES = ("s3", "s3a", "gs", "gcs", "file")
+_PLACES = "Give oci://…, s3://…, gs://… or a folder."
 _BLOCK = 1 << 20
 _LONGEST_WAIT = 2.0  # seconds before the last attempt
 _SECONDS = 60.0
@@ -110,12 +113,15 @@ def open_file_system(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
+    scheme, separator, _ = url.partition("://")
+    if separator and scheme not in _SCHEMES:
+        raise UsageError(f"{url[:200]}: {scheme[:50]}:// is no place for models.", hint=_PLACES)
     try:
         file_system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
         raise MissingDependencyError(f"{url}: {error}.", hint=install_command("cloud")) from None
     except ValueError as error:
-        raise UsageError(f"{url}: {error}.", hint="Give oci://…, s3://…, gs://… or a folder.") from None
+        raise UsageError(f"{url}: {error}.", hint=_PLACES) from None
     return file_system, path
 
 
