@@ -159,3 +159,16 @@ def test_a_file_that_changes_while_it_is_pulled_is_refused(tmp_path: Path) -> No
     with pytest.raises(CorruptFileError, match=r"config\.json of .* has changed while it was pulled"):
         buckets.pull(revision, config, tmp_path)
     assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.needs("s3")
+def test_an_object_store_without_credentials_asks_for_a_login(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(AccessDeniedError, match="closed to you") as caught:
+        plan_model(f"{bucket}/models/mine", store=Store(tmp_path / "store")).run()
+    assert "Log in" in (caught.value.hint or "")

@@ -134,11 +134,10 @@ def reaching(what: str) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise ModelNotFoundError(f"{what} does not exist.", hint="Check its spelling.") from None
-    except PermissionError as error:
-        raise AccessDeniedError(
-            f"{what} is closed to you: {error}.", hint="Log in as its own tools need it (AWS_PROFILE, gcloud auth, …)."
-        ) from error
     except Exception as error:  # each package has classes of its own
+        if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+            hint = "Log in as its own tools need it (AWS_PROFILE, gcloud auth, …)."
+            raise AccessDeniedError(f"{what} is closed to you: {error}.", hint=hint) from error
         raise NetworkError(f"{what} cannot be reached: {type(error).__name__}: {error}.", hint="Try again.") from error
 
 
