@@ -87,7 +87,6 @@ def test_checkpoint_architecture_names_are_recognised() -> None:
         ("llama", {"num_key_value_heads": "2"}, "num_key_value_heads = '2'"),
         ("qwen2", {"layer_types": ["full_attention"]}, "1 entries"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ("qwen3", {"attention_bias": True}, "sets attention_bias"),
         ("gemma", {"attention_bias": True}, "sets attention_bias"),
         ("gemma", {"hidden_activation": "relu"}, "'relu'"),
         ("gemma2", {"hidden_activation": "silu"}, "'silu'"),

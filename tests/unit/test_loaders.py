@@ -193,5 +193,24 @@ def test_every_supported_architecture_is_in_the_table() -> None:
 def test_a_checkpoint_without_a_release_loads_in_all_that_know_the_model(name: str) -> None:
     config = config_of(name, tp_size=2 if "experts" not in name else 1)
     found = loading_releases(config)
+    if config.superset:
+        assert not FAMILIES[name].nvidia
+        assert found == []
+        assert checkpoint_targets(config)
+        return
     assert found == list(RELEASES[RELEASES.index(found[0]) :])
     assert checkpoint_targets(config)
+
+
+def test_a_model_beyond_the_format_is_refused_by_name_for_tensorrt_llm(tmp_path: Path) -> None:
+    beyond: dict[str, Any] = {"attention_bias": True}
+    words = "checkpoint format lacks biases of a Qwen 3's attention"
+    with pytest.raises(UnsupportedModelError, match=f"TensorRT-LLM 1.2: TensorRT-LLM's {words}"):
+        config_of("qwen3", beyond, trtllm_version="1.2")
+    lines = Lines()
+    made = convert(write_tiny_model(tmp_path / "hf", "qwen3", **beyond), tmp_path / "out", lines)
+    assert any("lacks biases of a Qwen 3's attention" in step for step in lines.lines)
+    for version in (None, "1.2.0"):  # whether or not TensorRT-LLM is here
+        with pytest.raises(UnsupportedModelError, match=words) as refused:
+            plan_build(made, BuildSpec(runtime="tensorrt_llm", trtllm_version=version))
+        assert "--runtime openvino" in str(refused.value.hint)

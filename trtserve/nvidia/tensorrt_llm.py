@@ -29,7 +29,7 @@ from trtserve.nvidia.containers import (
 from trtserve.nvidia.engine_files import require_engine
 from trtserve.nvidia.releases.containers import all_containers, latest_container
 from trtserve.nvidia.releases.installed import BUILDER, OPTION, Installed, installed, interpreter, require_engine_path
-from trtserve.nvidia.releases.loaders import foreign_keys, model_problems
+from trtserve.nvidia.releases.loaders import foreign_keys, model_problems, superset_problem
 from trtserve.nvidia.tool_run import ToolMemory, announce, last_lines, run_tool
 from trtserve.process import Command
 from trtserve.progress import Progress
@@ -211,6 +211,8 @@ class TensorrtLlmRuntime(Runtime):
         for a model that an engine would compute differently.
         """
         self.require_device(spec)
+        if problem := superset_problem(config):
+            raise UnsupportedModelError(f"{problem.what[0].upper()}{problem.what[1:]}.", hint=problem.fix)
         if spec.kv_precision != "auto":
             raise UsageError(
                 f"--kv-precision {spec.kv_precision} is for the openvino runtime; with TensorRT-LLM the checkpoint "

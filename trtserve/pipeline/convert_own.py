@@ -340,7 +340,12 @@ def _own_settings(spec: ConvertSpec) -> dict[str, Any]:
 def _report_releases(plan: OwnConversion, progress: Progress) -> None:
     """Report releases of TensorRT-LLM that do not load a checkpoint which is made for all of them."""
     served, others = loading_releases(plan.config), loading_releases(plan.config, named_in=RELEASES[0])
-    if not served:
+    if plan.config.superset:
+        progress.step(
+            f"This checkpoint is for the runtimes openvino and torch: TensorRT-LLM's format lacks "
+            f"{listing(plan.config.superset)}"
+        )
+    elif not served:
         problem = problems(plan.config, NEWEST)[0]
         progress.warn(f"No release of TensorRT-LLM loads this checkpoint: {problem.what}. {problem.fix}")
     elif others and others != served:

@@ -23,6 +23,7 @@ from trtserve.executor.runtimes import RUNTIMES, step_flags, usual_steps
 from trtserve.host.gpus import list_gpus, visible_devices, visible_gpu
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.gpu_findings import capability_words, kernels_note, larger_than_a_gpu
+from trtserve.nvidia.releases.loaders import superset_problem
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.runtime import TRTLLM_LIMITS, EnginePlan, Limits, resolve_limits
@@ -189,6 +190,8 @@ def gpu_notes(config: CheckpointConfig, asked: GpuFit, gpu: Gpu) -> Iterator[str
     # The layout of 4-bit weights depends on the GPU generation; the default is Ampere's.
     if config.quantization.algorithm == GPTQ and gpu.sm is not None and gpu.sm >= HOPPER:
         yield f"convert with --gpu-sm {gpu.sm}, which the order of 4-bit weights depends on"
+    if beyond := superset_problem(config):
+        yield f"{beyond.what}: take --runtime torch or vllm"
     if problem := engine_problem(config):
         yield f"{problem}: take --runtime llmapi"
     if gpu.sm is not None and (note := kernels_note(gpu.name, capability_words(gpu.sm))):

@@ -215,8 +215,12 @@ QWEN3 = _family(
     },
     config_class="QWenConfig",
     since="1.0",
-    shards=({"vocab_size": 323}, {"tie_word_embeddings": False, "num_key_value_heads": 4}, {"num_key_value_heads": 1}),
-    logits=({"tie_word_embeddings": False},),
+    shards=(
+        {"vocab_size": 323},
+        {"tie_word_embeddings": False, "num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "attention_bias": True},
+    ),
+    logits=({"tie_word_embeddings": False}, {"tie_word_embeddings": False, "attention_bias": True}),
     constants=ROPE_BASE,
 )
 

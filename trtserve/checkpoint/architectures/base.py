@@ -281,6 +281,14 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def superset(*features: str) -> dict[str, Any]:
+    """Return the key that marks a checkpoint which only our runtimes read (decision 21); empty without features.
+
+    Features are words such as "yarn", which follow "TensorRT-LLM's checkpoint format lacks".
+    """
+    return {"superset": list(features)} if features else {}
+
+
 def require_activation(name: str, *kinds: Activation) -> Activation:
     """Return the activation function called `name`.
 

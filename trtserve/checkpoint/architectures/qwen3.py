@@ -7,10 +7,9 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, superset
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.qwen2 import qwen_config
-from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
@@ -25,15 +24,13 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
     `qk_layernorm` stays false, as upstream writes it: `qwen_type` enables the norms.
     """
-    if hf.get("attention_bias"):
-        raise UnsupportedModelError("This Qwen3 sets attention_bias, which a TensorRT-LLM checkpoint cannot express.")
-    head_size = hf.get("head_dim") or _HEAD_SIZE
-    return qwen_config({**hf, "head_dim": head_size}, qwen_type="qwen3", attn_bias=False)
+    head_size, biased = hf.get("head_dim") or _HEAD_SIZE, bool(hf.get("attention_bias"))
+    config = qwen_config({**hf, "head_dim": head_size}, qwen_type="qwen3", attn_bias=biased)
+    return config | superset(*["biases of a Qwen 3's attention"] * biased)
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    del config
-    return replace(llama.NAMES, head_norms=HEAD_NORMS)
+    return replace(llama.names(config), head_norms=HEAD_NORMS)
 
 
 def decoder(config: CheckpointConfig) -> Decoder:

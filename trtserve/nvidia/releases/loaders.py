@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.errors import UnsupportedModelError
+from trtserve.errors import UnsupportedModelError, listing
 from trtserve.nvidia.releases import NEWEST, RELEASES, Row, load_table, order
 from trtserve.nvidia.releases.converters import converters
 
@@ -275,6 +275,8 @@ def problems(config: CheckpointConfig, release: str) -> list[Problem]:
 def model_problems(config: CheckpointConfig, release: str) -> list[Problem]:
     """Return the problems that converting again for `release` does not solve."""
     architecture, found = config.architecture, list[Problem]()
+    if beyond := superset_problem(config):
+        found.append(beyond)
     converter = converters().get(architecture)
     if converter is not None and not converter.within(release):
         found.append(
@@ -303,6 +305,16 @@ def model_problems(config: CheckpointConfig, release: str) -> list[Problem]:
             )
         )
     return [*found, *_lost_key_problems(config, release)]
+
+
+def superset_problem(config: CheckpointConfig) -> Problem | None:
+    """Return why no release loads a checkpoint that is marked as one for our own runtimes (decision 21), or None."""
+    if not config.superset:
+        return None
+    return Problem(
+        what=f"TensorRT-LLM's checkpoint format lacks {listing(config.superset)}, which this model has",
+        fix="Use --runtime torch or vllm on GPUs, or --runtime openvino on this CPU.",
+    )
 
 
 def _stage_problems(config: CheckpointConfig, release: str) -> list[Problem]:
