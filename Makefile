@@ -136,8 +136,9 @@ dist: $(VENV)/.supply ## the wheel and the source distribution, in dist; the sam
 release: $(READY) ## check, build the wheel, sdist, SBOM and documentation into dist, and tag; publishes nothing
 	bash .ci/release
 
-recording: $(READY) ## the picture in the README, from a real run of the demo
+recording: $(VENV)/.oracle ## the pictures of the terminal, the page and a report, from real runs of the demo; needs Chromium
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/record_demo.py docs/assets/demo.svg
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/record_pages.py docs/assets
 
 golden: $(VENV)/.oracle ## reference tokens and logits from transformers; installs PyTorch
 	$(BIN)/python -m tests.golden.make_goldens

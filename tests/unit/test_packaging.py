@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -57,6 +58,12 @@ def test_the_notice_names_every_package_and_its_licence() -> None:
     texts = [*project["dependencies"], *(text for name in for_people for text in extras[name])]
     noted = dict(re.findall(r"^  ([\w-]+) +(\S.+)$", (ROOT / "NOTICE").read_text(encoding="utf-8"), re.MULTILINE))
     assert {Requirement(text).name for text in texts} - noted.keys() == set()
+
+
+def test_the_pictures_show_the_page_and_the_report_of_today() -> None:
+    # Take them again (`make recording`) when the page or the report looks different.
+    taken = json.loads((ROOT / "docs" / "assets" / "pictures.json").read_text(encoding="utf-8"))
+    assert taken == runpy.run_path(str(ROOT / "examples" / "record_pages.py"))["digests"]()
 
 
 def test_the_changelog_has_a_heading_for_this_version() -> None:
