@@ -55,7 +55,7 @@ class ReferenceDecoder:
             hidden = self._layer(hidden, layer)
         if self._decoder.block != "post":
             hidden = self._norm(hidden, "transformer.ln_f")
-        logits = self._linear(hidden, "lm_head")
+        logits = self._linear(hidden, "lm_head") * self._decoder.logits_scale
         cap = self._decoder.logits_softcap
         return logits if cap is None else cap * np.tanh(logits / cap)
 
@@ -63,12 +63,13 @@ class ReferenceDecoder:
         name = f"transformer.layers.{layer}."
         block, mlp_norm = self._decoder.block, self._decoder.mlp_norm
         window = self._windows[layer % len(self._windows)]
-        local = self._decoder.window(layer) is not None
-        normed = hidden if block == "post" else self._norm(hidden, name + "input_layernorm")
-        attended = self._attention(normed, name + "attention.", window, local)
+        scale = self._decoder.residual_scale
+        normed = hidden if block in ("post", "branch") else self._norm(hidden, name + "input_layernorm")
+        attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer)) * scale
         if block == "parallel":
             other = normed if mlp_norm is None else self._norm(hidden, name + mlp_norm)
-            return hidden + attended + self._mlp(other, name + "mlp.")
+            both: Floats = hidden + attended + self._mlp(other, name + "mlp.") * scale
+            return both
         if block == "post":
             hidden = self._norm(hidden + attended, name + "input_layernorm")
             return self._norm(hidden + self._mlp(hidden, name + "mlp."), name + "post_layernorm")
@@ -76,8 +77,12 @@ class ReferenceDecoder:
             hidden = hidden + self._norm(attended, name + "post_layernorm")
             inner = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name + "mlp.")
             return hidden + self._norm(inner, name + "post_feedforward_layernorm")
+        if block == "branch":
+            hidden = hidden + self._norm(attended, name + "post_layernorm")
+            return hidden + self._norm(self._mlp(hidden, name + "mlp."), name + "post_feedforward_layernorm")
         hidden = hidden + attended
-        return hidden + self._mlp(self._norm(hidden, name + f"{mlp_norm}"), name + "mlp.")
+        total: Floats = hidden + self._mlp(self._norm(hidden, name + f"{mlp_norm}"), name + "mlp.") * scale
+        return total
 
     def _linear(self, hidden: Floats, name: str) -> Floats:
         product = hidden @ self._weights[f"{name}.weight"].T
@@ -85,20 +90,25 @@ class ReferenceDecoder:
 
     def _norm(self, hidden: Floats, name: str) -> Floats:
         weight = self._weights[f"{name}.weight"]
+        weight = weight if weight.size == hidden.shape[-1] else weight.reshape(-1, hidden.shape[-1])
         if self._decoder.norm == "rms":
             scaled: Floats = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + self._sizes.epsilon)
             return scaled * weight
         centred = hidden - hidden.mean(-1, keepdims=True)
         normal: Floats = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self._sizes.epsilon)
-        return normal * weight + self._weights[f"{name}.bias"]
+        return normal * weight + self._weights.get(f"{name}.bias", np.zeros(1))
 
-    def _attention(self, hidden: Floats, name: str, window: int | None, local: bool) -> Floats:
+    def _attention(self, hidden: Floats, name: str, window: int | None, frequencies: Sequence[float] | None) -> Floats:
         sizes, length = self._sizes, len(hidden)
         fused = self._linear(hidden, name + "qkv").reshape(length, -1, sizes.head)
         query, key = fused[:, : sizes.heads], fused[:, sizes.heads : sizes.heads + sizes.kv_heads]
-        if self._decoder.qk_norm:
-            query, key = self._norm(query, name + "q_layernorm"), self._norm(key, name + "k_layernorm")
-        query, key = self._rotate(query, local), self._rotate(key, local)
+        norm = self._decoder.qk_norm
+        if norm == "rotated":
+            query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
+        if norm is not None:
+            query, key = self._norm_heads(query, name + "q_layernorm"), self._norm_heads(key, name + "k_layernorm")
+        if norm != "rotated":
+            query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
         value = fused[:, sizes.heads + sizes.kv_heads :]
         group = sizes.heads // sizes.kv_heads
         key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
@@ -113,13 +123,19 @@ class ReferenceDecoder:
         weights /= weights.sum(-1, keepdims=True)
         return self._linear(np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1), name + "dense")
 
-    def _rotate(self, states: Floats, local: bool) -> Floats:
+    def _norm_heads(self, states: Floats, name: str) -> Floats:
+        """Norm [l, heads, head] over each head, or over all of them; some weights differ from head to head."""
+        if self._decoder.qk_norm == "all":
+            return self._norm(states.reshape(len(states), -1), name).reshape(states.shape)
+        return self._norm(states, name)
+
+    def _rotate(self, states: Floats, frequencies: Sequence[float] | None) -> Floats:
         """Each pair of numbers, as a complex number, times e^(i · position · frequency)."""
-        frequencies = (local and self._decoder.local_rope_inv_freq) or self._decoder.rope_inv_freq
         if frequencies is None:
             return states
         size = 2 * len(frequencies)
         turned, rest = self._turn(states[..., :size], np.asarray(frequencies)), states[..., size:]
+        turned = turned * self._decoder.rope_scale
         return np.concatenate([turned, rest], axis=-1)
 
     def _turn(self, states: Floats, frequencies: Floats) -> Floats:
@@ -190,7 +206,11 @@ def _relu(values: Floats) -> Floats:
     return np.maximum(values, 0)
 
 
-_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
+def _relu2(values: Floats) -> Floats:
+    return _relu(values) * _relu(values)
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "relu2": _relu2}
 
 
 def _routes(name: str) -> bool:

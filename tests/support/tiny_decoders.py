@@ -112,12 +112,10 @@ def tiny_decoder(
         add("transformer.ln_embed", sizes.hidden, bias=layer_norm, centre=1.0)
     for layer in range(sizes.layers):
         name = f"transformer.layers.{layer}"
-        add(f"{name}.input_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
-        for norm in _mlp_norms(decoder):
+        for norm in _norms(decoder):
             add(f"{name}.{norm}", sizes.hidden, bias=layer_norm, centre=1.0)
-        if decoder.qk_norm:
-            add(f"{name}.attention.q_layernorm", sizes.head, bias=layer_norm, centre=1.0)
-            add(f"{name}.attention.k_layernorm", sizes.head, bias=layer_norm, centre=1.0)
+        for norm, size in _head_norms(decoder, sizes).items():
+            add(f"{name}.attention.{norm}", size, bias=False, centre=1.0)
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head
         add(f"{name}.attention.qkv", rows, sizes.hidden, bias=biases)
         add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=biases)
@@ -127,6 +125,15 @@ def tiny_decoder(
         add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
     add("lm_head", sizes.vocab, sizes.hidden, bias=head_bias)
     return TinyDecoder(decoder=decoder, sizes=sizes, tensors=tensors, packing=packing)
+
+
+def _head_norms(decoder: Decoder, sizes: Sizes) -> dict[str, int]:
+    """Each head has a weight of its own where the norm is of layer kind."""
+    if decoder.qk_norm is None:
+        return {}
+    several = decoder.qk_norm == "all" or decoder.norm == "layer"
+    counts = {"q_layernorm": sizes.heads, "k_layernorm": sizes.kv_heads}
+    return {name: heads * sizes.head if several else sizes.head for name, heads in counts.items()}
 
 
 def _mlp_shapes(decoder: Decoder, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -149,8 +156,12 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _mlp_norms(decoder: Decoder) -> list[str]:
-    around = ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if decoder.block == "sandwich" else []
+def _norms(decoder: Decoder) -> list[str]:
+    around = [
+        *([] if decoder.block == "branch" else ["input_layernorm"]),
+        *(["pre_feedforward_layernorm"] if decoder.block == "sandwich" else []),
+        *(["post_feedforward_layernorm"] if decoder.block in ("sandwich", "branch") else []),
+    ]
     return ([] if decoder.mlp_norm is None else [decoder.mlp_norm]) + around
 
 
@@ -168,7 +179,12 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, window with its own rotation": tiny_decoder(
         replace(LLAMA, windows=(7, None), local_rope_inv_freq=tuple(100.0 ** (-index / 8) for index in range(8)))
     ),
-    "llama, normed queries and keys": tiny_decoder(replace(LLAMA, qk_norm=True)),
+    "llama, normed queries and keys": tiny_decoder(replace(LLAMA, qk_norm="heads")),
+    "llama, queries and keys normed over all heads": tiny_decoder(replace(LLAMA, qk_norm="all")),
+    "llama, queries and keys normed after rotation": tiny_decoder(replace(LLAMA, qk_norm="rotated")),
+    "llama, norms after attention and MLP": tiny_decoder(replace(LLAMA, block="branch", qk_norm="all")),
+    "llama, layers without positions": tiny_decoder(replace(LLAMA, unrotated=(False, True), windows=(7, None))),
+    "llama, factors": tiny_decoder(replace(LLAMA, residual_scale=0.7, logits_scale=0.25, rope_scale=1.2)),
     "llama, norms on both sides": tiny_decoder(replace(LLAMA, block="sandwich")),
     "llama, scaled embeddings": tiny_decoder(replace(LLAMA, embedding_scale=8.0)),
     "llama, capped logits": tiny_decoder(replace(LLAMA, logits_softcap=0.5)),
@@ -177,6 +193,10 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, float16": tiny_decoder(dtype=np.float16),
     "gpt2": tiny_decoder(GPT2, replace(GROUPED, kv_heads=4)),
     "gptj, part of a head rotated": tiny_decoder(GPTJ, replace(GROUPED, kv_heads=4), head_bias=True),
+    "cohere, a weight for each head": tiny_decoder(
+        replace(GPTJ, mlp="gated", activation="silu", qk_norm="heads", residual_scale=0.7), replace(GROUPED, kv_heads=2)
+    ),
+    "nemotron, relu2": tiny_decoder(replace(GPT2, activation="relu2"), replace(GROUPED, kv_heads=4)),
     "gpt_neox, two norms side by side": tiny_decoder(
         replace(GPTJ, mlp_norm="mlp_layernorm", rope_interleaved=False), replace(GROUPED, kv_heads=4), packing="int8"
     ),

@@ -177,7 +177,7 @@ def test_decoders_describe_routing(tmp_path: Path, family: str, changes: dict[st
     module = architectures.family(config["architecture"])
     decoder = module.decoder(CheckpointConfig.of(config))
     assert (decoder.mlp, decoder.activation, decoder.experts) == ("experts", "silu", experts)
-    assert decoder.qk_norm == (family == "qwen3_moe")
+    assert decoder.qk_norm == ("heads" if family == "qwen3_moe" else None)
     flat = {key: value for key, value in config.items() if key != "moe"} | {"moe_num_experts": 8, "moe_top_k": 2}
     with pytest.raises(UnsupportedModelError, match="has no `moe` object"):
         module.decoder(CheckpointConfig.of(flat))

@@ -25,7 +25,7 @@ Positions = Literal["rope", "learned", "alibi"]
 #   experts  several fused MLPs; a router picks some of them for each token
 Mlp = Literal["gated", "plain", "fused", "experts"]
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 # Names in Hugging Face configs.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -34,6 +34,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
 }
@@ -41,9 +42,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 # How a layer adds attention and MLP to its input x:
 #   sequential  x + attention(norm(x)), then the same for the MLP
 #   sandwich    x + norm(attention(norm(x))), then the same for the MLP (Gemma 2)
+#   branch      x + norm(attention(x)), then the same for the MLP (OLMo 2)
 #   parallel    x + attention(norm(x)) + MLP(norm(x)), with two norms or a shared one (GPT-J, Falcon)
 #   post        norm(x + attention(x)), then the same for the MLP; no norm after the last layer (OPT-350m)
-Block = Literal["sequential", "sandwich", "parallel", "post"]
+Block = Literal["sequential", "sandwich", "branch", "parallel", "post"]
+
+# How queries and keys are normalised; the norm is of the decoder's kind, without biases:
+#   heads    each head before rotation, with one weight for all heads or one for each
+#   all      all heads together before rotation (OLMo 2)
+#   rotated  each head after rotation (Hunyuan)
+HeadNorm = Literal["heads", "all", "rotated"]
 
 # How tensor-parallel ranks share a tensor:
 #   replicated     every rank holds a full copy
@@ -126,9 +134,12 @@ class Decoder:
     alibi_slopes: tuple[float, ...] | None = None  # per head; slope × key position is added to the scaled scores
     windows: tuple[int | None, ...] = ()  # sliding windows in tokens, cycled over the layers; None: full attention
     block: Block = "sequential"
-    qk_norm: bool = False  # queries and keys of each head are normalised before rotation
+    unrotated: tuple[bool, ...] = ()  # layers whose queries and keys have no positions, cycled over the layers
+    qk_norm: HeadNorm | None = None
     mlp_norm: str | None = "post_layernorm"  # the norm before the MLP; None: a parallel MLP shares attention's
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to their input
+    logits_scale: float = 1.0  # multiplies the logits
     embedding_norm: bool = False
     attention_softcap: float | None = None  # c: scores become c · tanh(score / c)
     logits_softcap: float | None = None  # the same for logits
@@ -137,6 +148,13 @@ class Decoder:
     def window(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, or None for full attention."""
         return self.windows[layer % len(self.windows)] if self.windows else None
+
+    def rotation(self, layer: int) -> tuple[float, ...] | None:
+        """Return a layer's inverse frequencies, or None without rotation."""
+        if self.unrotated and self.unrotated[layer % len(self.unrotated)]:
+            return None
+        local = None if self.window(layer) is None else self.local_rope_inv_freq
+        return local or self.rope_inv_freq
 
 
 @dataclass(frozen=True, kw_only=True)

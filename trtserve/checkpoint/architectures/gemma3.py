@@ -168,7 +168,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
     return replace(
         gemma.decoder(config),
         block="sandwich",
-        qk_norm=True,
+        qk_norm="heads",
         attention_scale=1 / math.sqrt(config.own("query_pre_attn_scalar", float(config.head_size))),
         rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, scaling),
         local_rope_inv_freq=inverse_frequencies(config.head_size, local_base, None),

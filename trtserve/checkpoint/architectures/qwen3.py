@@ -34,4 +34,4 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.decoder(config), qk_norm=True)
+    return replace(llama.decoder(config), qk_norm="heads")

@@ -28,4 +28,4 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    return replace(llama.expert_decoder(config), qk_norm=True)
+    return replace(llama.expert_decoder(config), qk_norm="heads")

@@ -131,13 +131,19 @@ class _GraphBuilder:
 
     def build(self) -> ov.Model:
         hidden = self._embed()
-        blocks = {"parallel": self._parallel, "post": self._post_normed, "sandwich": self._sandwich}
+        blocks = {
+            "parallel": self._parallel,
+            "post": self._post_normed,
+            "sandwich": self._sandwich,
+            "branch": self._branch,
+        }
         add_block = blocks.get(self._decoder.block, self._sequential)
         for layer in range(self._sizes.layers):
             hidden = add_block(hidden, f"transformer.layers.{layer}", layer)
         if self._decoder.block != "post":
             hidden = self._norm(hidden, "transformer.ln_f")
         logits = self._linear(hidden, "lm_head", packing="int8" if self._packing else None)
+        logits = _scaled(logits, self._decoder.logits_scale)
         if self._decoder.logits_softcap is not None:  # limits logits to (−c, c): c·tanh(logits / c)
             cap = ops.constant(np.float32(self._decoder.logits_softcap))
             logits = ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
@@ -149,7 +155,8 @@ class _GraphBuilder:
     def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
         hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
-        return add(hidden, self._mlp(self._norm(hidden, f"{name}.{self._decoder.mlp_norm}"), f"{name}.mlp"))
+        inner = self._mlp(self._norm(hidden, f"{name}.{self._decoder.mlp_norm}"), f"{name}.mlp")
+        return add(hidden, _scaled(inner, self._decoder.residual_scale))
 
     def _sandwich(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.attention", layer)
@@ -157,13 +164,18 @@ class _GraphBuilder:
         inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp")
         return add(hidden, self._norm(inner, f"{name}.post_feedforward_layernorm"))
 
+    def _branch(self, hidden: Any, name: str, layer: int) -> Any:
+        attended = self._attention(hidden, f"{name}.attention", layer)
+        hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
+        return add(hidden, self._norm(self._mlp(hidden, f"{name}.mlp"), f"{name}.post_feedforward_layernorm"))
+
     def _parallel(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
         mlp_norm = self._decoder.mlp_norm
         other = normed if mlp_norm is None else self._norm(hidden, f"{name}.{mlp_norm}")
         hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
         mark = LAST_PARALLEL_MLP if layer == self._sizes.layers - 1 else None
-        return add(hidden, self._mlp(other, f"{name}.mlp", mark=mark))
+        return add(hidden, _scaled(self._mlp(other, f"{name}.mlp", mark=mark), self._decoder.residual_scale))
 
     def _post_normed(self, hidden: Any, name: str, layer: int) -> Any:
         hidden = self._add_attention(hidden, self._attention(hidden, f"{name}.attention", layer), layer)
@@ -171,7 +183,7 @@ class _GraphBuilder:
         return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp")), f"{name}.post_layernorm")
 
     def _add_attention(self, hidden: Any, attended: Any, layer: int) -> Any:
-        total = add(hidden, attended)
+        total = add(hidden, _scaled(attended, self._decoder.residual_scale))
         if layer == self._sizes.layers - 1:
             total.get_node().set_friendly_name(LAST_ATTENTION)
         return total
@@ -183,8 +195,7 @@ class _GraphBuilder:
         if self._decoder.positions == "learned":
             positions = gather(self._weight("transformer.position_embedding.weight"), self._position_ids)
             embedded = add(embedded, positions)
-        if self._decoder.embedding_scale != 1.0:
-            embedded = ops.multiply(embedded, ops.constant(np.float32(self._decoder.embedding_scale))).output(0)
+        embedded = _scaled(embedded, self._decoder.embedding_scale)
         if self._decoder.embedding_norm:
             embedded = self._norm(embedded, "transformer.ln_embed")
         return embedded
@@ -235,9 +246,11 @@ class _GraphBuilder:
         parts = ops.variadic_split(fused, ops.constant(np.int64(-1)), ops.constant(np.array(lengths)))
         window = self._decoder.window(layer)
         rotation = self._rotation if window is None else self._local_rotation
-        query = self._rotate(self._heads(parts.output(0), sizes.heads, f"{name}.q_layernorm"), rotation)
-        key = self._rotate(self._heads(parts.output(1), sizes.kv_heads, f"{name}.k_layernorm"), rotation)
-        value = self._heads(parts.output(2), sizes.kv_heads, None)
+        if self._decoder.rotation(layer) is None:
+            rotation = None
+        query = self._placed(parts.output(0), sizes.heads, f"{name}.q_layernorm", rotation)
+        key = self._placed(parts.output(1), sizes.kv_heads, f"{name}.k_layernorm", rotation)
+        value = self._heads(parts.output(2), sizes.kv_heads)
         key = self._repeat_heads(self._append_to_state(key, f"past_key_values.{layer}.key"))
         value = self._repeat_heads(self._append_to_state(value, f"past_key_values.{layer}.value"))
         scale = ops.constant(np.float32(self._decoder.attention_scale))
@@ -247,15 +260,21 @@ class _GraphBuilder:
         )
         return self._linear(joined.output(0), f"{name}.dense", packing=self._packing)
 
-    def _heads(self, flat: Any, heads: int, norm: str | None) -> Any:
-        """[b, l, heads · head] → [b, heads, l, head]; each head is normed by `norm` if the decoder has qk_norm."""
-        split = ops.reshape(flat, integers(0, 0, heads, self._sizes.head), special_zero=True).output(0)
-        if norm and self._decoder.qk_norm:
-            split = self._norm(split, norm)
-        return ops.transpose(split, integers(0, 2, 1, 3)).output(0)
+    def _placed(self, flat: Any, heads: int, norm: str, rotation: GraphRotation | None) -> Any:
+        """Return queries or keys [b, l, heads · head] as [b, heads, l, head], normed by `norm` and rotated."""
+        kind = self._decoder.qk_norm
+        states = self._heads(
+            self._normed(flat, norm) if kind == "all" else flat, heads, norm if kind == "heads" else None
+        )
+        states = states if rotation is None else rotation.rotate(states)
+        return self._normed(states, norm) if kind == "rotated" else states
 
-    def _rotate(self, states: Any, rotation: GraphRotation | None) -> Any:
-        return states if rotation is None else rotation.rotate(states)
+    def _heads(self, flat: Any, heads: int, norm: str | None = None) -> Any:
+        """[b, l, heads · head] → [b, heads, l, head]; `norm` has one weight for all heads, or one for each."""
+        split = ops.reshape(flat, integers(0, 0, heads, self._sizes.head), special_zero=True).output(0)
+        if norm is not None:
+            split = self._normed(split, norm)
+        return ops.transpose(split, integers(0, 2, 1, 3)).output(0)
 
     def _append_to_state(self, states: Any, name: str) -> Any:
         """Append `states` to the state `name` and return all of it: [b, kv_heads, past + l, head]."""
@@ -285,14 +304,21 @@ class _GraphBuilder:
     # Position-wise parts
 
     def _norm(self, hidden: Any, name: str) -> Any:
-        weight = self._weight(f"{name}.weight")
+        normal, bias = self._normed(hidden, name), f"{name}.bias"
+        return add(normal, self._weight(bias)) if bias in self._names else normal
+
+    def _normed(self, states: Any, name: str) -> Any:
+        """Return states [b, l, …, n] over their last dimension; a weight of more than n numbers is [heads, n]."""
+        values, size = self._floats(f"{name}.weight"), int(states.get_partial_shape()[-1].get_length())
+        weight = float_tensor(values if values.size == size else values.reshape(-1, size), f"{name}.weight")
         if self._decoder.norm == "layer":
-            normal = ops.mvn(hidden, integers(-1), True, self._sizes.epsilon, "inside_sqrt")
-            return add(ops.multiply(normal, weight), self._weight(f"{name}.bias"))
-        square = ops.power(hidden, ops.constant(np.float32(2)))
+            return ops.multiply(ops.mvn(states, integers(-1), True, self._sizes.epsilon, "inside_sqrt"), weight).output(
+                0
+            )
+        square = ops.power(states, ops.constant(np.float32(2)))
         mean = ops.reduce_mean(square, integers(-1), keep_dims=True)
         root = ops.sqrt(ops.add(mean, ops.constant(np.float32(self._sizes.epsilon))))
-        normal = ops.multiply(hidden, ops.divide(ops.constant(np.float32(1)), root))
+        normal = ops.multiply(states, ops.divide(ops.constant(np.float32(1)), root))
         return ops.multiply(normal, weight).output(0)
 
     def _mlp(self, hidden: Any, name: str, *, mark: str | None = None) -> Any:
@@ -333,8 +359,9 @@ class _GraphBuilder:
         activation = self._decoder.activation
         if activation == "silu":
             return ops.swish(states).output(0)
-        if activation == "relu":
-            return ops.relu(states).output(0)
+        if activation in ("relu", "relu2"):
+            positive = ops.relu(states).output(0)
+            return positive if activation == "relu" else ops.multiply(positive, positive).output(0)
         activated = ops.gelu(states, "tanh" if activation == "gelu_tanh" else "erf").output(0)
         if self._decoder.mlp == "plain":
             return activated
@@ -382,3 +409,7 @@ class _GraphBuilder:
         weight = self._weights.int4(name)
         self._read(weight.codes.size)
         return weight
+
+
+def _scaled(states: Any, factor: float) -> Any:
+    return states if factor == 1.0 else ops.multiply(states, ops.constant(np.float32(factor))).output(0)

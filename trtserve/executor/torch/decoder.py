@@ -14,7 +14,17 @@ from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.shapes import Sizes
-from trtserve.executor.torch.modules import Adapters, Embedding, Linear, Mlp, Norm, WeightMatrix, make_mlp
+from trtserve.executor.torch.modules import (
+    Adapters,
+    Embedding,
+    JoinedNorms,
+    Linear,
+    Mlp,
+    Norm,
+    Rotated,
+    WeightMatrix,
+    make_mlp,
+)
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
@@ -54,9 +64,14 @@ class _Layer:
     qkv: Linear
     dense: Linear
     head_norms: HeadNorms | None
+    prepared: JoinedNorms | Rotated | None
+    """What queries and keys go through before `Operations.rotate_and_store`, which has the usual norms and rotation."""
     rotation: RotationTables | None
     scores: Scores
     mlp: Mlp
+
+
+_NORMS = ("input_layernorm", "post_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 class TorchDecoder:
@@ -88,7 +103,10 @@ class TorchDecoder:
             self._embedding_norm = self._norm(weights, "transformer.ln_embed") if decoder.embedding_norm else None
             self._like = self._tokens.weight
         else:
-            self._like = weights.tensor(f"transformer.layers.{layers[0]}.input_layernorm.weight")
+            first = f"transformer.layers.{layers[0]}"
+            self._like = weights.tensor(
+                next(f"{first}.{each}.weight" for each in _NORMS if f"{first}.{each}.weight" in weights)
+            )
         rotations = _rotations(decoder, max_position, self._like.device)
         self._layers = [self._layer(weights, number, rotations, windows[number % len(windows)]) for number in layers]
         if self._is_last:
@@ -113,20 +131,17 @@ class TorchDecoder:
         window: int | None,
     ) -> _Layer:
         decoder, name = self._decoder, f"transformer.layers.{number}"
-        norms = ["input_layernorm", "post_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        if decoder.mlp_norm is not None and decoder.mlp_norm not in norms:
-            norms.append(decoder.mlp_norm)
-        head_norms, attention = None, f"{name}.attention"
-        if decoder.qk_norm:
-            query, key = (weights.tensor(f"{attention}.{part}_layernorm.weight") for part in "qk")
-            head_norms = HeadNorms(query=query, key=key, epsilon=self._sizes.epsilon)
-        own_window = decoder.window(number)
+        norms = dict.fromkeys((*_NORMS, *([decoder.mlp_norm] if decoder.mlp_norm else [])))
+        attention, own_window = f"{name}.attention", decoder.window(number)
+        rotation = rotations[0 if own_window is None else 1] if decoder.rotation(number) is not None else None
+        head_norms, prepared = self._query_key_norms(weights, attention, rotation)
         return _Layer(
             norms={each: self._norm(weights, f"{name}.{each}") for each in norms if f"{name}.{each}.weight" in weights},
             qkv=Linear(weights, [f"{attention}.qkv"], self._operations, layer=number),
             dense=Linear(weights, [f"{attention}.dense"], self._operations, layer=number, group=self._group),
             head_norms=head_norms,
-            rotation=rotations[0 if own_window is None else 1],
+            prepared=prepared,
+            rotation=None if isinstance(prepared, Rotated) else rotation,
             scores=Scores(
                 scale=decoder.attention_scale,
                 window=window,
@@ -135,6 +150,39 @@ class TorchDecoder:
             ),
             mlp=make_mlp(decoder, weights, number, self._operations, self._group),
         )
+
+    def _query_key_norms(
+        self, weights: EngineWeights, attention: str, rotation: RotationTables | None
+    ) -> tuple[HeadNorms | None, JoinedNorms | Rotated | None]:
+        decoder, sizes = self._decoder, self._sizes
+        if decoder.qk_norm is None:
+            return None, None
+        query, key = (weights.tensor(f"{attention}.{part}_layernorm.weight") for part in "qk")
+        usual = decoder.norm == "rms" and query.numel() == sizes.head and decoder.qk_norm != "all"
+        if usual:
+            before = decoder.qk_norm == "rotated" and rotation is not None
+            return (
+                HeadNorms(query=query, key=key, epsilon=sizes.epsilon),
+                Rotated(rotation, self._heads + self.kv_heads, self.kv_heads) if before and rotation else None,
+            )
+        counts = (sizes.heads, self._heads), (sizes.kv_heads, self.kv_heads)
+        own = [
+            weight if weight.numel() == sizes.head else self._own_heads(weight.view(heads, -1), count)
+            for weight, (heads, count) in zip((query, key), counts, strict=True)
+        ]
+        return None, JoinedNorms(
+            query=own[0],
+            key=own[1],
+            heads=(self._heads, self.kv_heads),
+            decoder=decoder,
+            epsilon=sizes.epsilon,
+            group=self._group,
+        )
+
+    def _own_heads(self, of_heads: Tensor, count: int) -> Tensor:
+        """Return this rank's rows of weights [heads, head]; ranks beyond the number of heads share one."""
+        first = self._group.tp_rank * len(of_heads) // self._group.tp_size
+        return of_heads[first : first + count]
 
     def _slopes(self) -> Tensor | None:
         """Return the ALiBi slopes of this rank's heads."""
@@ -151,7 +199,12 @@ class TorchDecoder:
 
         `caches` are those of this rank's layers.
         """
-        blocks = {"parallel": self._parallel, "post": self._post_normed, "sandwich": self._sandwich}
+        blocks = {
+            "parallel": self._parallel,
+            "post": self._post_normed,
+            "sandwich": self._sandwich,
+            "branch": self._branch,
+        }
         run: Callable[..., tuple[Tensor, Tensor | None]] = blocks.get(self._decoder.block, self._sequential)
         hidden, residual = self._enter(inputs), None
         last = len(self._layers) - 1 if self._is_last else -1
@@ -175,8 +228,7 @@ class TorchDecoder:
             hidden = torch.where((ids < self._sizes.vocab).unsqueeze(1), hidden, rows)
         if self._positions is not None:
             hidden = hidden + self._positions(inputs.positions)
-        if self._decoder.embedding_scale != 1.0:
-            hidden = hidden * self._decoder.embedding_scale
+        hidden = _scaled(hidden, self._decoder.embedding_scale)
         return hidden if self._embedding_norm is None else self._embedding_norm(hidden)
 
     # Each kind of block takes and returns (hidden, residual): states whose sum, if there is a residual, is the layer's
@@ -187,7 +239,10 @@ class TorchDecoder:
     ) -> tuple[Tensor, Tensor | None]:
         qkv, residual = layer.norms["input_layernorm"].then(layer.qkv, hidden, residual, attention.all_adapters)
         norm = layer.norms[str(self._decoder.mlp_norm)]
-        return layer.mlp.after_norm(norm, attention(qkv), attention.kept(residual), attention.adapters)
+        scale = self._decoder.residual_scale
+        attended = _scaled(attention(qkv), scale)
+        output, residual = layer.mlp.after_norm(norm, attended, attention.kept(residual), attention.adapters)
+        return _scaled(output, scale), residual
 
     def _sandwich(
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
@@ -197,6 +252,14 @@ class TorchDecoder:
         output, residual = layer.mlp.after_norm(norm, attended, attention.kept(residual), attention.adapters)
         return layer.norms["post_feedforward_layernorm"](output), residual
 
+    def _branch(
+        self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        total = hidden if residual is None else hidden + residual
+        attended = attention(layer.qkv(total, attention.all_adapters))
+        total = attention.kept(total) + layer.norms["post_layernorm"](attended)
+        return layer.norms["post_feedforward_layernorm"](layer.mlp(total, attention.adapters)), total
+
     def _parallel(
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -204,7 +267,7 @@ class TorchDecoder:
         attended = attention(layer.qkv(normed, attention.all_adapters))
         residual, own = attention.kept(residual), self._decoder.mlp_norm
         other = attention.kept(normed) if own is None else layer.norms[own](residual)
-        return attended + layer.mlp(other, attention.adapters), residual
+        return _scaled(attended + layer.mlp(other, attention.adapters), self._decoder.residual_scale), residual
 
     def _post_normed(
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
@@ -218,7 +281,7 @@ class TorchDecoder:
     def attend(self, layer: _Layer, qkv: Tensor, inputs: Inputs, cache: Tensor) -> Tensor:
         """Store the new keys and values and return what each token's heads attend to: [t, heads · head]."""
         query = self._operations.rotate_and_store(
-            qkv,
+            qkv if layer.prepared is None else layer.prepared(qkv, inputs.positions),
             inputs.positions,
             cache,
             inputs.cache_places,
@@ -248,7 +311,7 @@ class TorchDecoder:
         logits = self._head(hidden)
         if logits.shape[-1] < self._sizes.vocab:
             logits = self._group.all_gather(logits)
-        logits = logits[:, : self._sizes.vocab].float().contiguous()
+        logits = _scaled(logits[:, : self._sizes.vocab].float(), self._decoder.logits_scale).contiguous()
         cap = self._decoder.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -277,6 +340,10 @@ class _Attention:
     def kept(self, states: Tensor) -> Tensor:
         """Return the states of the tokens that are needed."""
         return states if self._rows is None else states[self._rows]
+
+
+def _scaled(states: Tensor, factor: float) -> Tensor:
+    return states if factor == 1.0 else states * factor
 
 
 def _is_tied(weights: EngineWeights, embedding: Tensor) -> bool:

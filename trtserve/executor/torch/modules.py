@@ -15,9 +15,9 @@ from torch.nn import functional
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.checkpoint.architectures.base import Norm as NormKind
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.torch.operations import Operations, router_weights
+from trtserve.executor.torch.operations import Operations, RotationTables, router_weights
 from trtserve.executor.torch.packed import PackedWeight, join_packed
-from trtserve.executor.torch.plain_operations import activate
+from trtserve.executor.torch.plain_operations import activate, rotate
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
 
@@ -47,12 +47,13 @@ class Norm:
         self, weights: EngineWeights, name: str, kind: NormKind, epsilon: float, operations: Operations
     ) -> None:
         self._weight = weights.tensor(f"{name}.weight")
-        self._bias = weights.tensor(f"{name}.bias") if kind == "layer" else None
+        self._is_rms = kind == "rms"
+        self._bias = weights.tensor(f"{name}.bias") if f"{name}.bias" in weights else None
         self._epsilon = epsilon
         self._operations = operations
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._bias is None:
+        if self._is_rms:
             return self._operations.rms_norm(x, self._weight, self._epsilon)
         return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._epsilon)
 
@@ -60,7 +61,7 @@ class Norm:
         """Return the norm of x + residual, and this sum; both may be overwritten."""
         if residual is None:
             return self(x), x
-        if self._bias is None:
+        if self._is_rms:
             return self._operations.add_rms_norm(x, residual, self._weight, self._epsilon)
         total = x + residual
         return self(total), total
@@ -77,7 +78,7 @@ class Norm:
     ) -> tuple[Tensor, Tensor]:
         """Return linear(norm(x + residual)), `gated` if there is an activation, and the sum."""
         matrix = linear.matrix
-        if self._bias is None and adapters is None and type(matrix) is WeightMatrix:
+        if self._is_rms and adapters is None and type(matrix) is WeightMatrix:
             return self._operations.norm_linear(
                 x,
                 residual,
@@ -93,6 +94,54 @@ class Norm:
         if activation is not None:
             product = self._operations.gated(product, activation, factor_first=factor_first)
         return product, total
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedNorms:
+    """Norms of queries and keys that no kernel has: over all heads, of layer kind, or with a weight for each head."""
+
+    query: Tensor
+    """[D], or [H, D] for the heads of this rank."""
+    key: Tensor
+    heads: tuple[int, int]
+    """Query and key/value heads of this rank."""
+    decoder: Decoder
+    epsilon: float
+    group: RankGroup
+
+    def __call__(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Return qkv [t, (H + 2 · KV) · D] with normed queries and keys."""
+        del positions
+        queries, keys = self.heads
+        query, key, value = qkv.unflatten(1, (queries + 2 * keys, -1)).split([queries, keys, keys], 1)
+        parts = [self._normed(query, self.query), self._normed(key, self.key), value]
+        return torch.cat(parts, 1).flatten(1)
+
+    def _normed(self, states: Tensor, weight: Tensor) -> Tensor:
+        wide = states.float()
+        if self.decoder.norm == "layer":
+            wide = wide - wide.mean(-1, keepdim=True)
+        mean = wide.square().mean(-1, keepdim=True)
+        if self.decoder.qk_norm == "all":
+            # Ranks that share a key/value head count it equally often, so the mean stays that of all heads.
+            mean = self.group.all_reduce(mean.mean(1, keepdim=True)) / self.group.tp_size
+        return (wide * torch.rsqrt(mean + self.epsilon) * weight.float()).to(states.dtype)
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Rotates queries and keys before they are normed."""
+
+    tables: RotationTables
+    heads: int
+    """Query and key heads of this rank together."""
+    values: int
+    """Value heads of this rank."""
+
+    def __call__(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Return qkv [t, (H + 2 · KV) · D] with rotated queries and keys; positions i64[t]."""
+        states, value = qkv.unflatten(1, (self.heads + self.values, -1)).split([self.heads, self.values], 1)
+        return torch.cat([rotate(states, positions, self.tables), value], 1).flatten(1)
 
 
 class Linear:

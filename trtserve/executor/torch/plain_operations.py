@@ -56,8 +56,7 @@ def rotate_and_store(
     if norms is not None:
         query, key = rms_norm(query, norms.query, norms.epsilon), rms_norm(key, norms.key, norms.epsilon)
     if rotation is not None:
-        cos, sin = rotation.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        query, key = (_rotate(states, cos, sin, interleaved=rotation.interleaved) for states in (query, key))
+        query, key = (rotate(states, positions, rotation) for states in (query, key))
     blocks, offsets = cache_places // tokens_per_block, cache_places % tokens_per_block
     kv_layer[blocks, 0, offsets] = key
     kv_layer[blocks, 1, offsets] = value
@@ -65,15 +64,16 @@ def rotate_and_store(
     return rotated
 
 
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first numbers of each head [t, heads, D] by angles [t, 1, pairs]; the rest stays."""
+def rotate(states: Tensor, positions: Tensor, tables: RotationTables) -> Tensor:
+    """Rotate the first numbers of each head [t, heads, D] by positions i64[t]; the rest stays."""
+    cos, sin = tables.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     rotated, rest = states.float().tensor_split([2 * cos.shape[-1]], dim=-1)
-    if interleaved:
+    if tables.interleaved:
         first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         first, second = rotated.chunk(2, dim=-1)
     turned = first * cos - second * sin, second * cos + first * sin
-    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    joined = torch.stack(turned, -1).flatten(-2) if tables.interleaved else torch.cat(turned, -1)
     return torch.cat([joined, rest], -1).to(states.dtype)
 
 
@@ -81,8 +81,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return the activation function of each number."""
     if activation == "silu":
         return functional.silu(x)
-    if activation == "relu":
-        return functional.relu(x)
+    if activation in ("relu", "relu2"):
+        positive = functional.relu(x)
+        return positive if activation == "relu" else positive.square()
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
