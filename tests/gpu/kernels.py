@@ -23,7 +23,7 @@ from trtserve.executor.engine.model import Draws
 from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
 from trtserve.executor.torch import kernels
 from trtserve.executor.torch.draw_words import DrawWriter
-from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
+from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, RotationTables, Scores
 from trtserve.executor.torch.packed import join_packed, quantize
 from trtserve.executor.torch.step_kernels import KernelSampler
 
@@ -61,7 +61,11 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Ten
     hidden = place > mine
     if scores.window is not None:
         hidden |= place <= mine - scores.window
-    return torch.einsum("htn,nhd->thd", products.masked_fill(hidden, -torch.inf).softmax(-1), repeated[1])
+    products = products.masked_fill(hidden, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.double().view(-1, 1, 1).expand(-1, new, 1)
+        products = torch.cat([products, sinks], -1)
+    return torch.einsum("htn,nhd->thd", products.softmax(-1)[..., :total], repeated[1])
 
 
 def cache_of(lengths: list[int], kv_heads: int, size: int, dtype: Any) -> tuple[Tensor, Tensor]:
@@ -89,7 +93,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"window": 100},
     "alibi": {"slopes": True},
     "cap": {"soft_cap": 5.0},
-    "all": {"window": 37, "soft_cap": 20.0, "slopes": True},
+    "sinks": {"window": 100, "sinks": True},
+    "all": {"window": 37, "soft_cap": 20.0, "slopes": True, "sinks": True},
 }
 
 
@@ -100,6 +105,8 @@ def cases() -> Iterator[tuple[str, tuple[int, int, int], Any, Scores]]:
             chosen = dict(values)
             if chosen.get("slopes"):
                 chosen["slopes"] = torch.rand(heads, device="cuda") * 0.1
+            if chosen.get("sinks"):
+                chosen["sinks"] = torch.randn(heads, device="cuda")
             name = f"{kind} {heads}/{kv_heads}x{size} {str(dtype)[6:]}"
             yield name, (heads, kv_heads, size), dtype, Scores(scale=size**-0.5, **chosen)
 
@@ -233,7 +240,7 @@ def experts(dtype: Any, tokens: int) -> float:
             wanted[token] += shares[token, place].double() * (
                 inner[expert].double() @ (torch.nn.functional.silu(active) * factor)
             )
-    return error(kernels.expert_mlp(x, outer, inner, chosen, shares, "silu"), wanted)
+    return error(kernels.expert_mlp(x, ExpertWeights(outer=outer, inner=inner), chosen, shares, "silu"), wanted)
 
 
 def sampling(vocabulary: int) -> float:

@@ -38,7 +38,7 @@ class ReferenceDecoder:
         self._sizes = sizes
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         if packing:
-            inside = [name for name in weights if ".layers." in name and weights[name].ndim > 1 and not _routes(name)]
+            inside = [name for name in weights if _is_packed(name, weights[name])]
             rounded = _rounded_to_int8 if packing == "int8" else _rounded_to_int4
             self._weights |= {name: rounded(self._weights[name]) for name in inside}
             self._weights["lm_head.weight"] = _rounded_to_int8(self._weights["lm_head.weight"])
@@ -68,20 +68,20 @@ class ReferenceDecoder:
         attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer)) * scale
         if block == "parallel":
             other = normed if mlp_norm is None else self._norm(hidden, name + mlp_norm)
-            both: Floats = hidden + attended + self._mlp(other, name + "mlp.") * scale
+            both: Floats = hidden + attended + self._mlp(other, name + "mlp.", layer) * scale
             return both
         if block == "post":
             hidden = self._norm(hidden + attended, name + "input_layernorm")
-            return self._norm(hidden + self._mlp(hidden, name + "mlp."), name + "post_layernorm")
+            return self._norm(hidden + self._mlp(hidden, name + "mlp.", layer), name + "post_layernorm")
         if block == "sandwich":
             hidden = hidden + self._norm(attended, name + "post_layernorm")
-            inner = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name + "mlp.")
+            inner = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name + "mlp.", layer)
             return hidden + self._norm(inner, name + "post_feedforward_layernorm")
         if block == "branch":
             hidden = hidden + self._norm(attended, name + "post_layernorm")
-            return hidden + self._norm(self._mlp(hidden, name + "mlp."), name + "post_feedforward_layernorm")
+            return hidden + self._norm(self._mlp(hidden, name + "mlp.", layer), name + "post_feedforward_layernorm")
         hidden = hidden + attended
-        total: Floats = hidden + self._mlp(self._norm(hidden, name + f"{mlp_norm}"), name + "mlp.") * scale
+        total: Floats = hidden + self._mlp(self._norm(hidden, name + f"{mlp_norm}"), name + "mlp.", layer) * scale
         return total
 
     def _linear(self, hidden: Floats, name: str) -> Floats:
@@ -119,8 +119,11 @@ class ReferenceDecoder:
             distance = np.arange(length)[:, None] - np.arange(length)
             scores -= np.array(self._decoder.alibi_slopes)[:, None, None] * distance
         scores = np.where(_visible(length, window), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        sinks = self._weights[name + "sinks"] if self._decoder.attention_sinks else np.full(sizes.heads, -np.inf)
+        sinks = sinks[:, None, None]
+        highest = np.maximum(scores.max(-1, keepdims=True), sinks)
+        weights = np.exp(scores - highest)
+        weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - highest)
         return self._linear(np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1), name + "dense")
 
     def _norm_heads(self, states: Floats, name: str) -> Floats:
@@ -152,31 +155,61 @@ class ReferenceDecoder:
         """Token by token: the chosen experts one after another, then the shared one."""
         activate = _ACTIVATIONS[self._decoder.activation]
         summed = np.zeros_like(hidden)
+        outer, inner = (self._of_experts(f"{name}{part}") for part in ("fc", "proj"))
         for token, row in enumerate(hidden):
-            scores = self._weights[f"{name}router.weight"] @ row
-            shares = np.exp(scores - scores.max())
-            chosen = np.argsort(-scores)[: experts.chosen]
-            total = shares[chosen].sum() if experts.renormalized else shares.sum()
-            for expert in chosen:
-                up, gate = np.split(self._weights[f"{name}fc.weight"][expert] @ row, 2)
-                output = self._weights[f"{name}proj.weight"][expert] @ (up * activate(gate))
-                summed[token] += shares[expert] / total * output
+            for expert, share in self._shares(row, f"{name}router", experts).items():
+                joined = outer[expert] @ np.append(row, 1)
+                if experts.interleaved:
+                    joined = np.concatenate([joined[1::2], joined[0::2]])
+                up, gate = np.split(joined, 2)
+                if experts.clamp is None:
+                    states = up * activate(gate)
+                else:
+                    limit, gate = experts.clamp.limit, np.minimum(gate, experts.clamp.limit)
+                    states = (np.clip(up, -limit, limit) + 1) * gate / (1 + np.exp(-experts.clamp.alpha * gate))
+                summed[token] += share * (inner[expert] @ np.append(states, 1))
         if experts.shared:
             up, gate = np.split(self._linear(hidden, f"{name}shared_expert.fc"), 2, axis=-1)
-            share = 1 / (1 + np.exp(-self._linear(hidden, f"{name}shared_expert_gate")))
-            summed += share * self._linear(up * activate(gate), f"{name}shared_expert.proj")
+            shared = self._linear(up * activate(gate), f"{name}shared_expert.proj")
+            if experts.shared_gate:
+                shared = shared / (1 + np.exp(-self._linear(hidden, f"{name}shared_expert_gate")))
+            summed += shared
         return summed
 
-    def _mlp(self, hidden: Floats, name: str) -> Floats:
-        if self._decoder.experts is not None:
-            return self._experts(hidden, name, self._decoder.experts)
+    def _of_experts(self, name: str) -> Floats:
+        """Return the matrices of all experts [experts, out, in + 1]; the last column is the bias."""
+        weight = self._weights[f"{name}.weight"]
+        bias = self._weights.get(f"{name}.bias", np.zeros((*weight.shape[:2], 1)))
+        return np.concatenate([weight, bias], axis=-1)
+
+    def _shares(self, row: Floats, router: str, experts: Experts) -> dict[int, float]:
+        """Return the experts of a token and the factors of their outputs."""
+        products = self._weights[f"{router}.weight"] @ row + self._weights.get(f"{router}.bias", 0)
+        if experts.scores == "sigmoid":
+            scores = 1 / (1 + np.exp(-products))
+        else:
+            scores = np.exp(products - products.max())
+            scores /= scores.sum()
+        wishes = scores + self._weights.get(f"{router}.correction", 0)
+        members = np.arange(experts.count).reshape(experts.groups, -1)
+        if experts.groups > 1:
+            sums = np.sort(wishes[members], axis=-1)[:, -experts.group_scores :].sum(-1)
+            members = members[np.argsort(-sums)[: experts.chosen_groups]]
+        chosen = sorted(members.ravel(), key=lambda expert: -wishes[expert])[: experts.chosen]
+        total = scores[chosen].sum() if experts.renormalized else 1.0
+        return {int(expert): float(scores[expert] / total * experts.scale) for expert in chosen}
+
+    def _mlp(self, hidden: Floats, name: str, layer: int) -> Floats:
+        experts = self._decoder.experts_of(layer)
+        if experts is not None:
+            return self._experts(hidden, name, experts)
         inner, activate = self._linear(hidden, name + "fc"), _ACTIVATIONS[self._decoder.activation]
         if self._decoder.mlp == "fused":
             factor, gate = np.split(inner, 2, axis=-1)
             inner = factor * activate(gate)
         else:
             inner = activate(inner)
-        if self._decoder.mlp == "gated":
+        if self._decoder.mlp in ("gated", "experts"):
             inner = inner * self._linear(hidden, name + "gate")
         return self._linear(inner, name + "proj")
 
@@ -213,9 +246,10 @@ def _relu2(values: Floats) -> Floats:
 _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "relu2": _relu2}
 
 
-def _routes(name: str) -> bool:
-    """Routers of experts are not quantised."""
-    return name.endswith(("router.weight", "shared_expert_gate.weight"))
+def _is_packed(name: str, weight: Array) -> bool:
+    """Routers of experts and biases are not quantised."""
+    routes = name.endswith(("router.weight", "shared_expert_gate.weight"))
+    return ".layers." in name and name.endswith(".weight") and weight.ndim > 1 and not routes
 
 
 def _rounded_to_int8(weight: Floats) -> Floats:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.checkpoint.architectures.base import Decoder, Experts
+from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.weight_quantization import Packing
@@ -40,6 +40,27 @@ GPTJ = replace(
     rope_interleaved=True,
 )
 MIXTRAL = replace(LLAMA, mlp="experts", experts=Experts(count=6, chosen=2, renormalized=True))
+GPT_OSS = replace(
+    MIXTRAL,
+    attention_sinks=True,
+    windows=(7, None),
+    experts=Experts(count=6, chosen=2, renormalized=True, clamp=ClampedGate(alpha=1.702, limit=1.0), interleaved=True),
+)
+DEEPSEEK = replace(
+    MIXTRAL,
+    experts=Experts(
+        count=8,
+        chosen=3,
+        renormalized=True,
+        scores="sigmoid",
+        shared=True,
+        shared_gate=False,
+        groups=4,
+        chosen_groups=2,
+        scale=2.5,
+        dense_layers=frozenset({0}),
+    ),
+)
 QWEN2_MOE = replace(MIXTRAL, experts=Experts(count=4, chosen=3, renormalized=False, shared=True))
 ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
 GROUPED = Sizes(vocab=320, hidden=64, layers=2, heads=4, kv_heads=2, head=16, epsilon=1e-5)
@@ -119,8 +140,9 @@ def tiny_decoder(
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head
         add(f"{name}.attention.qkv", rows, sizes.hidden, bias=biases)
         add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=biases)
-        for part, shape in _mlp_shapes(decoder, sizes.hidden).items():
-            add(f"{name}.mlp.{part}", *shape, bias=biases)
+        for part, shape in _mlp_shapes(decoder, decoder.experts_of(layer), sizes.hidden).items():
+            add(f"{name}.mlp.{part}", *shape, bias=biases and len(shape) == 2)
+    tensors |= _extra_tensors(decoder, sizes, tensors, random, dtype, biases=biases)
     if decoder.block != "post":
         add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
     add("lm_head", sizes.vocab, sizes.hidden, bias=head_bias)
@@ -136,10 +158,35 @@ def _head_norms(decoder: Decoder, sizes: Sizes) -> dict[str, int]:
     return {name: heads * sizes.head if several else sizes.head for name, heads in counts.items()}
 
 
-def _mlp_shapes(decoder: Decoder, hidden: int) -> dict[str, tuple[int, ...]]:
-    if decoder.experts is not None:
-        return _expert_shapes(decoder.experts, hidden)
-    parts = ("fc", "gate") if decoder.mlp == "gated" else ("fc",)
+def _extra_tensors(
+    decoder: Decoder,
+    sizes: Sizes,
+    matrices: Mapping[str, Array],
+    random: np.random.Generator,
+    dtype: npt.DTypeLike,
+    *,
+    biases: bool,
+) -> dict[str, Array]:
+    """Return what is no matrix of layers: biases of experts, corrections of routers, sinks of attention."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(sizes.layers):
+        name, experts = f"transformer.layers.{layer}", decoder.experts_of(layer)
+        if decoder.attention_sinks:
+            shapes[f"{name}.attention.sinks"] = (sizes.heads,)
+        if experts is not None and experts.scores == "sigmoid":
+            shapes[f"{name}.mlp.router.correction"] = (experts.count,)
+        if experts is not None and biases:
+            shapes |= {
+                f"{name}.mlp.{part}.bias": (*matrices[f"{name}.mlp.{part}.weight"].shape[:2], 1)
+                for part in ("fc", "proj")
+            }
+    return {name: random.normal(0, 0.3, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def _mlp_shapes(decoder: Decoder, experts: Experts | None, hidden: int) -> dict[str, tuple[int, ...]]:
+    if experts is not None:
+        return _expert_shapes(experts, hidden)
+    parts = ("fc", "gate") if decoder.mlp in ("gated", "experts") else ("fc",)
     inner = 2 * INNER if decoder.mlp == "fused" else INNER
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(parts, (inner, hidden))
     return shapes | {"proj": (hidden, INNER)}
@@ -152,7 +199,7 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
         "fc": (count, 2 * INNER, hidden),
         "proj": (count, hidden, INNER),
         **({f"shared_expert.{part}": shape for part, shape in shared.items()} if experts.shared else {}),
-        **({"shared_expert_gate": (1, hidden)} if experts.shared else {}),
+        **({"shared_expert_gate": (1, hidden)} if experts.shared and experts.shared_gate else {}),
     }
 
 
@@ -212,5 +259,8 @@ DECODERS: dict[str, TinyDecoder] = {
     "mixtral, float16": tiny_decoder(MIXTRAL, dtype=np.float16),
     "qwen2_moe, shared expert": tiny_decoder(QWEN2_MOE),
     "qwen2_moe, shared expert, int8": tiny_decoder(QWEN2_MOE, packing="int8"),
+    "gpt-oss, sinks, clamped gates, biases of experts": tiny_decoder(GPT_OSS, biases=True),
+    "gpt-oss, int8": tiny_decoder(GPT_OSS, biases=True, packing="int8"),
+    "deepseek, groups of experts, a dense layer": tiny_decoder(DEEPSEEK),
     "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), packing="int8"),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trtserve.checkpoint.architectures.base import ClampedGate
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.model import Draws
 from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
@@ -39,6 +40,8 @@ def _scores(kind: str, heads: int) -> Any:
         scores = replace(scores, window=21)
     if kind in ("alibi", "all"):
         scores = replace(scores, slopes=torch.rand(heads) * 0.1)
+    if kind in ("sinks", "all"):
+        scores = replace(scores, sinks=torch.randn(heads))
     return replace(scores, soft_cap=5.0) if kind in ("cap", "all") else scores
 
 
@@ -57,7 +60,7 @@ def _cache(lengths: list[int], kv_heads: int, size: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["plain", "window", "alibi", "cap", "all"])
+@pytest.mark.parametrize("kind", ["plain", "window", "alibi", "cap", "sinks", "all"])
 def test_attention(kind: str, shape: tuple[int, int, int]) -> None:
     import torch
 
@@ -144,11 +147,16 @@ def test_experts(tokens: int) -> None:
     import torch
 
     from trtserve.executor.torch import kernels, plain_operations
+    from trtserve.executor.torch.operations import ExpertWeights
 
-    x, outer, inner = torch.randn(tokens, 40), torch.randn(4, 2 * 24, 40), torch.randn(4, 40, 24)
+    x = torch.randn(tokens, 40)
+    plain = ExpertWeights(outer=torch.randn(4, 2 * 24, 40), inner=torch.randn(4, 40, 24))
+    biased = replace(plain, outer_bias=torch.randn(4, 2 * 24), inner_bias=torch.randn(4, 40))
+    clamped = replace(biased, clamp=ClampedGate(alpha=1.702, limit=1.5))
     shares, chosen = torch.rand(tokens, 6).topk(2)  # experts 4 and 5 are another rank's
-    results = [each.expert_mlp(x, outer, inner, chosen, shares, "silu") for each in (kernels, plain_operations)]
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    for experts in (plain, biased, clamped):
+        results = [each.expert_mlp(x, experts, chosen, shares, "silu") for each in (kernels, plain_operations)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 SAMPLING: list[dict[str, Any]] = [

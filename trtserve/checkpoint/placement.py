@@ -252,8 +252,7 @@ def _uses(target: Target, sources: Mapping[str, SourceTensor]) -> Iterator[Use]:
 def runs(target: Target) -> Iterator[tuple[str, int, int]]:
     """Return a target's rows in order: source, its first row, and the number of consecutive rows."""
     if target.order:
-        (name,) = target.sources
-        yield from ((name, start, count) for start, count in target.order)
+        yield from ((name, start, count) for name in target.sources for start, count in target.order)
     else:
         rows = target.parts if len(target.sources) > 1 else target.shape[:1]
         yield from ((name, 0, count) for name, count in zip(target.sources, rows, strict=True))

@@ -44,7 +44,7 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 def shard(target: Target, tp_size: int, tp_rank: int, ep_size: int = 1) -> Shard:
     """Return the part of `target` on a tensor-parallel rank; `ep_size` ranks divide the experts."""
     rows, columns = matrix(target.shape)
-    if target.split in ("expert_column", "expert_row"):
+    if target.split in ("expert_column", "expert_row", "experts"):
         return _experts(target, tp_size // ep_size, ep_size, tp_rank)
     if target.split in ("qkv", "fused"):
         return _fused(target, tp_size, tp_rank)
@@ -98,6 +98,9 @@ def _experts(target: Target, moe_tp_size: int, ep_size: int, tp_rank: int) -> Sh
     moe_tp_rank, ep_rank = divmod(tp_rank, ep_size)
     count, outputs, columns = target.shape
     held = count // ep_size
+    if target.split == "experts":
+        piece = Piece(first_row=ep_rank * held * outputs, rows=held * outputs, first_column=0, columns=columns)
+        return Shard(shape=(held, outputs, columns), pieces=(piece,))
     if target.split == "expert_row":
         width = columns // moe_tp_size
         rows = held * outputs

@@ -22,7 +22,7 @@ Positions = Literal["rope", "learned", "alibi"]
 #   plain    fc → activation → proj
 #   gated    the activation is multiplied by gate
 #   fused    fc holds both halves, the factor first, then the activated half (TensorRT-LLM's swiglu)
-#   experts  several fused MLPs; a router picks some of them for each token
+#   experts  several fused MLPs; a router picks some of them for each token. Layers without experts are gated
 Mlp = Literal["gated", "plain", "fused", "experts"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -63,7 +63,11 @@ HeadNorm = Literal["heads", "all", "rotated"]
 #   vocab          zero-padded on dimension 0 to a multiple of the rank count, then split on it
 #   expert_column  [experts, out, in]: experts split over expert-parallel ranks, then the parts of each as `fused`
 #   expert_row     [experts, out, in]: experts split over expert-parallel ranks, then the input features of each
-Split = Literal["replicated", "column", "row", "qkv", "fused", "first_rank", "vocab", "expert_column", "expert_row"]
+#   experts        [experts, out, 1]: experts split over expert-parallel ranks; of the ranks that share an expert, the
+#                  first adds its bias
+Split = Literal[
+    "replicated", "column", "row", "qkv", "fused", "first_rank", "vocab", "expert_column", "expert_row", "experts"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ class Target:
     split: Split = "replicated"
     parts: tuple[int, ...] = ()  # row counts of the fused parts: q, k and v, or the halves of a gated MLP
     head_size: int = 0  # rows of q, k or v that stay on one rank
-    order: tuple[tuple[int, int], ...] = ()  # runs (first row, rows) of the one source, in target order; (): unchanged
+    order: tuple[tuple[int, int], ...] = ()  # runs (first row, rows) of each source, in target order; (): unchanged
     transpose: bool = False  # Conv1D weights, stored [in, out]
     offset: float = 0.0  # added to all values
     factor: Factor | None = None  # the target is the one source times this matrix
@@ -107,13 +111,34 @@ class LongRope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """gate · sigmoid(alpha · gate) · (factor + 1), with gate at most `limit` and factor within ± limit (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts: the router sends each token to its most probable experts and weights their outputs."""
+    """Mixture of experts: the router sends each token to its best experts and weights their outputs by their scores.
+
+    Tensors that a layer may have besides its matrices: `router.bias`, added before scores are made of the products,
+    `router.correction`, added to the scores only to choose by them, and the biases of `fc` and `proj`.
+    """
 
     count: int  # experts per layer
     chosen: int  # experts per token (top-k)
-    renormalized: bool  # the chosen experts' probabilities are scaled to sum to 1
-    shared: bool = False  # one more expert sees every token, weighted by the sigmoid of its gate
+    renormalized: bool  # the chosen experts' scores are scaled to sum to 1
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each for itself
+    shared: bool = False  # one more expert sees every token
+    shared_gate: bool = True  # its output is weighted by the sigmoid of its gate
+    groups: int = 1  # experts form groups of neighbours; those of the `chosen_groups` best groups can be chosen
+    chosen_groups: int = 1
+    group_scores: int = 2  # a group's score is the sum of so many of its experts' best scores
+    scale: float = 1.0  # multiplies the weights
+    clamp: ClampedGate | None = None  # instead of activation and product
+    interleaved: bool = False  # the rows of `fc` are gate, factor, gate, …: not the factors first, then the gates
+    dense_layers: frozenset[int] = frozenset()  # layers with an MLP instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +168,12 @@ class Decoder:
     embedding_norm: bool = False
     attention_softcap: float | None = None  # c: scores become c · tanh(score / c)
     logits_softcap: float | None = None  # the same for logits
+    attention_sinks: bool = False  # a learned score per head takes its share of the softmax and adds nothing (gpt-oss)
     experts: Experts | None = None
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the experts of a layer, or None for one with a single MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def window(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, or None for full attention."""
@@ -166,10 +196,14 @@ class ExpertNames:
     """
 
     router: str
-    gate: str
+    gate: str | None  # None: `up` holds both, the gate first or row by row in turn
     up: str
     down: str
     shared: str | None = None
+    correction: str | None = None  # the whole name of what is added to scores to choose by
+    router_bias: bool = False
+    biases: bool = False  # of the experts' matrices
+    transposed: bool = False  # the experts' matrices are stored [in, out]
 
 
 Part = Literal["qkv", "dense", "fc", "gate", "proj", "head"]
@@ -193,7 +227,8 @@ class SourceNames:
     final_norm: str | None
     head: str = "lm_head"
     gate: str | None = None  # of a gated MLP; `fc` is the activated branch
-    experts: ExpertNames | None = None  # instead of the MLP
+    experts: ExpertNames | None = None  # instead of the MLP, but for layers that are dense
+    sinks: str | None = None  # the whole name of the scores of attention's sinks
     head_norms: Mapping[str, str] = field(default_factory=dict)  # of each head's queries and keys
     positions: str | None = None
     embedding_norm: str | None = None

@@ -22,9 +22,11 @@ from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph_parts import (
     GraphRotation,
     add,
+    clamped_gate,
     columns_of_experts,
     constant,
     dimension,
+    dot_product_attention,
     float_tensor,
     gather,
     int4_matrix,
@@ -32,6 +34,7 @@ from trtserve.executor.openvino.graph_parts import (
     packed,
     parameter,
     rows_of_experts,
+    rows_of_interleaved_experts,
     stacked_int4,
     token_weights,
 )
@@ -155,19 +158,19 @@ class _GraphBuilder:
     def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
         hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
-        inner = self._mlp(self._norm(hidden, f"{name}.{self._decoder.mlp_norm}"), f"{name}.mlp")
+        inner = self._mlp(self._norm(hidden, f"{name}.{self._decoder.mlp_norm}"), f"{name}.mlp", layer)
         return add(hidden, _scaled(inner, self._decoder.residual_scale))
 
     def _sandwich(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.attention", layer)
         hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
-        inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp")
+        inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp", layer)
         return add(hidden, self._norm(inner, f"{name}.post_feedforward_layernorm"))
 
     def _branch(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(hidden, f"{name}.attention", layer)
         hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
-        return add(hidden, self._norm(self._mlp(hidden, f"{name}.mlp"), f"{name}.post_feedforward_layernorm"))
+        return add(hidden, self._norm(self._mlp(hidden, f"{name}.mlp", layer), f"{name}.post_feedforward_layernorm"))
 
     def _parallel(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
@@ -175,12 +178,12 @@ class _GraphBuilder:
         other = normed if mlp_norm is None else self._norm(hidden, f"{name}.{mlp_norm}")
         hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
         mark = LAST_PARALLEL_MLP if layer == self._sizes.layers - 1 else None
-        return add(hidden, _scaled(self._mlp(other, f"{name}.mlp", mark=mark), self._decoder.residual_scale))
+        return add(hidden, _scaled(self._mlp(other, f"{name}.mlp", layer, mark=mark), self._decoder.residual_scale))
 
     def _post_normed(self, hidden: Any, name: str, layer: int) -> Any:
         hidden = self._add_attention(hidden, self._attention(hidden, f"{name}.attention", layer), layer)
         hidden = self._norm(hidden, f"{name}.input_layernorm")
-        return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp")), f"{name}.post_layernorm")
+        return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp", layer)), f"{name}.post_layernorm")
 
     def _add_attention(self, hidden: Any, attended: Any, layer: int) -> Any:
         total = add(hidden, _scaled(attended, self._decoder.residual_scale))
@@ -254,7 +257,10 @@ class _GraphBuilder:
         key = self._repeat_heads(self._append_to_state(key, f"past_key_values.{layer}.key"))
         value = self._repeat_heads(self._append_to_state(value, f"past_key_values.{layer}.value"))
         scale = ops.constant(np.float32(self._decoder.attention_scale))
-        attended = ops.scaled_dot_product_attention(query, key, value, self._masks[window], scale, causal=False)
+        sinks = None
+        if self._decoder.attention_sinks:
+            sinks = ops.reshape(self._weight(f"{name}.sinks"), integers(1, sizes.heads, 1, 1), False)
+        attended = dot_product_attention(query, key, value, self._masks[window], scale, sinks)
         joined = ops.reshape(
             ops.transpose(attended, integers(0, 2, 1, 3)), integers(0, 0, sizes.heads * sizes.head), special_zero=True
         )
@@ -321,12 +327,13 @@ class _GraphBuilder:
         normal = ops.multiply(states, ops.divide(ops.constant(np.float32(1)), root))
         return ops.multiply(normal, weight).output(0)
 
-    def _mlp(self, hidden: Any, name: str, *, mark: str | None = None) -> Any:
-        if self._decoder.experts is not None:
-            return self._experts(hidden, name, self._decoder.experts)
+    def _mlp(self, hidden: Any, name: str, layer: int, *, mark: str | None = None) -> Any:
+        experts = self._decoder.experts_of(layer)
+        if experts is not None:
+            return self._experts(hidden, name, experts)
         inner = self._linear(hidden, f"{name}.fc", packing=self._packing, mark=mark)
         inner = self._activate_half(inner) if self._decoder.mlp == "fused" else self._activate(inner)
-        if self._decoder.mlp == "gated":
+        if self._decoder.mlp in ("gated", "experts"):  # the latter in a layer without experts
             inner = ops.multiply(inner, self._linear(hidden, f"{name}.gate", packing=self._packing)).output(0)
         return self._linear(inner, f"{name}.proj", packing=self._packing)
 
@@ -337,18 +344,38 @@ class _GraphBuilder:
         uses k of n experts this is n / k times the arithmetic, and as much memory traffic as a step of many tokens has
         anyway.
         """
-        weights = token_weights(hidden, self._weight(f"{name}.router.weight"), experts)
-        outer = self._stacked(f"{name}.fc.weight", rows_of_experts)
+        weights = self._token_weights(hidden, f"{name}.router", experts)
+        arranged = rows_of_interleaved_experts if experts.interleaved else rows_of_experts
+        outer = self._stacked(f"{name}.fc.weight", arranged, experts.count)
         inner = ops.reshape(ops.matmul(hidden, outer, False, True), integers(0, 0, experts.count, -1), True)
-        weighted = ops.multiply(self._activate_half(inner), ops.unsqueeze(weights, integers(-1)))
-        joined = ops.reshape(weighted, integers(0, 0, -1), special_zero=True)
-        output = ops.matmul(joined, self._stacked(f"{name}.proj.weight", columns_of_experts), False, True).output(0)
+        if f"{name}.fc.bias" in self._names:
+            bias = arranged(self._floats(f"{name}.fc.bias")).reshape(experts.count, -1)
+            inner = ops.add(inner, float_tensor(bias, f"{name}.fc.bias"))
+        inner = self._activate_half(inner) if experts.clamp is None else clamped_gate(inner, experts.clamp)
+        joined = ops.reshape(
+            ops.multiply(inner, ops.unsqueeze(weights, integers(-1))), integers(0, 0, -1), special_zero=True
+        )
+        proj = self._stacked(f"{name}.proj.weight", columns_of_experts, experts.count)
+        output = ops.matmul(joined, proj, False, True).output(0)
+        if f"{name}.proj.bias" in self._names:
+            bias = self._floats(f"{name}.proj.bias").reshape(experts.count, -1)
+            output = add(output, ops.matmul(weights, float_tensor(bias, f"{name}.proj.bias"), False, False))
         if not experts.shared:
             return output
         shared = f"{name}.shared_expert"
         inner = self._activate_half(self._linear(hidden, f"{shared}.fc", packing=self._packing))
-        gate = ops.sigmoid(self._linear(hidden, f"{shared}_gate", packing=None))
-        return add(output, ops.multiply(self._linear(inner, f"{shared}.proj", packing=self._packing), gate).output(0))
+        inner = self._linear(inner, f"{shared}.proj", packing=self._packing)
+        if experts.shared_gate:
+            gate = ops.sigmoid(self._linear(hidden, f"{shared}_gate", packing=None))
+            inner = ops.multiply(inner, gate).output(0)
+        return add(output, inner)
+
+    def _token_weights(self, hidden: Any, router: str, experts: Experts) -> Any:
+        logits = ops.matmul(hidden, self._weight(f"{router}.weight"), False, True)
+        if f"{router}.bias" in self._names:
+            logits = ops.add(logits, self._weight(f"{router}.bias"))
+        correction = f"{router}.correction"
+        return token_weights(logits, self._weight(correction) if correction in self._names else None, experts)
 
     def _activate_half(self, joined: Any) -> Any:
         """Multiply the first half of the numbers by the activated second half."""
@@ -382,10 +409,10 @@ class _GraphBuilder:
 
     # Weights
 
-    def _stacked(self, name: str, arranged: Callable[[Array], Array]) -> Any:
+    def _stacked(self, name: str, arranged: Callable[[Array], Array], count: int) -> Any:
         """Return the matrices of all experts as one [out, in]; each row of each expert has its own scales."""
-        if self._weights.kind(name) == "int4" and self._decoder.experts is not None:
-            return int4_matrix(stacked_int4(self._int4(name), self._decoder.experts.count, arranged), name)
+        if self._weights.kind(name) == "int4":
+            return int4_matrix(stacked_int4(self._int4(name), count, arranged), name)
         return packed(arranged(self._floats(name)), name, self._packing)
 
     def _matrix(self, name: str, packing: Packing) -> tuple[Any, Any]:

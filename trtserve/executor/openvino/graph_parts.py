@@ -11,8 +11,10 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 from openvino._offline_transformations import compress_model_transformation
+from openvino.utils.node_factory import NodeFactory
+from openvino.utils.types import as_node
 
-from trtserve.checkpoint.architectures.base import Experts
+from trtserve.checkpoint.architectures.base import ClampedGate, Experts
 from trtserve.checkpoint.quantized import Int4Weight, group_size
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.openvino.weight_quantization import Packing, quantize_in_groups, quantize_per_channel
@@ -226,24 +228,71 @@ def _nibbles(values: Bytes, shape: list[int], kind: ov.Type, name: str) -> Any:
     return made
 
 
-def token_weights(hidden: Any, router: Any, experts: Experts) -> Any:
-    """Return the weights [b, l, experts] of the experts' outputs: the probability of each chosen expert, 0 for others.
+def dot_product_attention(query: Any, key: Any, value: Any, mask: Any, scale: Any, sinks: Any | None) -> Any:
+    """Return scaled dot-product attention; `sinks` [1, heads, 1, 1] are scores of keys without a value.
 
-    The probabilities are the softmax over all experts (transformers' MixtralTopKRouter and Qwen2MoeTopKRouter).
-    Dividing those of the chosen experts by their sum equals a softmax over these (TensorRT-LLM's RENORMALIZE).
+    OpenVINO's Python function has no parameter for them, its operation has.
     """
-    probabilities = ops.softmax(ops.matmul(hidden, router, False, True), -1)
-    best = ops.topk(probabilities, ops.constant(np.int64(experts.chosen)), -1, "max", "value", index_element_type="i64")
-    weights = best.output(0)
+    if sinks is None:
+        return ops.scaled_dot_product_attention(query, key, value, mask, scale, causal=False)
+    inputs = [as_node(each) for each in (query, key, value, mask, scale, sinks)]
+    return NodeFactory("opset13").create("ScaledDotProductAttention", inputs, {"causal": False})
+
+
+def clamped_gate(joined: Any, clamp: ClampedGate) -> Any:
+    """Return the product of the halves [factors, gates] of the last dimension, as `ClampedGate` says."""
+    halves = ops.split(joined, ops.constant(np.int64(-1)), 2)
+    factor = ops.clamp(halves.output(0), -clamp.limit, clamp.limit)
+    gate = ops.minimum(halves.output(1), ops.constant(np.float32(clamp.limit)))
+    share = ops.sigmoid(ops.multiply(gate, ops.constant(np.float32(clamp.alpha))))
+    return ops.multiply(ops.multiply(gate, share), ops.add(factor, ops.constant(np.float32(1))))
+
+
+def token_weights(logits: Any, correction: Any | None, experts: Experts) -> Any:
+    """Return the weights [b, l, experts] of the experts' outputs: the score of each chosen expert, 0 for others.
+
+    Softmax is over all experts (transformers' MixtralTopKRouter and Qwen2MoeTopKRouter). Dividing the scores of the
+    chosen experts by their sum equals a softmax over these (TensorRT-LLM's RENORMALIZE). `correction` [experts] is
+    added to the scores to choose by, and not to the weights (transformers' DeepseekV3TopkRouter).
+    """
+    scores = ops.softmax(logits, -1) if experts.scores == "softmax" else ops.sigmoid(logits)
+    wishes = scores if correction is None else ops.add(scores, correction)
+    if experts.groups > 1:
+        wishes = _of_best_groups(wishes, experts)
+    best = _best(wishes, experts.chosen)
+    weights = best.output(0) if wishes is scores else ops.gather_elements(scores, best.output(1), -1)
     if experts.renormalized:
         weights = ops.divide(weights, ops.reduce_sum(weights, integers(-1), keep_dims=True))
-    none = ops.broadcast(ops.constant(np.float32(0)), ops.shape_of(probabilities))
+    if experts.scale != 1.0:
+        weights = ops.multiply(weights, ops.constant(np.float32(experts.scale)))
+    none = ops.broadcast(ops.constant(np.float32(0)), ops.shape_of(scores))
     return ops.scatter_elements_update(none, best.output(1), weights, ops.constant(np.int64(-1))).output(0)
+
+
+def _best(values: Any, count: int) -> Any:
+    """Return the node of the `count` largest values of the last dimension and their indices."""
+    return ops.topk(values, ops.constant(np.int64(count)), -1, "max", "value", index_element_type="i64")
+
+
+def _of_best_groups(wishes: Any, experts: Experts) -> Any:
+    """Return `wishes` [b, l, experts], far below all others for the experts outside their token's best groups."""
+    grouped = ops.reshape(wishes, integers(0, 0, experts.groups, -1), special_zero=True)
+    groups = ops.reduce_sum(_best(grouped, experts.group_scores).output(0), integers(-1))
+    best = _best(groups, experts.chosen_groups)
+    none = ops.broadcast(ops.constant(np.float32(-np.inf)), ops.shape_of(groups))
+    kept = ops.multiply(best.output(0), ops.constant(np.float32(0)))
+    masks = ops.scatter_elements_update(none, best.output(1), kept, ops.constant(np.int64(-1)))
+    return ops.reshape(ops.add(grouped, ops.unsqueeze(masks, integers(-1))), ops.shape_of(wishes), special_zero=False)
 
 
 def rows_of_experts(weight: Array) -> Array:
     """[experts, out, in] → [experts · out, in]: one product gives the outputs of all experts."""
     return weight.reshape(-1, weight.shape[-1])
+
+
+def rows_of_interleaved_experts(weight: Array) -> Array:
+    """The same of rows gate, factor, gate, …, with each expert's factors before its gates."""
+    return rows_of_experts(np.concatenate([weight[:, 1::2], weight[:, 0::2]], axis=1))
 
 
 def columns_of_experts(weight: Array) -> Array:

@@ -42,6 +42,7 @@ def _decode_kernel(
     tables,
     lengths,
     slopes,
+    sinks,
     partials,
     sums,
     out,
@@ -58,6 +59,7 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -100,6 +102,9 @@ def _decode_kernel(
         sum_ = sum_ * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
         highest = new
     if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=shared, other=0.0)
+            total += tl.exp2(sink * 1.4426950408889634 - highest)
         result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=shared[:, None] & inside[None, :])
     else:
@@ -113,6 +118,7 @@ def _decode_kernel(
 def _combine_kernel(
     partials,
     sums,
+    sinks,
     out,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -120,6 +126,7 @@ def _combine_kernel(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Add up the splits of one head of one row."""
@@ -129,9 +136,12 @@ def _combine_kernel(
     number, split = tl.arange(0, WIDTH), tl.arange(0, SPLITS)
     base = ((row * KV_HEADS + head // SHARING) * SPLITS + split) * GROUP + head % SHARING
     highest, total = tl.load(sums + base * 2), tl.load(sums + base * 2 + 1)
-    factors = tl.exp2(highest - tl.max(highest, 0))
+    most = tl.max(highest, 0)
+    factors = tl.exp2(highest - most)
     parts = tl.load(partials + base[:, None] * WIDTH + number[None, :])
     weight = tl.sum(total * factors, 0)
+    if HAS_SINKS:
+        weight += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - most)
     result = tl.sum(parts * factors[:, None], 0) / tl.where(weight > 0, weight, 1.0)
     tl.store(out + (row * HEADS + head) * HEAD + number, result.to(out.dtype.element_ty), mask=number < HEAD)
 
@@ -209,6 +219,7 @@ def _prompt_kernel(
     past_lengths,
     begins,
     slopes,
+    sinks,
     out,
     table_stride,
     scale,
@@ -224,6 +235,7 @@ def _prompt_kernel(
     GROUP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -264,6 +276,9 @@ def _prompt_kernel(
             begin, end, highest, total, sum_, queries, kv, table, place, end, slope, scale, cap, window, kv_head,
             KV_HEADS, HEAD, WIDTH, PAGE, TILE, HAS_SLOPES, HAS_CAP, PRECISION, True,
         )  # fmt: skip
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=sharing < SHARING, other=0.0)
+            total += tl.exp2(sink * 1.4426950408889634 - highest)
         result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
@@ -297,6 +312,7 @@ def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, leng
         block_tables,
         lengths,
         query if scores.slopes is None else scores.slopes,
+        query if scores.sinks is None else scores.sinks,
         partials,
         sums,
         out,
@@ -306,6 +322,7 @@ def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, leng
         PAGE=page,
         TILE=tile,
         HAS_SLOPES=scores.slopes is not None,
+        HAS_SINKS=scores.sinks is not None,
         HAS_CAP=scores.soft_cap is not None,
         PRECISION="ieee",
         num_warps=4,
@@ -313,7 +330,11 @@ def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, leng
         **overlap(),
     )
     if splits > 1:
-        _combine_kernel[(rows, heads)](partials, sums, out, **shape, num_warps=2, **overlap())
+        has_sinks = scores.sinks is not None
+        sinks = scores.sinks if has_sinks else query
+        _combine_kernel[(rows, heads)](
+            partials, sums, sinks, out, **shape, HAS_SINKS=has_sinks, num_warps=2, **overlap()
+        )
     return out
 
 
@@ -341,6 +362,7 @@ def prompt_attention(
         past_lengths,
         begins,
         query if scores.slopes is None else scores.slopes,
+        query if scores.sinks is None else scores.sinks,
         out,
         block_tables.stride(0),
         *_factors(scores),
@@ -354,6 +376,7 @@ def prompt_attention(
         GROUP=group,
         HAS_WINDOW=scores.window is not None,
         HAS_SLOPES=scores.slopes is not None,
+        HAS_SINKS=scores.sinks is not None,
         HAS_CAP=scores.soft_cap is not None,
         PRECISION="ieee",
         num_warps=8 if tokens * group >= 128 else 4,

@@ -147,6 +147,7 @@ class TorchDecoder:
                 window=window,
                 slopes=self._slopes(),
                 soft_cap=decoder.attention_softcap,
+                sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks else None,
             ),
             mlp=make_mlp(decoder, weights, number, self._operations, self._group),
         )

@@ -22,6 +22,7 @@ from trtserve.executor.torch.layer_kernels import (
     rotate_and_store,
     wait_for_inputs,
 )
+from trtserve.executor.torch.operations import ExpertWeights
 from trtserve.executor.torch.packed import PackedWeight
 from trtserve.executor.torch.packed_kernels import multiply_packed, multiply_packed_vector
 
@@ -75,6 +76,7 @@ def norm_linear(
 def _expert_kernel(
     x,
     weight,
+    bias,
     out,
     order,
     shares,
@@ -84,17 +86,21 @@ def _expert_kernel(
     outputs,
     experts,
     divisor,
+    alpha,
+    limit,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     CHUNK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply ROWS pairs (token, expert) of one expert by UNITS rows of its matrix.
 
     The rows of `x` are the pairs' numbers divided by `divisor`. With an ACTIVATION the product is multiplied by the
-    activated product with the rows `outputs` further down; without one it is weighted by the pair's share.
+    activated product with the rows `outputs` further down ("clamped": as `ClampedGate` says); without one it is
+    weighted by the pair's share.
     """
     wait_for_inputs(OVERLAPS)
     tile = tl.program_id(0)
@@ -127,7 +133,16 @@ def _expert_kernel(
             if ACTIVATION != "":
                 lower = tl.load(rows + further + column[None, :], mask=mask, other=0.0)
                 second = tl.dot(states, tl.trans(lower), second, input_precision=PRECISION)
-        if ACTIVATION != "":
+        if HAS_BIAS:
+            own = bias + expert * (outputs if ACTIVATION == "" else 2 * outputs) + unit
+            product += tl.load(own, mask=kept, other=0.0).to(tl.float32)[None, :]
+            if ACTIVATION != "":
+                second += tl.load(own + outputs, mask=kept, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == "clamped":
+            gate = tl.minimum(second, limit)
+            factor = tl.maximum(tl.minimum(product, limit), -limit) + 1
+            product = factor * gate / (1 + tl.exp(-alpha * gate))
+        elif ACTIVATION != "":
             product = product * activated(second, ACTIVATION)
         else:
             product *= tl.load(shares + pair, mask=present, other=0.0)[:, None]
@@ -135,12 +150,11 @@ def _expert_kernel(
         tl.store(target, product.to(out.dtype.element_ty), mask=present[:, None] & kept[None, :])
 
 
-def expert_mlp(
-    x: Tensor, outer: Tensor, inner: Tensor, chosen: Tensor, weights: Tensor, activation: Activation
-) -> Tensor:
+def expert_mlp(x: Tensor, matrices: ExpertWeights, chosen: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     """See `Operations.expert_mlp`. The pairs of token and expert are sorted by expert, and tiled expert by expert."""
     tokens, per_token = chosen.shape
-    experts, hidden, inside = inner.shape
+    experts, hidden, inside = matrices.inner.shape
+    outer_bias, inner_bias, clamp = matrices.outer_bias, matrices.inner_bias, matrices.clamp
     pairs = tokens * per_token
     rows = 16 if pairs <= 4 * experts else 64
     numbers, order = chosen.flatten().sort(stable=True)
@@ -159,12 +173,14 @@ def expert_mlp(
     }
     states = x.new_empty((pairs, inside))
     _expert_kernel[(most_tiles, triton.cdiv(inside, 64))](
-        x, outer, states, order, weights, begins, tiles, hidden, inside, experts, per_token,
-        ACTIVATION=activation, num_stages=3, **settings,
+        x, matrices.outer, x if outer_bias is None else outer_bias, states, order, weights, begins, tiles, hidden,
+        inside, experts, per_token, clamp.alpha if clamp else 0.0, clamp.limit if clamp else 0.0,
+        ACTIVATION="clamped" if clamp else activation, HAS_BIAS=outer_bias is not None, num_stages=3, **settings,
     )  # fmt: skip
     outputs = torch.zeros((pairs, hidden), dtype=torch.float32, device=x.device)
     _expert_kernel[(most_tiles, triton.cdiv(hidden, 64))](
-        states, inner, outputs, order, weights, begins, tiles, inside, hidden, experts, 1,
-        ACTIVATION="", num_stages=3, **settings,
+        states, matrices.inner, x if inner_bias is None else inner_bias, outputs, order, weights, begins, tiles,
+        inside, hidden, experts, 1, 0.0, 0.0,
+        ACTIVATION="", HAS_BIAS=inner_bias is not None, num_stages=3, **settings,
     )  # fmt: skip
     return outputs.view(tokens, per_token, hidden).sum(1).to(x.dtype)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.checkpoint.architectures.base import Norm as NormKind
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.torch.operations import Operations, RotationTables, router_weights
+from trtserve.executor.torch.operations import ExpertWeights, Operations, RotationTables, router_weights
 from trtserve.executor.torch.packed import PackedWeight, join_packed
 from trtserve.executor.torch.plain_operations import activate, rotate
 from trtserve.executor.torch.ranks import RankGroup
@@ -351,8 +351,9 @@ class Mlp(ABC):
 
 
 def make_mlp(decoder: Decoder, weights: EngineWeights, layer: int, operations: Operations, group: RankGroup) -> Mlp:
-    if decoder.experts is not None:
-        return _Experts(decoder.experts, decoder.activation, weights, layer, operations, group)
+    experts = decoder.experts_of(layer)
+    if experts is not None:
+        return _Experts(experts, decoder.activation, weights, layer, operations, group)
     if decoder.mlp == "plain":
         return _Plain(decoder.activation, weights, layer, operations, group)
     return _Gated(decoder, weights, layer, operations, group)
@@ -413,21 +414,44 @@ class _Experts(Mlp):
         self._operations = operations
         self._group = group
         self._router = weights.tensor(f"{name}.router.weight").float()
-        self._outer = load_floats(weights, f"{name}.fc.weight")
-        self._inner = load_floats(weights, f"{name}.proj.weight")
-        self._first = weights.shard(f"{name}.proj.weight").pieces[0].first_row // int(self._inner.shape[1])
+        bias, correction = f"{name}.router.bias", f"{name}.router.correction"
+        self._router_bias = weights.tensor(bias).float() if bias in weights else None
+        self._correction = weights.tensor(correction).float() if correction in weights else None
+        held = weights.shard(f"{name}.proj.weight").pieces[0]
+        outer = [load_floats(weights, f"{name}.fc.{kind}") for kind in _kinds(weights, f"{name}.fc")]
+        inner = [load_floats(weights, f"{name}.proj.{kind}") for kind in _kinds(weights, f"{name}.proj")]
+        if experts.interleaved:
+            outer = [torch.cat([each[:, 1::2], each[:, 0::2]], 1) for each in outer]
+        self._weights = ExpertWeights(
+            outer=outer[0],
+            inner=inner[0],
+            outer_bias=outer[1].squeeze(-1) if len(outer) > 1 else None,
+            # Ranks that share an expert add its bias once.
+            inner_bias=inner[1].squeeze(-1) if len(inner) > 1 and not held.first_column else None,
+            clamp=experts.clamp,
+        )
+        self._first = held.first_row // int(inner[0].shape[1])
         if experts.shared:
             self._shared = Linear(weights, [f"{name}.shared_expert.fc"], operations)
             self._shared_proj = Linear(weights, [f"{name}.shared_expert.proj"], operations)
-            self._shared_gate = Linear(weights, [f"{name}.shared_expert_gate"], operations)
+            self._shared_gate = None
+            if experts.shared_gate:
+                self._shared_gate = Linear(weights, [f"{name}.shared_expert_gate"], operations)
 
     def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
         del adapters  # LoRA's modules are those of decoders without experts
-        chosen, shares = router_weights(functional.linear(x.float(), self._router), self._experts)
-        if self._first or len(self._outer) < self._experts.count:  # experts below the first belong to another rank too
+        logits = functional.linear(x.float(), self._router, self._router_bias)
+        chosen, shares = router_weights(logits, self._correction, self._experts)
+        held = len(self._weights.outer)
+        if self._first or held < self._experts.count:  # experts below the first belong to another rank too
             chosen = (chosen - self._first).where(chosen >= self._first, self._experts.count)
-        output = self._operations.expert_mlp(x, self._outer, self._inner, chosen, shares, self._activation)
+        output = self._operations.expert_mlp(x, self._weights, chosen, shares, self._activation)
         if self._experts.shared:
             states = self._operations.gated(self._shared(x), self._activation, factor_first=True)
-            output = output + self._shared_proj(states) * self._shared_gate(x).sigmoid()
+            shared = self._shared_proj(states)
+            output = output + (shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid())
         return self._group.all_reduce(output)
+
+
+def _kinds(weights: EngineWeights, name: str) -> list[str]:
+    return [kind for kind in ("weight", "bias") if f"{name}.{kind}" in weights]

@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from trtserve.checkpoint.architectures.base import Activation, Experts
+from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
 from trtserve.executor.torch.packed import PackedWeight
 
 
@@ -50,6 +51,22 @@ class Scores:
     """ALiBi: f32[H], slope × key index is added to the scaled scores."""
     soft_cap: float | None = None
     """c: scaled scores become c · tanh(score / c)."""
+    sinks: Tensor | None = None
+    """f32[H], a score per head that takes its share of the softmax and adds nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """The matrices of experts: `outer` [E, 2F, n], factor first (see `gated`), and `inner` [E, n, F], maybe biases."""
+
+    outer: Tensor
+    inner: Tensor
+    outer_bias: Tensor | None = None
+    """[E, 2F]."""
+    inner_bias: Tensor | None = None
+    """[E, n]."""
+    clamp: ClampedGate | None = None
+    """How the halves become one, instead of activation and product."""
 
 
 class Operations(Protocol):
@@ -141,16 +158,14 @@ class Operations(Protocol):
     def expert_mlp(
         self,
         x: Tensor,
-        outer: Tensor,
-        inner: Tensor,
+        matrices: ExpertWeights,
         chosen: Tensor,
         weights: Tensor,
         activation: Activation,
     ) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token: [t, n] → [t, n].
 
-        outer [E, 2F, n] (factor first, see `gated`), inner [E, n, F], chosen i64[t, k], weights f32[t, k]. An expert
-        number of E or more belongs to another rank: it adds nothing.
+        chosen i64[t, k], weights f32[t, k]. An expert number of E or more belongs to another rank: it adds nothing.
         """
         ...
 
@@ -158,8 +173,21 @@ class Operations(Protocol):
 Device = Literal["cpu", "cuda"]
 
 
-def router_weights(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Return the numbers i64[t, k] and weights f32[t, k] of each token's experts from the router's logits [t, E]."""
-    best = logits.float().softmax(-1).topk(experts.chosen, dim=-1)
-    weights = best.values / best.values.sum(-1, keepdim=True) if experts.renormalized else best.values
-    return best.indices, weights
+def router_weights(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Return the numbers i64[t, k] and weights f32[t, k] of each token's experts from the router's logits [t, E].
+
+    `correction` f32[E] is added to the scores to choose by.
+    """
+    scores = logits.float().softmax(-1) if experts.scores == "softmax" else logits.float().sigmoid()
+    wishes = scores if correction is None else scores + correction
+    if experts.groups > 1:
+        grouped = wishes.unflatten(-1, (experts.groups, -1))
+        sums = grouped.topk(experts.group_scores, dim=-1).values.sum(-1)
+        best = sums.topk(experts.chosen_groups, dim=-1).indices
+        others = torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
+        wishes = grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
+    chosen = wishes.topk(experts.chosen, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.renormalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights * experts.scale

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trtserve.checkpoint.architectures.base import Activation
-from trtserve.executor.torch.operations import HeadNorms, RotationTables, Scores
+from trtserve.checkpoint.architectures.base import Activation, ClampedGate
+from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, RotationTables, Scores
 from trtserve.executor.torch.packed import PackedWeight
 
 
@@ -134,19 +134,32 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
     hidden = key_index > query_index
     if scores.window is not None:
         hidden |= key_index <= query_index - scores.window
-    shares = products.masked_fill(hidden, -torch.inf).softmax(-1)
+    products = products.masked_fill(hidden, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.view(kv_heads, -1, 1, 1).expand(*products.shape[:-1], 1)
+        products = torch.cat([products, sinks], -1)
+    shares = products.softmax(-1)[..., :total]
     attended = shares @ values.float().transpose(0, 1).unsqueeze(1)  # [KV, H / KV, t, D]
     return attended.permute(2, 0, 1, 3).reshape(new, heads, size).to(query.dtype)
 
 
-def expert_mlp(
-    x: Tensor, outer: Tensor, inner: Tensor, chosen: Tensor, weights: Tensor, activation: Activation
-) -> Tensor:
+def clamped(joined: Tensor, clamp: ClampedGate) -> Tensor:
+    """Return the product of the halves [factors, gates] of the last dimension, as `ClampedGate` says."""
+    factor, gate = joined.chunk(2, dim=-1)
+    gate = gate.clamp(max=clamp.limit)
+    return (factor.clamp(-clamp.limit, clamp.limit) + 1) * (gate * torch.sigmoid(clamp.alpha * gate))
+
+
+def expert_mlp(x: Tensor, matrices: ExpertWeights, chosen: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
-        if expert < len(outer):
+        if expert < len(matrices.outer):
             tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            states = gated(functional.linear(x[tokens], outer[expert]), activation, factor_first=True)
-            output = functional.linear(states, inner[expert]).float()
+            outer_bias, inner_bias = (
+                None if bias is None else bias[expert] for bias in (matrices.outer_bias, matrices.inner_bias)
+            )
+            joined = functional.linear(x[tokens], matrices.outer[expert], outer_bias)
+            states = clamped(joined, matrices.clamp) if matrices.clamp else gated(joined, activation, factor_first=True)
+            output = functional.linear(states, matrices.inner[expert], inner_bias).float()
             total.index_add_(0, tokens, output * weights[tokens, place].unsqueeze(-1))
     return total.to(x.dtype)

@@ -28,22 +28,42 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
         dtype="float32",
         layer=layer,
     )
-    yield Target(
-        name=f"{ours}fc.weight",
-        sources=[f"{theirs}{part.format(e)}.weight" for e in range(count) for part in (names.up, names.gate)],
-        shape=(count, 2 * inner, hidden),
-        split="expert_column",
-        parts=(inner, inner) * count,
-        layer=layer,
-    )
-    yield Target(
-        name=f"{ours}proj.weight",
-        sources=[f"{theirs}{names.down.format(e)}.weight" for e in range(count)],
-        shape=(count, hidden, inner),
-        split="expert_row",
-        parts=(hidden,) * count,
-        layer=layer,
-    )
+    if names.router_bias:
+        yield Target(
+            name=f"{ours}router.bias",
+            sources=(f"{theirs}{names.router}.bias",),
+            shape=(count,),
+            dtype="float32",
+            layer=layer,
+        )
+    if names.correction is not None:
+        yield Target(
+            name=f"{ours}router.correction",
+            sources=(f"{theirs}{names.correction}",),
+            shape=(count,),
+            dtype="float32",
+            layer=layer,
+        )
+    halves = (names.up,) if names.gate is None else (names.up, names.gate)
+    for kind, columns in (("weight", (hidden, inner)), ("bias", (1, 1)))[: 2 if names.biases else 1]:
+        yield Target(
+            name=f"{ours}fc.{kind}",
+            sources=[f"{theirs}{part.format(e)}.{kind}" for e in range(count) for part in halves],
+            shape=(count, 2 * inner, columns[0]),
+            split="expert_column",
+            parts=(inner * 2 // len(halves),) * (count * len(halves)),
+            transpose=names.transposed and kind == "weight",
+            layer=layer,
+        )
+        yield Target(
+            name=f"{ours}proj.{kind}",
+            sources=[f"{theirs}{names.down.format(e)}.{kind}" for e in range(count)],
+            shape=(count, hidden, columns[1]),
+            split="expert_row" if kind == "weight" else "experts",
+            parts=(hidden,) * count,
+            transpose=names.transposed and kind == "weight",
+            layer=layer,
+        )
     if names.shared is not None:
         yield from _shared_targets(config, theirs + names.shared, layer)
 
@@ -66,7 +86,8 @@ def _shared_targets(config: CheckpointConfig, theirs: str, layer: int) -> Iterat
         split="row",
         layer=layer,
     )
-    yield Target(name=f"{ours}_gate.weight", sources=(f"{theirs}_gate.weight",), shape=(1, hidden), layer=layer)
+    if config.own("shared_expert_gate", True):
+        yield Target(name=f"{ours}_gate.weight", sources=(f"{theirs}_gate.weight",), shape=(1, hidden), layer=layer)
 
 
 def expert_counts(hf: HfConfig, count: str) -> tuple[int, int]:
@@ -105,6 +126,7 @@ def experts_of(config: CheckpointConfig) -> Experts:
     Raises UnsupportedModelError for a normalisation that no supported family uses.
     """
     moe = _moe(config)
+    dense = config.own("first_k_dense_replace", 0)
     mode = moe.normalization_mode
     if mode not in (NOT_NORMALIZED, RENORMALIZED):
         raise UnsupportedModelError(
@@ -115,4 +137,10 @@ def experts_of(config: CheckpointConfig) -> Experts:
         chosen=moe.top_k,
         renormalized=mode == RENORMALIZED,
         shared=bool(config.moe_shared_expert_intermediate_size),
+        shared_gate=config.own("shared_expert_gate", True),
+        scores="sigmoid" if config.own("scoring_func", "softmax") == "sigmoid" else "softmax",
+        groups=config.own("n_group", 1),
+        chosen_groups=config.own("topk_group", 1),
+        scale=config.own("routed_scaling_factor", 1.0),
+        dense_layers=frozenset(range(dense)),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Part, SourceNames, Split, Target, embedding_split, fused_qkv
-from trtserve.checkpoint.architectures.parts.expert_tensors import expert_targets
+from trtserve.checkpoint.architectures.parts.expert_tensors import expert_targets, experts_of
 
 
 def named_targets(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> list[Target]:
@@ -71,7 +71,15 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
             yield from _norm(names, ours + name, theirs + source, size, layer=layer)
     yield from _qkv(config, names, layer)
     yield from _linear(names, "dense", names.dense, layer, (hidden, queries))
-    if names.experts is not None:
+    if names.sinks is not None:
+        yield Target(
+            name=f"{ours}attention.sinks",
+            sources=(theirs + names.sinks,),
+            shape=(config.num_attention_heads,),
+            split="column",
+            layer=layer,
+        )
+    if names.experts is not None and layer not in experts_of(config).dense_layers:
         yield from expert_targets(config, names.experts, layer)
         return
     if names.gate_up:
