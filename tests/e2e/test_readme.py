@@ -1,12 +1,14 @@
-"""The picture in the README shows what `make demo` prints."""
+"""The picture in the README and the tutorial for laptops show what their commands print."""
 
 from __future__ import annotations
 
 import html
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 180.0
+VARYING = ("Result", "Verdict", "First start", "…")
+"""How lines begin that depend on the machine's other programs, and on what ran here before."""
 
 
 def _shown() -> list[str]:
@@ -29,7 +33,7 @@ def _shown() -> list[str]:
     return [" ".join(line.split()) for _number, line in sorted(lines.items())]
 
 
-def _answers(lines: list[str]) -> dict[str, str]:
+def _answers(lines: list[str], between: str = " ") -> dict[str, str]:
     """Return each command and its output as one text: a terminal breaks long lines."""
     answers: dict[str, str] = {}
     command = ""
@@ -38,17 +42,40 @@ def _answers(lines: list[str]) -> dict[str, str]:
             command = line
             answers[command] = ""
         elif command:
-            answers[command] += line.strip() + " "
+            answers[command] += line.strip() + between
     return answers
 
 
-def test_demo_prints_what_the_picture_shows(tmp_path: Path) -> None:
-    ports = free_ports("127.0.0.1", 3)
+def _environment(folder: Path, ports: Iterable[int]) -> dict[str, str]:
+    """Return an environment with a store of its own; servers listen at these ports of HTTP, gRPC and metrics."""
     names = ("TRTSERVE_START_HTTP_PORT", "TRTSERVE_START_GRPC_PORT", "TRTSERVE_START_METRICS_PORT")
-    variables = {**dict(zip(names, map(str, ports), strict=True)), "PATH": _path()}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return environment(folder, **dict(zip(names, map(str, ports), strict=True)), PATH=path)
+
+
+def test_the_tutorial_for_laptops_shows_what_its_commands_print(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "tutorials" / "laptop.md").read_text(encoding="utf-8")
+    _install, *blocks = re.findall(r"^```console\n(.+?)^```", text, re.MULTILINE | re.DOTALL)
+    terminal = runpy.run_path(str(ROOT / "examples" / "record_demo.py"))
+    ports = free_ports("127.0.0.1", 3)
+    variables = {**_environment(tmp_path, ports), "TERM": "xterm-256color", "NO_COLOR": "1"}
+    commands = _answers("".join(blocks).splitlines(), "\n")
+    assert list(commands)[-1] == "$ trtserve stop"
+    try:
+        for command, shown in commands.items():
+            called = command.removeprefix("$ ").replace("8000", str(ports[0]))
+            printed = terminal["screen"](terminal["record"](["bash", "-c", called], variables).decode())
+            assert '"error"' not in "".join(printed), command
+            expected = {_shape(line) for line in shown.splitlines() if not line.startswith(VARYING)}
+            assert expected - set(map(_shape, printed)) == set(), command
+    finally:
+        subprocess.run(["trtserve", "stop"], env=variables, capture_output=True, timeout=TIMEOUT, check=False)
+
+
+def test_demo_prints_what_the_picture_shows(tmp_path: Path) -> None:
     result = subprocess.run(
         ["bash", str(ROOT / "examples" / "demo.sh")],
-        env=environment(tmp_path, **variables),
+        env=_environment(tmp_path, free_ports("127.0.0.1", 3)),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,7 +108,3 @@ def _below(command: str) -> list[str]:
 def _shape(line: str) -> str:
     """Return a line without what differs between runs: numbers, fingerprints and the folder of the store."""
     return re.sub(r"\S*/repositories/\S+", "PATH", re.sub(r"\d+", "0", " ".join(line.split())))
-
-
-def _path() -> str:
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
