@@ -109,6 +109,9 @@ class ReferenceDecoder:
             query, key = self._norm_heads(query, name + "q_layernorm"), self._norm_heads(key, name + "k_layernorm")
         if norm != "rotated":
             query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
+        if (growth := self._decoder.query_growth) is not None:
+            turns = np.floor(np.arange(length) / growth.every)
+            query = query * (1 + growth.beta * np.log1p(turns))[:, None, None]
         value = fused[:, sizes.heads + sizes.kv_heads :]
         group = sizes.heads // sizes.kv_heads
         key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
@@ -138,7 +141,7 @@ class ReferenceDecoder:
             return states
         size = 2 * len(frequencies)
         turned, rest = self._turn(states[..., :size], np.asarray(frequencies)), states[..., size:]
-        turned = turned * self._decoder.rope_scale
+        turned = turned * (self._decoder.rope_scale if frequencies is self._decoder.rope_inv_freq else 1)
         return np.concatenate([turned, rest], axis=-1)
 
     def _turn(self, states: Floats, frequencies: Floats) -> Floats:

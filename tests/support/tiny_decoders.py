@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts
+from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.weight_quantization import Packing
@@ -231,6 +231,7 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, queries and keys normed after rotation": tiny_decoder(replace(LLAMA, qk_norm="rotated")),
     "llama, norms after attention and MLP": tiny_decoder(replace(LLAMA, block="branch", qk_norm="all")),
     "llama, layers without positions": tiny_decoder(replace(LLAMA, unrotated=(False, True), windows=(7, None))),
+    "llama, growing queries": tiny_decoder(replace(LLAMA, query_growth=QueryGrowth(beta=0.3, every=8))),
     "llama, factors": tiny_decoder(replace(LLAMA, residual_scale=0.7, logits_scale=0.25, rope_scale=1.2)),
     "llama, norms on both sides": tiny_decoder(replace(LLAMA, block="sandwich")),
     "llama, scaled embeddings": tiny_decoder(replace(LLAMA, embedding_scale=8.0)),

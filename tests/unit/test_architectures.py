@@ -72,9 +72,10 @@ def test_checkpoint_architecture_names_are_recognised() -> None:
     [
         (
             "llama",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "'yarn'; supported: linear, dynamic, llama3",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+            "'ntk'; supported: linear, dynamic, yarn, llama3",
         ),
+        ("llama_yarn", {"max_position_embeddings": None, "rope_scaling": {"type": "yarn"}}, "lacks factor, original_"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
         (
             "llama",

@@ -28,7 +28,7 @@ _PRECISIONS = (("W8A", "int8"), ("W4A", "int4"), ("FP8", "fp8"))
 _UNKNOWN_MAX_POSITION = 2048
 # Scalings whose factor max_position_embeddings already includes, and dynamic scaling, which changes frequencies beyond
 # it and does not work in a fixed graph.
-_UNSTRETCHED = frozenset({"llama3", "longrope", "su", "yarn", "dynamic"})
+_UNSTRETCHED = frozenset({"llama3", "longrope", "su", "dynamic"})
 # Families whose max_position_embeddings also includes the factor of linear scaling.
 _STRETCHED_ALREADY = frozenset({"Gemma3ForCausalLM"})
 
@@ -237,11 +237,14 @@ def longest_sequence(config: CheckpointConfig) -> int:
     """Return the model's maximum positions: max_position_embeddings, times the factor of linear rope scaling.
 
     This is TensorRT-LLM's rule for max_seq_len. Scalings that already include their factor are not multiplied, nor is
-    dynamic scaling, which rules out a larger --max-seq-len.
+    dynamic scaling, which rules out a larger --max-seq-len. Configs with yarn say either the original positions or all.
     """
     positions = config.max_position_embeddings or _UNKNOWN_MAX_POSITION
     scaling = config.rotary_scaling or {}
     kind = scaling.get("type") or scaling.get("rope_type")
+    if kind == "yarn":
+        original = float(scaling.get("original_max_position_embeddings") or positions)
+        return max(positions, int(original * float(scaling.get("factor") or 1.0)))
     if kind is None or kind in _UNSTRETCHED or config.architecture in _STRETCHED_ALREADY:
         return positions
     return int(positions * float(scaling.get("factor", 1.0)))

@@ -151,6 +151,21 @@ LLAMA_DYNAMIC = _family(
     constants=ROPE_BASE,
 )
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+LLAMA_YARN = _family(
+    config=LLAMA.config | {"rope_scaling": YARN},
+    expected=expected.LLAMA | {"rotary_scaling": YARN, "superset": ["rotary scaling 'yarn'"]},
+    nvidia=False,
+    logits=(
+        {},
+        {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 1.0, "beta_fast": 4, "beta_slow": 0.5}},
+        {"rope_scaling": YARN | {"attention_factor": 0.8, "truncate": False}, "head_dim": 32},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 500.0},
+    ),
+    constants=ROPE_BASE | ROPE_SCALING,
+)
+
 MISTRAL = _family(
     config=LLAMA.config
     | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "head_dim": 16, "sliding_window": None},
@@ -366,6 +381,7 @@ LLAMA_LIKE: dict[str, Family] = {
     "llama3": LLAMA3,
     "llama_linear": LLAMA_LINEAR,
     "llama_dynamic": LLAMA_DYNAMIC,
+    "llama_yarn": LLAMA_YARN,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,

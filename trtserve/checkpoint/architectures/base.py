@@ -119,6 +119,14 @@ class ClampedGate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + `beta` · ln(1 + ⌊p / `every`⌋) (Ministral 3)."""
+
+    beta: float
+    every: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experts:
     """Mixture of experts: the router sends each token to its best experts and weights their outputs by their scores.
 
@@ -152,10 +160,12 @@ class Decoder:
     attention_scale: float  # multiplies q·k
     # One inverse frequency, scaling applied, per rotated pair of a head; with partial rotation the first pairs rotate.
     rope_inv_freq: tuple[float, ...] | None = None
-    local_rope_inv_freq: tuple[float, ...] | None = None  # of layers with a window; None: as the other layers
+    # Of layers with a window, without `rope_scale`; None: as the other layers.
+    local_rope_inv_freq: tuple[float, ...] | None = None
     rope_interleaved: bool = False  # pairs are neighbours (GPT-J), not the two halves of a head (GPT-NeoX)
     rope_scale: float = 1.0  # multiplies the rotated values
     long_rope: LongRope | None = None
+    query_growth: QueryGrowth | None = None
     alibi_slopes: tuple[float, ...] | None = None  # per head; slope × key position is added to the scaled scores
     windows: tuple[int | None, ...] = ()  # sliding windows in tokens, cycled over the layers; None: full attention
     block: Block = "sequential"

@@ -8,8 +8,8 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
-from trtserve.checkpoint.architectures.parts.positions import require_whole_heads, rotary
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required, superset
+from trtserve.checkpoint.architectures.parts.positions import beyond_rotary, require_whole_heads, rotary
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
@@ -27,6 +27,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=16, longest=8192),
         "rotary_base": base,
         "rotary_scaling": scaling,
+        **superset(*beyond_rotary(scaling)),
         "inter_layernorms": False,
     }
 

@@ -8,9 +8,15 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, superset
 from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED, gemma_config
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, rotary, window_keys, windows_of
+from trtserve.checkpoint.architectures.parts.positions import (
+    beyond_rotary,
+    layer_kinds,
+    rotary,
+    window_keys,
+    windows_of,
+)
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
@@ -25,6 +31,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=4, longest=8192),
         "rotary_base": base,
         "rotary_scaling": scaling,
+        **superset(*beyond_rotary(scaling)),
         "inter_layernorms": True,
         "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
         "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),

@@ -13,14 +13,16 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma, gemma2
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_sizes
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_sizes, superset
 from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED, gemma_config
 from trtserve.checkpoint.architectures.parts.positions import (
+    beyond_rotary,
     inverse_frequencies,
     layer_kinds,
     require_whole_heads,
     rope_parameters,
     rotary,
+    rotary_scale,
     scaling_type,
 )
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
@@ -76,6 +78,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "rope_local_base_freq": local_base,
         **window,
         **({FULL_ATTENTION_SCALING: scaling} if scaling else {}),
+        **superset(*beyond_rotary(scaling)),
     }
 
 
@@ -171,6 +174,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         qk_norm="heads",
         attention_scale=1 / math.sqrt(config.own("query_pre_attn_scalar", float(config.head_size))),
         rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, scaling),
+        rope_scale=rotary_scale(scaling),
         local_rope_inv_freq=inverse_frequencies(config.head_size, local_base, None),
         windows=(*[config.own("sliding_window", _WINDOW)] * (pattern - 1), None),
         logits_softcap=config.own_or_none("final_logit_softcapping", float),

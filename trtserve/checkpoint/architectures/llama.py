@@ -15,13 +15,16 @@ from trtserve.checkpoint.architectures.base import (
     moe_object,
     require_activation,
     required,
+    superset,
 )
 from trtserve.checkpoint.architectures.parts.expert_tensors import experts_of
 from trtserve.checkpoint.architectures.parts.positions import (
     attention_windows,
+    beyond_rotary,
     inverse_frequencies,
     require_whole_heads,
     rotary,
+    rotary_scale,
     uniform_window,
 )
 
@@ -78,6 +81,7 @@ def common_config(hf: HfConfig, *, longest: int) -> dict[str, Any]:
         "rotary_embedding_dim": head_size,
         "rotary_base": base,
         "rotary_scaling": scaling,
+        **superset(*beyond_rotary(scaling)),
     }
 
 
@@ -117,6 +121,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         activation=require_activation(config.hidden_act),
         attention_scale=1 / math.sqrt(config.head_size),
         rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling),
+        rope_scale=rotary_scale(config.rotary_scaling),
         windows=attention_windows(config),
     )
 

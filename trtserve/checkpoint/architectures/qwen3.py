@@ -26,7 +26,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """
     head_size, biased = hf.get("head_dim") or _HEAD_SIZE, bool(hf.get("attention_bias"))
     config = qwen_config({**hf, "head_dim": head_size}, qwen_type="qwen3", attn_bias=biased)
-    return config | superset(*["biases of a Qwen 3's attention"] * biased)
+    words = [*config.get("superset", ()), *["biases of a Qwen 3's attention"] * biased]
+    return config | superset(*words)
 
 
 def names(config: CheckpointConfig) -> SourceNames:

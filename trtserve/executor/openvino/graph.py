@@ -15,7 +15,7 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
-from trtserve.checkpoint.architectures.base import Decoder, Experts
+from trtserve.checkpoint.architectures.base import Decoder, Experts, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.engine.shapes import Sizes
@@ -128,8 +128,9 @@ class _GraphBuilder:
         self._attention_mask = parameter("attention_mask", ov.Type.i64, [-1, -1])
         self._position_ids = parameter("position_ids", ov.Type.i64, [-1, -1])
         self._beam_idx = parameter("beam_idx", ov.Type.i32, [-1])
-        self._rotation = self._make_rotation(decoder.rope_inv_freq)
-        self._local_rotation = self._make_rotation(decoder.local_rope_inv_freq) or self._rotation
+        self._rotation = self._make_rotation(decoder.rope_inv_freq, decoder.rope_scale)
+        self._local_rotation = self._make_rotation(decoder.local_rope_inv_freq, 1.0) or self._rotation
+        self._query_factor = None if decoder.query_growth is None else self._grown(decoder.query_growth)
         self._masks = {window: self._causal_mask(window) for window in {*decoder.windows, None}}
 
     def build(self) -> ov.Model:
@@ -203,7 +204,14 @@ class _GraphBuilder:
             embedded = self._norm(embedded, "transformer.ln_embed")
         return embedded
 
-    def _make_rotation(self, frequencies: Sequence[float] | None) -> GraphRotation | None:
+    def _grown(self, growth: QueryGrowth) -> Any:
+        """Return the factors of the queries: f32[b, 1, l, 1]."""
+        positions = ops.convert(ops.unsqueeze(self._position_ids, integers(1, 3)), "f32")
+        turns = ops.floor(ops.divide(positions, ops.constant(np.float32(growth.every))))
+        grown = ops.log(ops.add(turns, ops.constant(np.float32(1))))
+        return ops.add(ops.multiply(grown, ops.constant(np.float32(growth.beta))), ops.constant(np.float32(1)))
+
+    def _make_rotation(self, frequencies: Sequence[float] | None, scale: float) -> GraphRotation | None:
         if frequencies is None:
             return None
         decoder, longer = self._decoder, None
@@ -216,7 +224,7 @@ class _GraphBuilder:
             frequencies,
             head=self._sizes.head,
             interleaved=decoder.rope_interleaved,
-            scale=decoder.rope_scale,
+            scale=scale,
             longer=longer,
         )
 
@@ -252,6 +260,8 @@ class _GraphBuilder:
         if self._decoder.rotation(layer) is None:
             rotation = None
         query = self._placed(parts.output(0), sizes.heads, f"{name}.q_layernorm", rotation)
+        if self._query_factor is not None:
+            query = ops.multiply(query, self._query_factor).output(0)
         key = self._placed(parts.output(1), sizes.kv_heads, f"{name}.k_layernorm", rotation)
         value = self._heads(parts.output(2), sizes.kv_heads)
         key = self._repeat_heads(self._append_to_state(key, f"past_key_values.{layer}.key"))

@@ -290,6 +290,9 @@ class TorchDecoder:
             rotation=layer.rotation,
             norms=layer.head_norms,
         )
+        if (growth := self._decoder.query_growth) is not None:
+            turns = torch.floor(inputs.positions / growth.every)
+            query = query * (1 + growth.beta * torch.log1p(turns)).view(-1, 1, 1).to(query.dtype)
         if inputs.most_new == 1:
             attended = self._operations.decode_attention(
                 query, cache, inputs.block_tables, inputs.lengths, layer.scores
@@ -365,7 +368,7 @@ def _rotations(decoder: Decoder, positions: int, device: Any) -> tuple[RotationT
     usual = RotationTables(cos_sin=torch.cat(tables), interleaved=decoder.rope_interleaved)
     if decoder.local_rope_inv_freq is None:
         return usual, usual
-    local = _cos_sin(decoder.local_rope_inv_freq, positions, decoder.rope_scale, device)
+    local = _cos_sin(decoder.local_rope_inv_freq, positions, 1.0, device)
     return usual, RotationTables(cos_sin=local, interleaved=decoder.rope_interleaved)
 
 

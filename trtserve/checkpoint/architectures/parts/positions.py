@@ -18,15 +18,18 @@ from trtserve.errors import UnsupportedModelError
 _REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 SCALINGS = tuple(_REQUIRED)
+_BEYOND = ("yarn",)  # what TensorRT-LLM's checkpoints do not record
 # Keys of the rotary embedding that do not scale it.
 _UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 _NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "partial_rotary_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 )
 
 
@@ -34,12 +37,14 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
     """Return base and scaling, read from `rope_scaling` or transformers 5's `rope_parameters`, and from `rope_theta`.
 
     The scaling is TensorRT-LLM's `rotary_scaling`, or None. Raises UnsupportedModelError for any scaling other than
-    linear, dynamic and llama3.
+    `SCALINGS`.
     """
     parameters = rope_parameters(hf)
     require_numbers(hf, "rope_theta")
     base = float(parameters.pop("rope_theta", None) or hf.get("rope_theta") or default_base)
     kind = scaling_type(parameters)
+    if kind == "yarn":
+        parameters = _complete_yarn(hf, parameters)
     if kind == "default":
         _refuse_typeless(parameters)
         return base, None
@@ -55,6 +60,21 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
         )
     # TensorRT-LLM reads `type` first. Its converters find both, because transformers 4 adds `rope_type`.
     return base, {**parameters, **({"type": kind} if "type" in parameters else {}), "rope_type": kind}
+
+
+def _complete_yarn(hf: HfConfig, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return yarn's parameters with those that transformers 5 takes from other keys of config.json."""
+    require_numbers(hf, "original_max_position_embeddings", "max_position_embeddings")
+    positions, inner = hf.get("max_position_embeddings"), parameters.get("original_max_position_embeddings")
+    original = hf.get("original_max_position_embeddings") or inner or positions
+    factor = parameters.get("factor") or (positions / original if positions and original else None)
+    return {**parameters, "factor": factor, "original_max_position_embeddings": original}
+
+
+def beyond_rotary(scaling: Mapping[str, Any] | None) -> list[str]:
+    """Return the words for `superset` of a rotary scaling."""
+    kind = scaling_type(scaling)
+    return [f"rotary scaling {kind!r}"] if kind in _BEYOND else []
 
 
 def _refuse_typeless(parameters: Mapping[str, Any]) -> None:
@@ -95,8 +115,11 @@ def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | Non
     llama3: frequencies with wavelengths above original_max_position_embeddings / low_freq_factor are divided by
     `factor`, those below original_max_position_embeddings / high_freq_factor are kept, the ones between are
     interpolated (Meta's `apply_scaling` for Llama 3.1; transformers' `_compute_llama3_parameters`).
+    yarn: fast frequencies are kept, slow ones divided by `factor`, and a ramp lies between (arXiv:2309.00071,
+    transformers' `_compute_yarn_parameters`); see `rotary_scale`.
     """
-    values = [_inverse(_float32(base ** _float32(number / size))) for number in range(0, size, 2)]
+    powers = [_float32(base ** _float32(number / size)) for number in range(0, size, 2)]
+    values = [_inverse(power) for power in powers]
     kind = scaling_type(scaling)
     if scaling is None or kind in ("default", "dynamic"):
         return tuple(values)
@@ -105,6 +128,8 @@ def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | Non
         return tuple(value / factor for value in values)
     if kind == "llama3":
         return tuple(_llama3(value, scaling) for value in values)
+    if kind == "yarn":
+        return _yarn(powers, base, scaling)
     raise UnsupportedModelError(f"Rotary scaling {kind!r} is not supported; supported: {', '.join(SCALINGS)}.")
 
 
@@ -130,6 +155,44 @@ def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
         return frequency
     smooth = (original / wavelength - low) / (high - low)
     return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _yarn(powers: Sequence[float], base: float, scaling: Mapping[str, Any]) -> tuple[float, ...]:
+    factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+    size = 2 * len(powers)
+
+    def pair_of(turns: object, default: float) -> float:
+        """Return the pair of numbers, counted with fractions, that turns so often over the original positions."""
+        often = float(turns) if isinstance(turns, int | float) and turns else default
+        return size * math.log(original / (often * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_of(scaling.get("beta_fast"), 32.0), pair_of(scaling.get("beta_slow"), 1.0)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+
+    def frequency(index: int, power: float) -> float:
+        kept = _float32(1 - min(max(_float32(_float32(index - low) / width), 0.0), 1.0))
+        slow = _float32(_inverse(_float32(factor * power)) * _float32(1 - kept))
+        return _float32(slow + _float32(_inverse(power) * kept))
+
+    return tuple(frequency(index, power) for index, power in enumerate(powers))
+
+
+def rotary_scale(scaling: Mapping[str, Any] | None) -> float:
+    """Return the factor of the rotated values: yarn's `attention_factor`, or what its factor implies; 1 for others."""
+    if scaling is None or scaling_type(scaling) != "yarn":
+        return 1.0
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+    factor = float(scaling["factor"])
+
+    def share(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    one, all_dimensions = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return share(float(one)) / share(float(all_dimensions)) if one and all_dimensions else share(1.0)
 
 
 def unscaled_base(hf: HfConfig, *, default: float = 10000.0) -> float:
