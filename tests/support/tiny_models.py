@@ -58,8 +58,10 @@ def write_tiny_model(
 def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str, gain: float) -> Array:
     """Return weights whose greedy output depends on all tokens: strong layers, small embeddings, sharp attention."""
     noise = generator.standard_normal(shape, dtype=np.float32)
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         values = 0.1 * noise
+    elif name.endswith(".sinks"):
+        values = noise
     elif "norm" in name or ".ln_" in name:
         values = 1 + 0.1 * noise
     elif "embed" in name or "lm_head" in name or "wte" in name or "wpe" in name:
@@ -75,7 +77,7 @@ def read_safetensors(path: Path) -> dict[str, Array]:
     """All tensors of a file, taken apart by the safetensors library."""
     import safetensors
 
-    kinds = {code: np.dtype(kind) for code, kind in _DTYPES.values()}
+    kinds = {code: np.dtype(kind) for code, kind in (*_DTYPES.values(), *_OTHER_TYPES)}
     deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
     return {
         name: np.frombuffer(bytes(view["data"]), dtype=kinds[view["dtype"]]).reshape(view["shape"])

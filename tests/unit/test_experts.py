@@ -70,7 +70,8 @@ def test_the_router_stays_float32(tmp_path: Path, family: str, source: str) -> N
         router = tensors.pop("transformer.layers.0.mlp.router.weight")
         assert router.dtype == np.float32
         np.testing.assert_array_equal(router, expected)
-        assert {values.dtype for values in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
+        others = {values.dtype for name, values in tensors.items() if ".mlp.router." not in name}
+        assert others == {np.dtype(ml_dtypes.bfloat16)}
     size = (out / "rank2.safetensors").stat().st_size
     plan = plan_conversion(Model(path=folder), ConvertSpec(tp_size=2, pp_size=2, dtype="bfloat16"))
     assert plan.work.sizes[2] == size

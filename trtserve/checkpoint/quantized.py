@@ -171,7 +171,8 @@ def group_size(inputs: int) -> int:
 
 def is_quantised(target: Target) -> bool:
     """Return whether weight-only quantisation applies: the layers' matrices, except routers."""
-    return target.layer is not None and len(target.shape) > 1 and not target.name.endswith(_NEVER_QUANTISED)
+    matrix = len(target.shape) > 1 and target.name.endswith(".weight")
+    return target.layer is not None and matrix and not target.name.endswith(_NEVER_QUANTISED)
 
 
 def module_of(target: Target) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,15 @@ _FOREIGN = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.nemo", "
 class SourceTensor:
     """A source tensor: its name in the model, and its file and entry.
 
-    `indexed` is False when the index does not list it.
+    `indexed` is False when the index does not list it. With `scales` the entry holds MXFP4: two codes of four bits in a
+    byte; its type and shape are those of the values.
     """
 
     name: str
     file: TensorFile
     entry: Entry
     indexed: bool = True
+    scales: SourceTensor | None = None
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -92,7 +95,8 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
     Raises CorruptFileError when files and index disagree; ConversionError lists tensors stored twice with different
     values.
     """
-    tensors = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
+    stored = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
+    tensors = [each for tensor in _widened(stored) for each in _of_each_expert(tensor)]
     bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
     named: dict[str, SourceTensor] = {}
     twice = []
@@ -107,6 +111,60 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
             f"{folder} stores tensors twice with different values: {listing(twice)}.", hint="Fetch the model again."
         )
     return named
+
+
+_STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?$")
+_CODES, _SCALES = "_blocks", "_scales"
+# Values that share a scale, two in a byte.
+_GROUP = 32
+
+
+def _widened(tensors: Iterable[SourceTensor]) -> Iterator[SourceTensor]:
+    """Return MXFP4's codes u8[…, groups, 16] and scales u8[…, groups] as one tensor of values […, 32 · groups]."""
+    found = {tensor.name: tensor for tensor in tensors}
+    for name, tensor in found.items():
+        codes = found.get(name.removesuffix(_SCALES) + _CODES) if name.endswith(_SCALES) else None
+        scales = found.get(name.removesuffix(_CODES) + _SCALES) if name.endswith(_CODES) else None
+        if codes is None and scales is None:
+            yield tensor
+        if scales is None:
+            continue
+        *outer, groups, size = tensor.entry.shape
+        kinds = {tensor.entry.code, scales.entry.code}
+        wanted = ", ".join(map(str, (*outer, groups, _GROUP // 2)))
+        if (*outer, groups) != scales.entry.shape or 2 * size != _GROUP or kinds - {"U8", "F8_E8M0"}:
+            raise CorruptFileError(
+                f"{tensor.file.path}: {name} is {list(tensor.entry.shape)} and {scales.name} "
+                f"{list(scales.entry.shape)}; expected bytes [{wanted}] and "
+                "one scale for each group.",
+                hint=_AGAIN,
+            )
+        entry = replace(tensor.entry, code="BF16", shape=(*outer, groups * _GROUP))
+        yield replace(tensor, name=name.removesuffix(_CODES), entry=entry, scales=scales)
+
+
+def _of_each_expert(tensor: SourceTensor) -> Iterator[SourceTensor]:
+    """Return a tensor of all experts as one of each, with the expert's number in its name; biases are columns."""
+    found = _STACKED.match(tensor.name)
+    if found is None or len(tensor.entry.shape) < 2:
+        yield tensor
+        return
+    (count, *shape), scales = tensor.entry.shape, tensor.scales
+    column, kind = ((1,), "bias") if found["bias"] else ((), "weight")
+
+    def of_expert(entry: Entry, expert: int, shape: tuple[int, ...]) -> Entry:
+        size = entry.size // count
+        return replace(entry, shape=shape, begin=entry.begin + expert * size, size=size)
+
+    for expert in range(count):
+        yield replace(
+            tensor,
+            name=f"{found['prefix']}.{expert}.{found['part']}.{kind}",
+            entry=of_expert(tensor.entry, expert, (*shape, *column)),
+            scales=None
+            if scales is None
+            else replace(scales, entry=of_expert(scales.entry, expert, scales.entry.shape[1:])),
+        )
 
 
 def same_values(one: SourceTensor, other: SourceTensor) -> bool:

@@ -64,6 +64,8 @@ def source_quantization(hf: HfConfig) -> SourceQuantization | None:
         return _awq(config)
     if method == "gptq":
         return _gptq(config)
+    if method == "mxfp4":  # read as floats, which have the same values (`source.read_source`)
+        return None
     if method in ("fp8", "modelopt", "compressed-tensors"):
         _require_static_fp8(method, config)
         # 8-bit KV cache: `kv_cache_quant_algo` (ModelOpt) or `kv_cache_scheme`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,26 @@ NORMS = {
     "post_feedforward_layernorm": "post_feedforward_layernorm",
     "attention.q_layernorm": "self_attn.q_norm",
     "attention.k_layernorm": "self_attn.k_norm",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Names of a layer's experts."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts.{}."
+    parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    """None: all experts are stacked, their matrices [in, out]."""
+    shared: str = "mlp.shared_expert"
+    correction: str | None = None
+
+
+MIXTURES = {
+    "mixtral": Mixture(
+        router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", parts=("w1", "w3", "w2")
+    ),
+    "gpt_oss": Mixture(router="mlp.router", experts="mlp.experts.", parts=None),
 }
 
 
@@ -72,30 +93,43 @@ def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> li
 
 def expert_parts(source: Tensors, hf: dict[str, Any], prefix: str, tp: int, ep: int) -> dict[str, list[Array]]:
     """The tensors of a layer's experts by rank; rank r is expert-parallel rank r % ep."""
-    count = hf.get("num_local_experts") or hf.get("num_experts") or 0
-    if not count:
+    names = MIXTURES.get(hf["model_type"], Mixture())
+    if prefix + names.router + ".weight" not in source:
         return {}
-    mixtral = hf["model_type"] == "mixtral"
-    prefix += "block_sparse_moe." if mixtral else "mlp."
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    gate, up, down = (
-        np.stack([source[f"{prefix}experts.{expert}.{name}.weight"] for expert in range(count)]) for name in names
-    )
+    count = source[prefix + names.router + ".weight"].shape[0]
 
     def part(stack: Array, axis: int, rank: int) -> Array:
         held: Array = np.split(stack, ep)[rank % ep]
         return np.split(held, tp // ep, axis=axis)[rank // ep]
 
     found = {
-        "mlp.router.weight": [source[f"{prefix}gate.weight"].astype(np.float32)] * tp,
-        "mlp.fc.weight": [np.concatenate([part(up, 1, r), part(gate, 1, r)], axis=1) for r in range(tp)],
-        "mlp.proj.weight": [part(down, 2, r) for r in range(tp)],
+        f"mlp.router.{kind}": [source[f"{prefix}{names.router}.{kind}"].astype(np.float32)] * tp
+        for kind in _kinds(source, prefix + names.router)
     }
-    shared = f"{prefix}shared_expert"
-    if f"{shared}_gate.weight" in source:
+    if names.correction is not None:
+        found["mlp.router.correction"] = [source[prefix + names.correction].reshape(-1).astype(np.float32)] * tp
+    if names.parts is None:  # gpt-oss: [experts, in, out], rows of gates and factors in turn
+        experts = prefix + names.experts
+        outer, inner = source[f"{experts}gate_up_proj"].swapaxes(1, 2), source[f"{experts}down_proj"].swapaxes(1, 2)
+        found["mlp.fc.weight"] = [part(outer, 1, r) for r in range(tp)]
+        found["mlp.fc.bias"] = [part(source[f"{experts}gate_up_proj_bias"], 1, r)[..., None] for r in range(tp)]
+        found["mlp.proj.bias"] = [
+            np.split(source[f"{experts}down_proj_bias"], ep)[r % ep][..., None] for r in range(tp)
+        ]
+        found["attention.sinks"] = split_rows(source[f"{prefix}self_attn.sinks"], tp)
+    else:
+        gate, up, inner = (
+            np.stack([source[f"{prefix}{names.experts.format(e)}{name}.weight"] for e in range(count)])
+            for name in names.parts
+        )
+        found["mlp.fc.weight"] = [np.concatenate([part(up, 1, r), part(gate, 1, r)], axis=1) for r in range(tp)]
+    found["mlp.proj.weight"] = [part(inner, 2, r) for r in range(tp)]
+    shared = prefix + names.shared
+    if f"{shared}.up_proj.weight" in source:
         halves = [split_rows(source[f"{shared}.{name}.weight"], tp) for name in ("up_proj", "gate_proj")]
         found["mlp.shared_expert.fc.weight"] = [np.concatenate(pair) for pair in zip(*halves, strict=True)]
         found["mlp.shared_expert.proj.weight"] = np.split(source[f"{shared}.down_proj.weight"], tp, axis=1)
+    if f"{shared}_gate.weight" in source:
         found["mlp.shared_expert_gate.weight"] = [source[f"{shared}_gate.weight"]] * tp
     return found
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target
@@ -52,6 +52,7 @@ FAMILIES: dict[str, str] = {
     "Starcoder2ForCausalLM": "starcoder2",
     "BloomForCausalLM": "bloom",
     "FalconForCausalLM": "falcon",
+    "GptOssForCausalLM": "gpt_oss",
     "RWForCausalLM": "falcon",
 }
 
@@ -117,7 +118,11 @@ def shares_embedding(config: CheckpointConfig) -> bool:
 
 def described(hf: HfConfig, config: CheckpointConfig) -> CheckpointConfig:
     """Return a checkpoint's config with the source keys that `checkpoint_targets` needs."""
-    return config.changed(tie_word_embeddings=tied(hf), word_embed_proj_dim=hf.get("word_embed_proj_dim"))
+    quantization = hf.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    return config.changed(
+        tie_word_embeddings=tied(hf), word_embed_proj_dim=hf.get("word_embed_proj_dim"), quant_method=method
+    )
 
 
 def tied(hf: HfConfig) -> bool:

@@ -1,0 +1,99 @@
+"""gpt-oss: experts with biases and a clamped gate, attention sinks, a window in every other layer.
+
+Published as MXFP4, in which an expert's matrices are stored [out, in]; copies in floats store them [in, out].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import (
+    ClampedGate,
+    Decoder,
+    ExpertNames,
+    HfConfig,
+    SourceNames,
+    moe_object,
+    require_activation,
+    require_numbers,
+    superset,
+)
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
+from trtserve.checkpoint.architectures.parts.positions import layer_kinds, window_keys, windows_of
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+
+_EXPERTS = ExpertNames(
+    router="mlp.router",
+    gate=None,
+    up="mlp.experts.{}.gate_up_proj",
+    down="mlp.experts.{}.down_proj",
+    router_bias=True,
+    biases=True,
+)
+# transformers' defaults for absent keys that differ from Llama's.
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's sizes, the experts and the windows."""
+    hf = {**_DEFAULTS, **hf}
+    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+        hf["rope_scaling"] = _YARN
+    require_activation(hf.get("hidden_act", "silu"), "silu")
+    require_numbers(hf, "swiglu_alpha", "swiglu_limit")
+    experts, chosen = expert_counts(hf, "num_local_experts")
+    kinds = layer_kinds(hf) or [
+        "full_attention" if layer % 2 else "sliding_attention" for layer in range(hf["num_hidden_layers"])
+    ]
+    common = llama.common_config(hf, longest=131072)
+    return {
+        **common,
+        "attn_bias": bool(hf["attention_bias"]),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED),
+        "moe_intermediate_size": common["intermediate_size"],
+        "swiglu_alpha": float(hf["swiglu_alpha"]),
+        "swiglu_limit": float(hf["swiglu_limit"]),
+        **window_keys(windows_of(kinds, hf["sliding_window"])),
+        **superset("attention sinks", "clamped gates and biases of experts"),
+    }
+
+
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors; those of experts are parts of one tensor (`source.read_source`)."""
+    experts = replace(_EXPERTS, transposed=config.own("quant_method", "") != "mxfp4")
+    return replace(llama.names(config), experts=experts, sinks="self_attn.sinks")
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    clamp = ClampedGate(alpha=config.own("swiglu_alpha", 1.702), limit=config.own("swiglu_limit", 7.0))
+    return replace(
+        llama.expert_decoder(config),
+        attention_sinks=True,
+        experts=replace(experts_of(config), clamp=clamp, interleaved=True),
+    )
