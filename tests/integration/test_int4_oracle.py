@@ -31,8 +31,9 @@ Logits = npt.NDArray[np.float32]
 CASES = [(name, family.logits[0]) for name, family in FAMILIES.items() if family.logits]
 # The root mean square of the difference as a share of the standard deviation of the logits, of the median token.
 OF_THE_SAME_WEIGHTS = 0.045
-# Matrices of GPT-2, which are stored [in, out].
+# Matrices of GPT-2 and gpt-oss, which are stored [in, out].
 CONV1D = re.compile(r"\.h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)\.weight$")
+TRANSPOSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
 SEQUENCE = [int(token) for token in np.random.default_rng(11).integers(3, 259, 90)]
 SCHEDULE = [{"a": 40}, {"a": 34}, *[{"a": 1}] * 4, {"a": 12}]
 
@@ -58,8 +59,11 @@ def originals(folder: Path) -> tuple[Logits, Logits]:
         plain = model(ids, use_cache=False).logits[0].numpy()
         for name, values in model.named_parameters():
             # Embeddings, output head, norms and routers stay as they are.
-            if re.search(r"\.\d+\.", name) and values.ndim > 1 and not name.endswith("gate.weight"):
-                stored = values.T if CONV1D.search(name) else values
+            if re.search(r"\.\d+\.", name) and values.ndim > 1 and not re.search(r"(gate|router)\.weight$|bias$", name):
+                turned = CONV1D.search(name) or (
+                    model.config.model_type == "gpt_oss" and TRANSPOSED_EXPERTS.search(name)
+                )
+                stored = values.mT if turned else values
                 stored.copy_(torch.from_numpy(rounded(stored.numpy())))
         return plain, model(ids, use_cache=False).logits[0].numpy()
 

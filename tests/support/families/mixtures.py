@@ -8,9 +8,8 @@ from typing import Any
 from tests.support.families import expected
 from tests.support.families.expected import EXPERTS, LAYER_WINDOWS, ROPE_BASE
 from tests.support.families.family import Family, Shapes
-from tests.support.families.llama_like import LLAMA, llama_tensors
+from tests.support.families.llama_like import LLAMA, YARN, llama_tensors
 from tests.support.families.shards import llama_ranks
-
 
 _COMMON: dict[str, Any] = expected.SIZES | {
     "num_key_value_heads": 2,
@@ -71,7 +70,11 @@ GPT_OSS = Family(
     },
     nvidia=False,
     shards=({"vocab_size": 323}, {"num_key_value_heads": 1, "attention_bias": False}),
-    logits=({}, {"swiglu_alpha": 1.0, "layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}),
+    logits=(
+        {},
+        {"rope_parameters": YARN | {"truncate": False}, "sliding_window": 7},
+        {"swiglu_alpha": 1.0, "layer_types": ["full_attention", "sliding_attention"], "attention_bias": False},
+    ),
     constants=ROPE_BASE | EXPERTS | LAYER_WINDOWS,
 )
 

@@ -80,7 +80,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "swiglu_alpha": float(hf["swiglu_alpha"]),
         "swiglu_limit": float(hf["swiglu_limit"]),
         **window_keys(windows_of(kinds, hf["sliding_window"])),
-        **superset("attention sinks", "clamped gates and biases of experts"),
+        **superset(*common.get("superset", ()), "attention sinks", "clamped gates and biases of experts"),
     }
 
 

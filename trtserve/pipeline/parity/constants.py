@@ -128,6 +128,8 @@ def _turned(module: Any, length: int, kind: str) -> tuple[tuple[float, ...], flo
     with torch.inference_mode():
         cosine, sine = (values[0, 0].float() for values in module(torch.zeros(1, 2, 1), positions, **several))
     half = len(cosine) // 2
+    if not torch.equal(cosine[:half], cosine[half:]):  # gpt-oss has each pair once
+        half = len(cosine)
     return _angles(sine[:half], cosine[:half]), float((sine**2 + cosine**2).sqrt()[0])
 
 
