@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -290,11 +291,78 @@ def _page(reports: Sequence[BenchReport], plots: Sequence[str]) -> str:
         parts.append(_table(("Stat", "Value"), report.rows(always=False)))
         parts += [f"<p>{escape(note)}</p>" for note in report.notes]
     parts.append(f"<h2>How it was measured</h2><dl>{''.join(_sources(last))}</dl>")
+    return _document(f"{last.model}: trtserve bench", parts)
+
+
+def _document(title: str, parts: Sequence[str]) -> str:
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(last.model)}: trtserve bench</title><style>{_STYLE}</style>"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
     )
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontPoint:
+    """A configuration in the plane of throughput and latency."""
+
+    throughput: float
+    ms: float
+    name: str
+    kind: str
+    """Its colour: whether it was measured and meets the goal."""
+    on_front: bool
+    """Whether no other measured point has more throughput and less latency."""
+
+
+def write_front(
+    points: Sequence[FrontPoint],
+    path: Path,
+    *,
+    title: str,
+    axes: tuple[str, str],
+    lines: Sequence[str],
+    tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]],
+) -> None:
+    """Write a page with the plot of a front, `lines` above it, and tables (heading, columns, rows) below.
+
+    Raises the errors of `check_plots`. The page is complete before it has its name.
+    """
+    convert = check_plots(path)
+    encoding = {"x": _field("throughput", "quantitative", axes[0]), "y": _field("ms", "quantitative", axes[1])}
+    front = {"filter": "datum.on_front"}
+    colour = _field("kind", "nominal", "", scale={"scheme": "tableau10"})
+    layers: list[Spec] = [
+        {"transform": [front], "mark": {"type": "line", "color": "#888"}, "encoding": encoding},
+        {
+            "mark": {"type": "point", "filled": True, "size": 70},
+            "encoding": {**encoding, "color": colour, "tooltip": [{"field": "name"}]},
+        },
+        {
+            "transform": [front],
+            "mark": {"type": "text", "dy": -10, "fontSize": 9},
+            "encoding": {**encoding, "text": {"field": "name"}},
+        },
+    ]
+    plot = {
+        **_plot(
+            "Throughput and latency; the line joins what nothing else beats in both",
+            [asdict(point) for point in points],
+            layer=layers,
+        ),
+        "width": 2 * _WIDTH,
+        "height": int(1.4 * _HEIGHT),
+    }
+    drawn = convert.vegalite_to_svg({**_SHARED, **plot})
+    first, *rest = lines
+    parts = [f"<h1>{html.escape(first)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in rest)]
+    parts.append(f'<div class="plots">{drawn}</div>')
+    for heading, columns, rows in tables:
+        parts.append(f"<h2>{html.escape(heading)}</h2>{_table(columns, rows)}")
+    staged = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        staged.write_text(_document(title, parts), encoding="utf-8")
+        staged.replace(path)
 
 
 def _sources(report: BenchReport) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -54,12 +55,49 @@ def read_requirements(words: Mapping[str, str]) -> dict[str, float]:
     return limits
 
 
-def _missed(name: str, limit: float, statistics: Statistics) -> str | None:
+_GOAL = re.compile(r"(\w+)(?:\s+(mean|p\d\d))?\s*([<>])=?\s*([\d.]+)\s*(us|ms|s)?")
+
+
+def read_goal(text: str) -> dict[str, float]:
+    """Read a goal such as `ttft p99 < 500 ms, itl p99 < 40 ms, tokens_per_second > 50` as limits, times in ms.
+
+    Raises UsageError for anything else.
+    """
+    words = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        match = _GOAL.fullmatch(part)
+        name = match and "_".join(filter(None, (match[1], match[2])))
+        if match is None or name is None or match[3] != (">" if name in _RATES else "<"):
+            raise UsageError(
+                f"The goal {part!r} cannot be read.",
+                hint="Write `ttft p99 < 500 ms, itl p99 < 40 ms`: a measure, a figure, < and a time; or a rate and >.",
+            )
+        words[name] = match[4] + (match[5] or "")
+    return read_requirements(words)
+
+
+def goal_words(limits: Mapping[str, float]) -> str:
+    """Return limits as `read_goal` reads them."""
+    parts = (
+        f"{name} > {limit:g}" if name in _RATES else f"{name.replace('_', ' ')} < {limit:g} ms"
+        for name, limit in limits.items()
+    )
+    return ", ".join(parts)
+
+
+def figure_of(statistics: Statistics, name: str) -> float | None:
+    """Return the figure that a limit is about: a rate, or milliseconds; None if it was not measured."""
     if name in _RATES:
-        rate = _RATES[name](statistics)
-        return None if rate >= limit else f"{name} is {rate:.4g}, below {limit:g}"
+        return _RATES[name](statistics)
     measure, _, figure = name.rpartition("_")
     value: float | None = getattr(_TIMES[measure](statistics), figure)
+    return value
+
+
+def _missed(name: str, limit: float, statistics: Statistics) -> str | None:
+    value = figure_of(statistics, name)
+    if name in _RATES:
+        return None if value is not None and value >= limit else f"{name} is {value:.4g}, below {limit:g}"
     if value is None:
         return f"{name} was not measured"
     if value <= limit:

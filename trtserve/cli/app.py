@@ -108,6 +108,7 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "up": _command(SETUP, "setup_file", "up", cleans_up=True),
     "diff": _command(SETUP, "setup_file", "diff"),
     "down": _command(SETUP, "setup_file", "down"),
+    "tune": _command(SETUP, "tune", cleans_up=True),
     "plan": _command(MODELS, "check", "plan"),
     "check": _command(MODELS, "check"),
     "inspect": _command(MODELS, "inspect"),

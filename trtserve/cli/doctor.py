@@ -51,6 +51,10 @@ def doctor(
     *,
     release: ForRelease,
     online: Annotated[bool, typer.Option("--online", help="Ask the hub whether it accepts the token.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure the runtime's speed here instead, for the predictions of `tune`."),
+    ] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -60,12 +64,16 @@ def doctor(
 
     Examples:
         trtserve doctor
+        trtserve doctor --measure
         trtserve doctor --runtime tensorrt_llm --json
     """
     from trtserve.server.doctor import raise_failed
     from trtserve.server.doctor.examination import examine
     from trtserve.server.triton.tritonserver import Address
 
+    if measure:
+        _measure(runtime, json=json, quiet=quiet)
+        return
     spec = ServerSpec()
     examination = examine(
         Address(host=spec.host, http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port),
@@ -81,6 +89,23 @@ def doctor(
     else:
         print_table(_COLUMNS, [[getattr(finding, column) for column in _COLUMNS] for finding in examination.findings])
     raise_failed(examination.findings)
+
+
+def _measure(runtime: RuntimeName, *, json: bool, quiet: bool) -> None:
+    from trtserve.pipeline.tuning.measuring import measure_speed
+
+    name, speed = measure_speed(runtime, progress=TerminalProgress(quiet=quiet))
+    if json:
+        print_json("doctor", {"runtime": name, **asdict(speed)})
+        return
+    rows = [
+        ("weights are read at", f"{speed.bytes_per_second / 1e9:.3g} GB/s"),
+        ("matrices compute", f"{speed.operations_per_second / 1e9:.4g} G operations/s"),
+        ("a step costs besides", f"{1000 * speed.step_seconds:.3g} ms"),
+        ("a sequence in a step", f"{1000 * speed.sequence_seconds:.3g} ms"),
+        ("a request", f"{1000 * speed.request_seconds:.3g} ms"),
+    ]
+    print_table((name, "here"), rows)
 
 
 def _described(examination: Examination) -> dict[str, object]:

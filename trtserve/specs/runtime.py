@@ -184,6 +184,15 @@ class Runtime:
     """Options of `convert` with which float weights become smaller in its engines."""
     float32_scales: ClassVar[bool] = False
     """Whether its engines keep the scales of int8 and int4 codes in float32, those of int4 for each group of inputs."""
+    ranges: ClassVar[Mapping[Device, Mapping[str, tuple[int, ...]]]] = {
+        "cpu": {"max_batch_size": (1, 2, 4, 8, 16, 32), "max_num_tokens": (256, 1024, 2048)},
+        "cuda": {
+            "max_batch_size": (32, 64, 128, 256, 512),
+            "max_num_tokens": (2048, 4096, 8192, 16384),
+            "tp_size": (1, 2, 4, 8),
+        },
+    }
+    """What `tune` tries unless a setup file says otherwise; nothing that makes answers worse."""
     gpu_limits: ClassVar[Limits] = TRTLLM_LIMITS
     """Default limits on GPUs; the model may allow less."""
 
@@ -215,6 +224,16 @@ class Runtime:
             "nothing to convert or build.",
             hint=f"Use `trtserve import MODEL --runtime {self.name}`, which downloads the model and assembles its "
             "repository.",
+        )
+
+    def matrix_speed(self) -> tuple[float, float]:
+        """Measure bytes/s of weights that are multiplied with one row, and operations/s with many rows.
+
+        Raises UsageError for a runtime whose kernels are not at hand here.
+        """
+        raise UsageError(
+            f"The kernels of the {self.name} runtime cannot be measured alone.",
+            hint="Measure `--runtime openvino` or `torch`; without figures `tune` learns from its trials.",
         )
 
     def memory_of(self, config: EngineConfig) -> EngineNeeds:

@@ -81,6 +81,11 @@ class OpenvinoRuntime(EmbeddedRuntime):
         del asked
         return "cpu"
 
+    def matrix_speed(self) -> tuple[float, float]:
+        from trtserve.executor.openvino.speed import matrix_speed
+
+        return matrix_speed()
+
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
         version = _openvino_version()
         self.require_device(spec)

@@ -94,6 +94,11 @@ class TorchRuntime(EmbeddedRuntime):
     float32_scales = True
     gpu_limits = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
 
+    def matrix_speed(self) -> tuple[float, float]:
+        from trtserve.executor.torch.speed import matrix_speed
+
+        return matrix_speed()
+
     def device(self, asked: Device | None = None) -> Device:
         return asked or "cuda"
 

@@ -31,6 +31,15 @@ BENCHMARK_KEYS = {
     "limits": "Targets that the figures must meet; otherwise `up` ends with code 53.",
 }
 """Keys of a benchmark that are not fields of a spec, with their meaning."""
+SEARCH_KEYS = {
+    "goal": "What must hold, such as `ttft p99 < 500 ms, itl p99 < 40 ms`.",
+    "max": "What is to be as large as possible: throughput (output tokens/s) or requests (per second).",
+    "ranges": "Values to try: a list for each option of the model, of the server, or of the load.",
+}
+"""Keys of a search besides those of its benchmark, with their meaning."""
+AIMS = ("throughput", "requests")
+LOADS = ("concurrency", "request_rate", "speed")
+"""Options of a benchmark that a range may have: how much is asked of the server."""
 MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)
 # The name is the key of the mapping. An API key does not belong in a shared file: api_key_file names its file.
 # The number of ranks follows from the model's tp_size and pp_size.
@@ -100,6 +109,19 @@ class BenchmarkSetup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchSetup:
+    """A search of the file, which `tune` runs."""
+
+    benchmark: BenchmarkSetup
+    """What is sent to each server that is tried."""
+    goal: Mapping[str, float]  # as `read_goal` returns it
+    aim: str
+    """One of AIMS."""
+    ranges: Mapping[str, tuple[Any, ...]]
+    """Option → values; empty: those of the runtime."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """What a setup file asks for."""
 
@@ -108,6 +130,7 @@ class Setup:
     """Each after the model that drafts for it."""
     servers: tuple[ServerSetup, ...]
     benchmarks: tuple[BenchmarkSetup, ...] = ()
+    searches: tuple[SearchSetup, ...] = ()
 
 
 @functools.cache
@@ -151,6 +174,13 @@ def benchmark_options() -> Mapping[str, Option]:
     return {**found, "strict": options_of(BenchRuns)["strict"]}
 
 
+@functools.cache
+def range_options() -> Mapping[str, Option]:
+    """Return key → option of which a search may try several values."""
+    single = {**server_options(), **model_options()} | {name: options_of(BenchSpec)[name] for name in LOADS}
+    return {name: option for name, option in single.items() if option.container is None}
+
+
 _TYPES = {int: "integer", float: "number", bool: "boolean"}
 _TEXT = {"type": "string", "minLength": 1}
 _TIME = {"type": ["string", "number"], "description": "At most this time, such as 300ms or 2s."}
@@ -181,6 +211,19 @@ def json_schema() -> dict[str, Any]:
     measured = {
         name: {"description": text, **_BENCHMARK_TYPES.get(name, _TEXT)} for name, text in BENCHMARK_KEYS.items()
     }
+    ranges = {
+        name: {"type": "array", "minItems": 1, "items": _single(option)} for name, option in range_options().items()
+    }
+    searched = {
+        "goal": {"description": SEARCH_KEYS["goal"], **_TEXT},
+        "max": {"description": SEARCH_KEYS["max"], "enum": list(AIMS)},
+        "ranges": {
+            "type": "object",
+            "description": SEARCH_KEYS["ranges"],
+            "properties": ranges,
+            "additionalProperties": False,
+        },
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Setup file of trtserve",
@@ -191,6 +234,9 @@ def json_schema() -> dict[str, Any]:
                 "Servers, by name.", {"model": served, **clusters, **_properties(server_options())}, "model"
             ),
             "benchmarks": _named("Benchmarks, by name.", {**measured, **_properties(benchmark_options())}, "server"),
+            "tune": _named(
+                "Searches, by name.", {**measured, **searched, **_properties(benchmark_options())}, "server"
+            ),
         },
         "required": ["models"],
         "additionalProperties": False,
@@ -215,6 +261,11 @@ def _property(option: Option) -> dict[str, Any]:
     if option.nullable:
         value = {"anyOf": [value, {"type": "null"}]}
     return {"description": option.declared.help, **value}
+
+
+def _single(option: Option) -> dict[str, Any]:
+    value = _value(option)
+    return {"anyOf": [value, {"type": "null"}]} if option.nullable else value
 
 
 def _value(option: Option) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress =
     store = store or Store()
     models: dict[str, PlannedModel] = {}
     for model in setup.models:
-        spec = _import_spec(model, store, progress)
+        spec = import_spec(model, store, progress)
         waits = False
         if model.draft is not None:
             drafting = models[model.draft].plan
@@ -192,7 +192,7 @@ def bring_down(setup: Setup, *, drain: float = 0.0, progress: Progress = SILENT)
     return [stop_server(name, drain=drain, store=store, progress=progress) for name in named]
 
 
-def _import_spec(model: ModelSetup, store: Store, progress: Progress) -> ImportSpec:
+def import_spec(model: ModelSetup, store: Store, progress: Progress) -> ImportSpec:
     convert = model.convert
     runtime = choose_runtime(model.build.runtime, container=model.build.container)
     if (used := runtime.without_unused(convert)) != convert:

@@ -14,23 +14,27 @@ from typing import Any
 
 import yaml
 
-from trtserve.bench.targets import read_requirements
+from trtserve.bench.targets import read_goal, read_requirements
 from trtserve.errors import ArtifactError, UsageError, did_you_mean
 from trtserve.files import read_text
 from trtserve.pipeline.import_spec import recorded_spec
 from trtserve.pipeline.setup_file.content import (
+    AIMS,
     BENCHMARK_KEYS,
     MODEL_SPECS,
     SCALARS,
+    SEARCH_KEYS,
     BenchmarkSetup,
     ClusterSetup,
     ModelSetup,
+    SearchSetup,
     ServerSetup,
     Setup,
     benchmark_options,
     cluster_options,
     in_keys,
     model_options,
+    range_options,
     server_options,
 )
 from trtserve.specs import BenchSpec, ServerSpec
@@ -79,7 +83,7 @@ class _Document:
         return UsageError(f"{self.path}:{node.start_mark.line + 1}: {message}", hint=hint)
 
     def setup(self, root: yaml.Node) -> Setup:
-        parts = self.mapping(root, "the file", ("models", "servers", "benchmarks"))
+        parts = self.mapping(root, "the file", ("models", "servers", "benchmarks", "tune"))
         if "models" not in parts:
             raise self.error(root, "models is missing.", hint="Name at least one model.")
         models = {name: self.model(name, node) for name, node in self.mapping(parts["models"], "models").items()}
@@ -90,11 +94,13 @@ class _Document:
         made = [self.server(name, node, models) for name, node in servers.items()]
         self.require_own_ports(made, servers)
         benchmarks = self.mapping(parts["benchmarks"], "benchmarks") if "benchmarks" in parts else {}
+        searches = self.mapping(parts["tune"], "tune") if "tune" in parts else {}
         return Setup(
             path=self.path,
             models=self.in_order(models),
             servers=tuple(made),
             benchmarks=tuple(self.benchmark(name, node, made) for name, node in benchmarks.items()),
+            searches=tuple(self.search(name, node, made) for name, node in searches.items()),
         )
 
     def mapping(self, node: yaml.Node, what: str, known: Collection[str] = ()) -> dict[str, yaml.Node]:
@@ -109,7 +115,7 @@ class _Document:
                 raise self.error(key, f"{what} has no key {name!r}.", hint=hint)
             if name in found:
                 raise self.error(key, f"{what} has {name!r} twice.")
-            if what in ("models", "servers", "benchmarks") and not _NAME.fullmatch(name):
+            if what in ("models", "servers", "benchmarks", "tune") and not _NAME.fullmatch(name):
                 raise self.error(
                     key, f"{name!r} is not a valid name.", hint="Use at most 100 letters, digits, '.', '_' and '-'."
                 )
@@ -174,9 +180,42 @@ class _Document:
             place=values.get("out", self.path_beside(f"{name}{OPTIONS[kind].SUFFIX}")),
         )
 
-    def benchmark(self, name: str, node: yaml.Node, made: Collection[ServerSetup]) -> BenchmarkSetup:
-        what, options, servers = f"benchmarks.{name}", benchmark_options(), [server.name for server in made]
-        given = self.mapping(node, what, [*BENCHMARK_KEYS, *options])
+    def search(self, name: str, node: yaml.Node, made: Collection[ServerSetup]) -> SearchSetup:
+        what = f"tune.{name}"
+        own = self.mapping(node, what, [*BENCHMARK_KEYS, *SEARCH_KEYS, *benchmark_options()])
+        goal, aim = (self.text(own[key], f"{what}.{key}") if key in own else "" for key in ("goal", "max"))
+        if aim not in ("", *AIMS):
+            raise self.error(own["max"], f"{what}.max is {aim!r}; expected one of {', '.join(AIMS)}.")
+        try:
+            limits = read_goal(goal)
+        except UsageError as error:
+            raise self.error(own["goal"], f"{what}: {error.message}", hint=error.hint) from error
+        return SearchSetup(
+            benchmark=self.benchmark(name, node, made, "tune", SEARCH_KEYS),
+            goal=limits,
+            aim=aim or AIMS[0],
+            ranges=self.ranges(own["ranges"], f"{what}.ranges") if "ranges" in own else {},
+        )
+
+    def ranges(self, node: yaml.Node, what: str) -> dict[str, tuple[Any, ...]]:
+        options, found = range_options(), {}
+        for key, each in self.mapping(node, what, options).items():
+            if not isinstance(each, yaml.SequenceNode) or not each.value:
+                raise self.error(each, f"{what}.{key} must be a list of values to try, such as [4, 8, 16].")
+            found[key] = tuple(dict.fromkeys(self.value(value, options[key], what) for value in each.value))
+        return found
+
+    def benchmark(
+        self,
+        name: str,
+        node: yaml.Node,
+        made: Collection[ServerSetup],
+        part: str = "benchmarks",
+        others: Collection[str] = (),
+    ) -> BenchmarkSetup:
+        """Return a benchmark of the file; a search has the keys `others` besides."""
+        what, options, servers = f"{part}.{name}", benchmark_options(), [server.name for server in made]
+        given = self.mapping(node, what, [*BENCHMARK_KEYS, *others, *options])
         if "server" not in given:
             known = (
                 f"Name one of the file: {', '.join(servers)}." if servers else "Describe one under `servers:` first."

@@ -1,0 +1,262 @@
+"""A search finds the best configuration in few trials, says why it ends, and continues after an interrupt."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.bench_records import answered, report_of
+from trtserve.bench.report import BenchReport
+from trtserve.bench.targets import goal_words, read_goal
+from trtserve.errors import UsageError
+from trtserve.pipeline.setup_file.content import json_schema
+from trtserve.pipeline.setup_file.reading import read_setup
+from trtserve.pipeline.tuning.answer import headline, make_answer, pareto, write_answer
+from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, Offered, SpeedModel
+from trtserve.pipeline.tuning.search import Goal, Search
+from trtserve.pipeline.tuning.space import Candidate, Space, Values, find_space
+from trtserve.pipeline.tuning.trials import Bench, Trials
+from trtserve.specs import BenchSpec, ServerSpec
+from trtserve.store import Store
+
+TEXT = """\
+models:
+  demo: # the small one
+    source: demo
+    max_batch_size: 2 # as before
+
+servers: {demo: {model: demo, auto_ports: true}}
+
+tune:
+  demo:
+    server: demo
+    goal: ttft p99 < 500 ms
+    num_requests: 96
+    ranges:
+      max_batch_size: [1, 2, 4, 8, 16]
+      max_num_tokens: [null, 16]
+      concurrency: [1, 4, 16]
+"""
+SPEED = MachineSpeed(
+    bytes_per_second=20e9,
+    operations_per_second=1e12,
+    step_seconds=0.004,
+    sequence_seconds=0.0005,
+    request_seconds=0.005,
+)
+TRUTH = replace(SPEED, step_seconds=0.006, sequence_seconds=0.0009, request_seconds=0.002)
+
+
+class MadeUpBench(Bench):
+    """Servers whose speed is that of a roofline with other figures, and noise."""
+
+    def __init__(self, shapes: dict[Any, ModelShape], *, noise: float = 0.02, stop_after: int | None = None) -> None:
+        self.shapes, self.noise, self.stop_after = shapes, noise, stop_after
+        self.random = np.random.default_rng(7)
+        self.measured = 0
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def measure(self, plan: Any, server: ServerSpec, spec: BenchSpec) -> BenchReport:
+        if self.measured == self.stop_after:
+            raise KeyboardInterrupt
+        self.measured += 1
+        concurrency = spec.concurrency or 8
+        offered = Offered(input_tokens=16, output_tokens=8, concurrency=concurrency)
+        found = SpeedModel(TRUTH).predict(self.shapes[plan], offered)
+        luck = math.exp(self.noise * self.random.standard_normal())
+        each = luck * 1000 / found.requests_per_second
+        # A closed loop: a request is sent when one of those before it ends.
+        first, step = (found.times_ms[name] * luck for name in ("ttft", "itl"))
+        step = (concurrency * each - first) / 7 if concurrency * each > first else step
+        first = max(1.0, concurrency * each - 7 * step)
+        records = [
+            answered(number, intended=max(0, number - concurrency + 1) * each, first=first, step=step)
+            for number in range(spec.num_requests)
+        ]
+        return report_of(records, spec={"concurrency": concurrency})
+
+
+def search_of(tmp_path: Path, goal: str, *, budget: float = 1e9, **bench: Any) -> Search:
+    """A search over made-up servers of the file's model."""
+    (tmp_path / "setup.yaml").write_text(TEXT, encoding="utf-8")
+    setup = read_setup(tmp_path / "setup.yaml")
+    candidates, shapes = [], {}
+    for batch, tokens in itertools.product((2, 1, 4, 8, 16), (None, 16)):
+        pairs = (("max_batch_size", batch), ("max_num_tokens", tokens))
+        values: Values = tuple((name, value) for name, value in pairs if value not in (2, None))
+        shape = ModelShape(
+            weight_bytes=2e7, kv_bytes=100, parameters=1e7, max_batch_size=batch, max_num_tokens=tokens or 2048
+        )
+        shapes[values] = shape
+        candidates.append(Candidate(values=values, plan=cast(Any, values), server=ServerSpec(), shape=shape))
+    space = Space(
+        model=setup.models[0],
+        server=setup.servers[0],
+        candidates=tuple(candidates),
+        loads=tuple((("concurrency", each),) for each in (1, 4, 16)),
+        current={"max_batch_size": 2, "max_num_tokens": None},
+        refused={},
+    )
+    spec = setup.searches[0].benchmark.spec
+    trials = Trials(folder=tmp_path / "trials", spec=spec, bench=MadeUpBench(shapes, **bench))
+    return Search(space, Goal(limits=read_goal(goal), aim="throughput"), trials, SpeedModel(SPEED), budget=budget)
+
+
+def best_rate(search: Search) -> float:
+    """The highest true rate of all lanes within the goal."""
+    rates = []
+    for candidate, load in itertools.product(search.space.candidates, search.space.loads):
+        offered = Offered(input_tokens=16, output_tokens=8, concurrency=dict(load)["concurrency"])
+        found = SpeedModel(TRUTH).predict(candidate.shape, offered)
+        if search.goal.missed(lambda name, of=found: of.times_ms[name.partition("_")[0]] * 1.03) == 0:  # type: ignore[misc]
+            rates.append(found.tokens_per_second)
+    return max(rates)
+
+
+@pytest.mark.parametrize("goal", ["", "ttft p99 < 60 ms", "latency p99 < 150 ms"])
+def test_a_search_finds_the_best_in_few_trials(tmp_path: Path, goal: str) -> None:
+    search = search_of(tmp_path, goal)
+    outcome = search.run()
+    assert outcome.best is not None
+    assert outcome.value >= 0.9 * best_rate(search)
+    explored = {(trial.candidate.values, trial.load) for trial in search.trials.done}
+    assert len(explored) < 15  # of 30 lanes
+    answer = make_answer(search)
+    assert answer.best == outcome.best.name
+    assert any("can be better" in reason for reason in answer.reasons)
+    assert answer.errors["requests_per_second"]["first"]
+
+
+def test_predictions_are_corrected_by_trials(tmp_path: Path) -> None:
+    search = search_of(tmp_path, "", noise=0.01)
+    search.run()
+    first, later = search.model.errors[0]["requests_per_second"], search.model.error("requests_per_second", after=3)
+    assert later is not None
+    assert later < 0.1 < first
+
+
+def test_an_interrupted_search_continues(tmp_path: Path) -> None:
+    first = search_of(tmp_path, "", stop_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    (tmp_path / "trials" / ".half.partial").mkdir()
+    again = search_of(tmp_path, "")
+    again.run()
+    assert [trial.earlier for trial in again.trials.done[:4]] == [True, True, True, False]
+    assert cast(MadeUpBench, again.trials.bench).measured == len(again.trials.done) - 3
+    once_more = search_of(tmp_path, "", stop_after=0)  # everything is there: nothing is measured
+    assert once_more.run().value == pytest.approx(again.outcome.value)
+
+
+def test_a_budget_ends_a_search(tmp_path: Path) -> None:
+    search = search_of(tmp_path, "", budget=0.0)
+    outcome = search.run()
+    assert len(search.trials.done) == 1
+    assert outcome.best is not None
+    assert "budget" in " ".join(outcome.reasons)
+
+
+def test_a_goal_that_nothing_meets(tmp_path: Path) -> None:
+    search = search_of(tmp_path, "ttft p99 < 1 ms")
+    outcome = search.run()
+    assert outcome.best is None
+    assert outcome.nearest is not None
+    assert headline(make_answer(search)) == "Nothing that was tried meets ttft p99 < 1 ms"
+    assert write_answer(search, make_answer(search), tmp_path / "setup.yaml", tmp_path, page=False) is None
+
+
+def test_equal_configurations_keep_the_file(tmp_path: Path) -> None:
+    """An A/A search: what is tried makes no difference, so the file's own configuration is kept."""
+    winners = 0
+    for number in range(8):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        search = search_of(folder, "", noise=0.05)
+        bench = cast(MadeUpBench, search.trials.bench)
+        bench.shapes = dict.fromkeys(bench.shapes, bench.shapes[()])
+        bench.random = np.random.default_rng(number)
+        outcome = search.run()
+        assert outcome.best is not None
+        winners += bool(outcome.best.candidate.values)
+    assert winners == 0
+
+
+def test_the_setup_file_says_what_was_changed_and_why(tmp_path: Path) -> None:
+    search = search_of(tmp_path, "")
+    search.run()
+    written = write_answer(search, make_answer(search), tmp_path / "setup.yaml", tmp_path, page=False)
+    assert written == tmp_path / "setup.tuned.yaml"
+    text = written.read_text(encoding="utf-8")
+    assert "    # tune: 16 instead of 2, with which" in text
+    assert "    max_batch_size: 16 # as before\n" in text
+    assert text.startswith("# tune, 20")
+    assert read_setup(written).models[0].build.max_batch_size == 16
+    assert (tmp_path / "tune.json").is_file()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.needs("vl_convert")
+def test_the_page_shows_the_front(tmp_path: Path) -> None:
+    search = search_of(tmp_path, "ttft p99 < 60 ms")
+    search.run()
+    write_answer(search, make_answer(search), tmp_path / "setup.yaml", tmp_path, page=True)
+    page = (tmp_path / "front.html").read_text(encoding="utf-8")
+    for words in ("<svg", "The best under each goal", "a second machine, twice the load", "expected, not tried"):
+        assert words in page
+
+
+def test_the_front() -> None:
+    assert pareto([(10, 5), (8, 4), (9, 6), (12, 9), (10, 7)]) == {0, 1, 3}
+
+
+def test_goals() -> None:
+    limits = read_goal("ttft p99 < 0.5 s, itl p50 <= 40 ms, tokens_per_second > 50")
+    assert limits == {"ttft_p99": 500.0, "itl_p50": 40.0, "tokens_per_second": 50.0}
+    assert read_goal(goal_words(limits)) == limits
+    for wrong in ("ttft p99 > 5 ms", "ttft < 5 ms", "speed p99 < 5 ms", "ttft p99 < soon", "tokens_per_second < 5"):
+        with pytest.raises(UsageError):
+            read_goal(wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_batch_size: 4", "must be a list of values"),
+        ("max_batch_size: [0]", "it must be at least 1"),
+        ("max_batch_sizes: [4]", "has no key"),
+        ("max_batch_size: []", "must be a list of values"),
+    ],
+)
+def test_wrong_ranges_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "setup.yaml"
+    path.write_text(TEXT.replace("max_batch_size: [1, 2, 4, 8, 16]", line), encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        read_setup(path)
+
+
+def test_the_schema_knows_searches(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(yaml.safe_load(TEXT), json_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(TEXT.replace("[1, 2, 4, 8, 16]", "[many]")), json_schema())
+
+
+def test_what_cannot_work_is_left_out_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "store"))
+    path = tmp_path / "setup.yaml"
+    ranges = "max_batch_size: [2, 4]\n      max_num_tokens: [null, 3]\n      concurrency: [1]\n"
+    path.write_text(TEXT[: TEXT.index("max_batch_size: [")] + ranges, encoding="utf-8")
+    setup = read_setup(path)
+    space = find_space(setup, setup.searches[0], store=Store())
+    assert [each.name for each in space.candidates] == ["as in the file", "max_num_tokens 3", "max_batch_size 4"]
+    assert "each of 4 requests needs one" in space.refused["max_batch_size 4, max_num_tokens 3"]
+    assert space.candidates[0].shape.max_num_tokens == 2048

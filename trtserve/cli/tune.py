@@ -1,0 +1,178 @@
+"""`trtserve tune`: find the settings of a setup file's server that meet a goal best on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, paths
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
+from trtserve.cli.setup_file import FileArgument
+from trtserve.errors import MissedLimitError, MissingDependencyError, UsageError
+
+if TYPE_CHECKING:
+    from trtserve.pipeline.setup_file.content import SearchSetup, Setup
+    from trtserve.pipeline.tuning.answer import TuneAnswer
+    from trtserve.pipeline.tuning.search import Search
+    from trtserve.pipeline.tuning.space import Space
+
+
+def tune(
+    file: FileArgument = Path("trtserve.yaml"),
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            "--goal",
+            metavar="GOAL",
+            help='What must hold: "ttft p99 < 500 ms, itl p99 < 40 ms".',
+            show_default="that of the file",
+        ),
+    ] = None,
+    aim: Annotated[
+        Literal["throughput", "requests"] | None,
+        typer.Option("--max", help="What is to be as large as possible.", show_default="that of the file, throughput"),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option("--search", metavar="NAME", help="Search of the file.", show_default="the only one"),
+    ] = None,
+    budget: Annotated[float, typer.Option("--budget", metavar="MINUTES", min=0.1, help="Longest time of trials.")] = 30,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Send the requests of this trace, as `bench replay` does.",
+            show_default="the load of the file",
+            autocompletion=paths,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Folder of the trials; the same folder continues a search.",
+            show_default="SEARCH.tune beside the file",
+            autocompletion=paths,
+        ),
+    ] = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the settings of a server that meet a goal best on this machine, and write them as a setup file.
+
+    Builds, starts and measures what may be best, one configuration after another, and stops when no other can be
+    better or the budget is used. An interrupted search continues where it was. Ends with code 53 if nothing meets the
+    goal.
+
+    Examples:
+        trtserve tune llama.yaml --goal "ttft p99 < 500 ms, itl p99 < 40 ms"
+        trtserve tune llama.yaml --budget 10 --dry-run
+    """
+    from trtserve.files import locked
+    from trtserve.pipeline.setup_file.reading import read_setup
+    from trtserve.pipeline.tuning.answer import error_lines, headline, make_answer, write_answer
+    from trtserve.pipeline.tuning.search import Goal, prepare
+    from trtserve.pipeline.tuning.space import find_space
+    from trtserve.store import Store
+
+    progress, store, setup = TerminalProgress(quiet=quiet), Store(), read_setup(file)
+    asked = _asked(setup, search, goal=goal, aim=aim, trace=trace)
+    folder = out or file.with_name(f"{asked.benchmark.name}.tune")
+    space = find_space(setup, asked, store=store, progress=progress)
+    wanted = Goal(limits=asked.goal, aim=asked.aim)
+    if dry_run:
+        _print_space(space, prepare(space, wanted, asked, folder, store), json=json)
+        return
+    page = _can_draw(progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / ".lock", wait=False):
+        found = prepare(space, wanted, asked, folder, store, budget=60 * budget, progress=progress)
+        with found.trials.bench:
+            found.run()
+        answer = make_answer(found)
+        target = write_answer(found, answer, file, folder, page=page)
+    if json:
+        print_json("tune", {"file": None if target is None else str(target), "folder": str(folder), **asdict(answer)})
+    else:
+        _print(answer, target)
+    for line in (headline(answer), *answer.reasons, *error_lines(answer)):
+        progress.step(line)
+    if page:
+        progress.step(f"Written: {folder / 'front.html'}")
+    if target is None:
+        nearest = found.outcome.nearest
+        close = "" if nearest is None else f" The nearest was {nearest.name}."
+        raise MissedLimitError(
+            f"Nothing that was tried meets {answer.goal}.{close}", hint="Relax the goal or the load."
+        )
+    if not quiet and not json:
+        say(f"Next: trtserve up {target}")
+
+
+def _asked(setup: Setup, name: str | None, *, goal: str | None, aim: str | None, trace: Path | None) -> SearchSetup:
+    """Return the search that was named, or the only one, with what the command line says."""
+    from trtserve.bench.targets import read_goal
+    from trtserve.pipeline.setup_file.content import BenchmarkSetup, SearchSetup
+    from trtserve.specs import BenchSpec
+    from trtserve.specs.bench import FILE_DEFAULTS
+
+    searches = {each.benchmark.name: each for each in setup.searches}
+    if not searches and name is None and len(setup.servers) == 1:
+        server = setup.servers[0].name
+        benchmark = BenchmarkSetup(
+            name=server, server=server, spec=BenchSpec(), strict=False, requirements={}, out=None
+        )
+        searches = {server: SearchSetup(benchmark=benchmark, goal={}, aim="throughput", ranges={})}
+    if name is None and len(searches) == 1:
+        (found,) = searches.values()
+    elif name in searches:
+        found = searches[name]
+    else:
+        known = ", ".join(searches) or "none under `tune:`"
+        raise UsageError(
+            f"{setup.path} has the searches {known}.", hint="Name one: --search NAME. docs/how-to/tune.md shows them."
+        )
+    if trace is not None:
+        spec = replace(found.benchmark.spec, traffic="replay", trace=trace.absolute(), **FILE_DEFAULTS["replay"])
+        found = replace(found, benchmark=replace(found.benchmark, spec=spec))
+    limits = found.goal if goal is None else read_goal(goal)
+    return replace(found, goal=limits, aim=aim or found.aim)
+
+
+def _can_draw(progress: TerminalProgress) -> bool:
+    from trtserve.bench.plots import check_plots
+
+    try:
+        check_plots(Path("front.html"))
+    except MissingDependencyError as error:
+        progress.warn(f"There will be no page. {error.message} {error.hint or ''}".rstrip())
+        return False
+    return True
+
+
+def _print_space(space: Space, search: Search, *, json: bool) -> None:
+    rows = search.forecast()
+    if json:
+        print_json("tune", {"lanes": rows, "refused": space.refused})
+        return
+    print_table(
+        ("configuration", "load", "expected rate", "misses the goal by"),
+        [(row["configuration"], row["load"], f"{row['rate']:.4g}", f"{row['missed']:.0%}") for row in rows],
+    )
+    for name, why in space.refused.items():
+        say(f"left out: {name}: {why}")
+
+
+def _print(answer: TuneAnswer, target: Path | None) -> None:
+    if target is not None:
+        print_data(str(target))
+    if answer.under:
+        print_table(("goal", "best of the trials"), list(answer.under.items()))
+    if answer.more:
+        print_table(("with more, as the model expects", "figures"), list(answer.more.items()))
