@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.support import python_backend
@@ -46,6 +49,22 @@ def test_ids_are_those_of_transformers(encoder_of: Callable[..., Encoder], tmp_p
         expected = [files.encode(text, special=special) for text in TEXTS]
         assert asyncio.run(encoder.encode(TEXTS, special=special)) == expected
     assert asyncio.run(encoder.run(lambda encode: encode("Hello"))) == files.encode("Hello", special=False)
+
+
+def test_a_text_is_encoded_again_when_its_process_was_stopped_and_killed(encoder_of: Callable[..., Encoder]) -> None:
+    encoder = encoder_of()
+
+    async def encoded_by_another() -> list[list[int]]:
+        (child,) = (each for each in psutil.Process().children() if "encoding.py" in " ".join(each.cmdline()))
+        child.suspend()
+        child.children()[0].suspend()
+        answer = asyncio.create_task(encoder.encode(["Hello"], special=True))
+        assert await asyncio.wait([answer], timeout=0.5) == (set(), {answer})
+        os.killpg(child.pid, signal.SIGKILL)  # as the supervisor does
+        return await asyncio.wait_for(answer, 60)
+
+    expected = asyncio.run(encoder.encode(["Hello"], special=True))
+    assert asyncio.run(encoded_by_another()) == expected
 
 
 GROWING = {

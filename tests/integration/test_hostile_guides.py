@@ -153,6 +153,19 @@ def test_a_new_guide_waits_for_others_a_moment_each(executor: api.Executor) -> N
         executor.cancel_request(number)
 
 
+def test_a_guide_is_tried_again_when_its_process_was_stopped_and_killed(executor: api.Executor) -> None:
+    others_wait(executor, guided=True)  # the process has started
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        child.suspend()
+    number = executor.enqueue_request(request(GuideType.REGEX, "[0-9]{3}"))
+    with pytest.raises(AssertionError, match="no answer"):
+        answer(executor, number, seconds=0.5)
+    for child in children:
+        child.kill()  # as the supervisor does
+    assert not answer(executor, number).has_error()
+
+
 def test_slow_guides_do_not_fill_the_queue_of_others(executor: api.Executor) -> None:
     others_wait(executor, guided=True)
     ids = executor.enqueue_requests([multiple_of(10000019 * at) for at in range(1, 31)])

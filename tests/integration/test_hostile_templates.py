@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import psutil
 import pytest
 
-from trtserve.client.tokenizer import TEMPLATE_SECONDS, messages, render
+from trtserve.client.tokenizer import TEMPLATE_SECONDS, messages, render, template_process
 from trtserve.errors import UsageError
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
@@ -31,3 +35,18 @@ def test_a_template_cannot_take_all_time_or_memory(template: str, words: str) ->
     with pytest.raises(UsageError, match=words):
         render(template, messages("hi", None), {}, seconds=0.2 if words == "longer than" else TEMPLATE_SECONDS)
     assert render("{{ messages[0].content }}", messages("hi", None), {}) == "hi"
+
+
+def test_a_prompt_is_rendered_again_when_its_process_was_stopped_and_killed() -> None:
+    process = template_process()
+    before = {each.pid for each in psutil.Process().children()}
+    assert render("{{ messages[0].content }}", messages("hi", None), {}, process=process) == "hi"
+    (child,) = (each for each in psutil.Process().children() if each.pid not in before)
+    child.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(render, "{{ messages[0].content }}", messages("hi", None), {}, process=process)
+        with pytest.raises(FutureTimeout):
+            answer.result(timeout=0.5)
+        child.kill()  # as the supervisor does
+        assert answer.result(timeout=60) == "hi"
+    process.close()

@@ -32,7 +32,7 @@ class AnsweringProcess:
         """Return the answer. Raises TimeoutError when a timer ended the process, and ChildProcessError otherwise."""
         with self._lock:
             answer, code = self._answer(request)
-            if code == 0:  # it had ended by itself after its last answer
+            if code in (0, -signal.SIGKILL):  # it had ended by itself after its last answer, or was killed
                 answer, code = self._answer(request)
         if code is None:
             return json.loads(answer)

@@ -43,12 +43,15 @@ class EncodingProcess:
 
         Raises TimeoutError after so many `seconds` of computing, and ValueError when the tokenizer fails.
         """
+        request = {"texts": list(texts), "special": special, "seconds": seconds}
+        answer: dict[str, Any] = {"ended": -signal.SIGKILL}
         with self._lock:
-            try:
-                answer = self._ask(self._running(), {"texts": list(texts), "special": special, "seconds": seconds})
-            except BrokenPipeError:  # somebody has ended it
-                self._end()
-                answer = {"ended": -signal.SIGKILL}
+            for _ in range(2):  # somebody may have killed it
+                try:
+                    answer = self._ask(self._running(), request)
+                    break
+                except BrokenPipeError:
+                    self._end()
         code = answer.get("ended")
         if code in (-signal.SIGPROF, -signal.SIGALRM):
             raise TimeoutError
