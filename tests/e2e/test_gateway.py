@@ -100,6 +100,13 @@ def test_a_request_that_crashes_triton_is_refused_and_the_server_lives(server: S
     assert ask(server, "GET", "/v2/health/ready")[0] == 200
 
 
+@pytest.mark.parametrize("unknown", ["nobody", "echo/versions/7"])
+def test_whoever_asks_whether_an_unknown_model_is_ready_is_told(server: Server, unknown: str) -> None:
+    status, text = ask(server, "GET", f"/v2/models/{unknown}/ready")
+    assert status == 404
+    assert "is not found" in str(text)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [

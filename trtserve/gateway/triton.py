@@ -188,17 +188,20 @@ class TritonHttp:
         async with self.send("GET", "/metrics", seconds=_ANSWER_SECONDS, metrics=True) as response:
             return await response.read()
 
+    async def config(self, path: str) -> Any:
+        """Return a model's configuration. Raises RefusedError as `model` does."""
+        async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
+            config: Any = from_json(await response.read())
+        if response.status != 200:
+            raise RefusedError(response.status, str(config.get("error", "the model is unknown")))
+        return config
+
     async def model(self, name: str) -> TritonModel:
         """Return a model's description. Raises RefusedError with Triton's answer for a model that it does not serve."""
         known = self._models.get(name)
         if known is not None and time.monotonic() - known[0] < _DESCRIPTION_SECONDS:
             return known[1]
-        async with self.send("GET", f"{model_path(name)}/config", seconds=_ANSWER_SECONDS) as response:
-            content = await response.read()
-        config: Any = from_json(content)
-        if response.status != 200:
-            raise RefusedError(response.status, str(config.get("error", "the model is unknown")))
-        found = _model(config)
+        found = _model(await self.config(f"{model_path(name)}/config"))
         self._models[name] = (time.monotonic(), found)
         return found
 
@@ -263,7 +266,10 @@ class TritonHealth:
         self._halted: str | None = None
 
     async def problem(self, target: TritonPath) -> str | None:
-        """Return why the server, or a model, does not live or is not ready; None when it is."""
+        """Return why the server, or a model, does not live or is not ready; None when it is.
+
+        Raises RefusedError for a model, or a version of it, that Triton does not know.
+        """
         if self._process is not None and not self._process.alive():
             return "tritonserver has ended"
         if self._halted is not None:
@@ -276,6 +282,12 @@ class TritonHealth:
                 return reason
         if await self._triton.is_ready(target.path):
             return None
+        if target.model is not None:
+            try:
+                await self._triton.config(f"{target.path.removesuffix('/ready')}/config")
+            except RefusedError as error:
+                if error.status == 404:
+                    raise
         return "Triton is not ready" if target.operation == "ready" else "Triton does not answer"
 
     def require(self, needed: Iterable[str]) -> None:
