@@ -70,3 +70,13 @@ def gpu_repository(home: Path, *, tp_size: int = 1) -> ModelRepository:
         store=Store(home),
     )
     return import_to_repository(spec, store=Store(home))
+
+
+def nvidia_repository(folder: Path, config: str = "", **arguments: Any) -> Path:
+    """Write a repository of NVIDIA's backend `vllm`, as `triton import --backend vllm` writes it."""
+    version = folder / "vllm_model" / "1"
+    version.mkdir(parents=True)
+    text = f'backend: "vllm"\ninstance_group [\n  {{\n    kind: KIND_MODEL\n  }}\n]\n{config}'
+    (version.parent / "config.pbtxt").write_text(text, encoding="utf-8")
+    (version / "model.json").write_text(json.dumps({"model": "org/model", **arguments}), encoding="utf-8")
+    return folder

@@ -24,6 +24,7 @@ from tests.support.repository_changes import (
 from trtserve.repository.programs import PACKAGE
 
 _YAML = f"{CORE}/1/model.yaml"
+_VLLM = "vllm_model/1/model.json"
 _SLOW = "class TritonPythonModel:\n    def execute(self, requests):\n        return len(self.tokenizer.vocab)\n"
 
 
@@ -137,5 +138,12 @@ LOADING_FAULTS: tuple[Fault, ...] = (
             content(ENGINE, "pretrained_config", "mapping", to={"world_size": 2, "tp_size": 1, "pp_size": 2}),
             content(ENGINE, "build_config", "gather_generation_logits", to=True),
         ),
+    ),
+    Fault("upstream-vllm", "vllm-argument", "an argument misspelt", content(_VLLM, "max_modle_len", to=9)),
+    Fault("upstream-vllm", "vllm-model", "a model that is not there", content(_VLLM, "model", to="/nowhere")),
+    Fault("upstream-vllm", "vllm-adapters", "no list of adapters", content(_VLLM, "enable_lora", to=True)),
+    Fault("upstream-vllm", "vllm-gpus", "too many GPUs", parameter("vllm_model", "GPU_DEVICE_IDS", "0,1")),
+    Fault(
+        "upstream-vllm", "vllm-metrics", "NVIDIA's metrics", parameter("vllm_model", "REPORT_CUSTOM_METRICS", "true")
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.counting_vllm import nvidia_repository
 from tests.support.engine_folders import built_here, write_engine
 from tests.support.loading_faults import warmed_up
 from tests.support.repository_changes import assign, edit, parameter, step
@@ -138,6 +139,7 @@ def bases(factory: RepositoryFactory) -> dict[str, Path]:
         "upstream-1.1": factory.upstream("upstream-1.1", "1.1.0"),
         "upstream-python": factory.upstream("upstream-python", "0.18.2", backend="python"),
         "upstream-llmapi": write_upstream_llmapi(factory.folder / "repositories/up-llmapi", "1.2", str(factory.hf)),
+        "upstream-vllm": nvidia_repository(factory.folder / "repositories/up-vllm", model=str(factory.hf)),
     }
 
 

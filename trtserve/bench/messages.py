@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from trtserve.bench.records import DecodedResponse, RequestRecord, TrafficRequest
 from trtserve.client.grpc_transport import infer_request, reply_of
-from trtserve.client.tensors import IDS_INPUT, IDS_OUTPUT, TEXT_INPUT, TEXT_OUTPUT, ModelDescription, Tensor
+from trtserve.client.tensors import IDS_INPUT, IDS_OUTPUT, TEXT_INPUT, TEXT_OUTPUT, VLLM_INPUT, ModelDescription, Tensor
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import UsageError
 
@@ -64,12 +65,14 @@ def text_tensors(model: ModelDescription, request: TrafficRequest, *, stream: bo
         REASON_INPUT: True,
         **{f"return_{name}": True for name in COUNTS},
     }
-    values: dict[str, Sequence[Any]] = {
-        TEXT_INPUT: [request.text],
-        model.first_input("max_tokens", LLM_API_LENGTH): [request.output_len],
-        **_supported(model, switches),
-        **_end_id(model, request),
-    }
+    values: dict[str, Sequence[Any]] = {TEXT_INPUT: [request.text], **_supported(model, switches)}
+    if VLLM_INPUT in model.inputs:
+        asked = {"max_tokens": request.output_len, "temperature": 0}
+        if request.end_id is not None:
+            asked |= {"ignore_eos": True, "min_tokens": request.output_len}
+        values[VLLM_INPUT] = [json.dumps(asked)]
+    else:
+        values |= {model.first_input("max_tokens", LLM_API_LENGTH): [request.output_len], **_end_id(model, request)}
     return [model.tensor(name, value) for name, value in values.items()]
 
 
@@ -78,13 +81,18 @@ def _supported(model: ModelDescription, switches: dict[str, bool]) -> dict[str, 
 
 
 def _end_id(model: ModelDescription, request: TrafficRequest) -> dict[str, list[int]]:
-    name = end_input(model)
+    name = _end_input(model)
     return {} if request.end_id is None or name not in model.inputs else {name: [request.end_id]}
 
 
-def end_input(model: ModelDescription) -> str:
+def _end_input(model: ModelDescription) -> str:
     """Return the name of the input for the end token; the model may not have it."""
     return model.first_input("end_id", "sampling_param_end_id")
+
+
+def ignores_end(model: ModelDescription) -> bool:
+    """Return whether a request can ask the model to go on after its end token."""
+    return model.has(_end_input(model), VLLM_INPUT)
 
 
 def read_response(model: ModelDescription, response: Any, time_ns: int) -> DecodedResponse:

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trtserve.bench.messages import end_input, takes_text
+from trtserve.bench.messages import ignores_end, takes_text
 from trtserve.bench.prompts import TextWriter, dataset_traffic
 from trtserve.bench.records import Traffic, TrafficLimits, limits_of_engine, limits_of_repository, override_limits
 from trtserve.bench.statistics import Goals, read_goals
@@ -86,15 +86,17 @@ def find_measured(spec: BenchSpec, endpoint: Endpoint, client: SyncClient, *, of
         ),
         name=model.name,
         takes_text=text,
-        tokenizer=_tokenizer(spec, endpoint, client, needed=text),
+        tokenizer=_tokenizer(spec, endpoint, client, model, needed=text),
         adds_special_tokens=not text or server_adds_special_tokens(client),
     )
 
 
-def _tokenizer(spec: BenchSpec, endpoint: Endpoint, client: SyncClient, *, needed: bool) -> TokenizerFiles | None:
+def _tokenizer(
+    spec: BenchSpec, endpoint: Endpoint, client: SyncClient, model: ModelDescription, *, needed: bool
+) -> TokenizerFiles | None:
     if not needed and spec.dataset is None and spec.ignore_eos:
         return None
-    tokenizer = find_tokenizer(spec.tokenizer, endpoint, client)
+    tokenizer = find_tokenizer(spec.tokenizer, endpoint, client, model=model)
     if tokenizer is None and endpoint.repository is not None:  # the folder from which the LLM API loads
         folder = endpoint.repository / CORE_MODEL / "1" / "model"
         tokenizer = TokenizerFiles(folder) if any(folder.glob("tokenizer*")) else None
@@ -311,6 +313,6 @@ def _notes(spec: BenchSpec, limits: TrafficLimits, traffic: Traffic, measured: M
     target = measured.target
     if not spec.ignore_eos:
         notes.append("Answers end at the model's end token (--no-ignore-eos).")
-    elif measured.takes_text and target and not target.openai and end_input(target.model) not in target.model.inputs:
+    elif measured.takes_text and target and not target.openai and not ignores_end(target.model):
         notes.append(f"The model {measured.name!r} has no input to ignore its end token: answers may be shorter.")
     return notes

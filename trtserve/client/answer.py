@@ -11,6 +11,7 @@ from trtserve.client.inputs import RequestContext
 from trtserve.client.tensors import IDS_OUTPUT, TEXT_INPUT, TEXT_OUTPUT, Reply
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import RequestError
+from trtserve.files import parse_json
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -77,13 +78,15 @@ _PARSED_OUTPUTS = (
     "sequence_index",
     "cum_log_probs",
     "output_log_probs",
+    "cumulative_logprob",
+    "logprobs",
     "finish_reason",
     "num_input_tokens",
     "num_output_tokens",
 )
 _LOGITS = ("context_logits", "generation_logits")
-_UNFINISHED = ("", "not_finished")
-_NATURAL_ENDS = ("length", "end_id", "stop_words")
+_UNFINISHED = ("", "not_finished", "None")  # the last one from NVIDIA's LLM API and vllm models
+_NATURAL_ENDS = ("length", "end_id", "stop_words", "stop")
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 Outputs = Mapping[str, "npt.NDArray[Any]"]
@@ -295,7 +298,16 @@ class _SequenceCollector:
             self.sequence.finish_reason = reasons[position]
 
     def add_log_probs(self, outputs: Outputs, position: int) -> None:
-        """Read cumulative and per-token log-probabilities; streamed responses repeat those of earlier tokens."""
+        """Read cumulative and per-token log-probabilities; streamed responses repeat those of earlier tokens.
+
+        Those of NVIDIA's vllm backend are JSON texts, with new tokens only.
+        """
+        if "cumulative_logprob" in outputs and "logprobs" in outputs:
+            rows = parse_json(str(outputs["logprobs"].reshape(-1)[position])) or []
+            found = [float(next(iter(row.values()))["logprob"]) for row in rows]
+            self.sequence.log_probs = [*(self.sequence.log_probs or []), *found]
+            self.sequence.cum_log_prob = float(outputs["cumulative_logprob"].reshape(-1)[position])
+            return
         sums, values = outputs.get("cum_log_probs"), outputs.get("output_log_probs")
         if sums is None or values is None or sums.size <= position:
             return

@@ -17,7 +17,7 @@ from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
+from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription
 from trtserve.client.tokenizer import core_name, messages, prepare_prompts
 from trtserve.client.transport import STOP_TIMEOUT, SyncClient, stop_request
 from trtserve.errors import RequestError, TrtserveError, UsageError
@@ -159,14 +159,15 @@ def _stop_later(
         yield stopped
         return
     # Described in advance, so that stopping takes only one message.
-    core = None if spec.stop_via_cancel else client.describe(core_name(context.model))
+    by_cancel = spec.stop_via_cancel or VLLM_INPUT in context.model.inputs  # no request stops another one there
+    core = None if by_cancel else client.describe(core_name(context.model))
     seconds = spec.stop_after_ms / 1000
 
     def stop() -> None:
         if ended.wait(seconds):
             return
         stopped.set()
-        if spec.stop_via_cancel:
+        if by_cancel:
             client.cancel()
             return
         # A stop that arrives before its request has no effect, so it is repeated until the call ends or times out.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trtserve.client.inputs import (
     RequestContext,
@@ -16,7 +18,7 @@ from trtserve.client.inputs import (
     vocab_size,
 )
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
-from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, Tensor
+from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, VLLM_INPUT, Tensor
 from trtserve.client.tokenizer import require_tokenizer
 from trtserve.errors import UsageError
 
@@ -27,11 +29,12 @@ def request_tensors(context: RequestContext) -> list[Tensor]:
     Raises UsageError for an option, --input or output that the model does not have.
     """
     model = context.model
+    options = _vllm_inputs(context) if VLLM_INPUT in model.inputs else _option_inputs(context)
     for name in context.spec.outputs:
         if name not in model.outputs:
             known = ", ".join(sorted(model.outputs))
             raise UsageError(f"The model {model.name!r} has no output {name!r}.", hint=f"Its outputs: {known}.")
-    chosen = {**_prompt_inputs(context), **_option_inputs(context)}
+    chosen = {**_prompt_inputs(context), **options}
     values = {**_default_inputs(context, chosen), **chosen}
     given: Values = {}
     for name, text in context.spec.inputs:
@@ -69,6 +72,49 @@ def _option_inputs(context: RequestContext) -> Values:
         **prompt_table_inputs(context),
         **draft_inputs(context),
     }
+
+
+# Option → parameter of vLLM.
+_VLLM = {
+    **{name: name for name in ("min_tokens", "temperature", "top_k", "top_p", "seed", "repetition_penalty")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "max_tokens", "bad_words")},
+    "stop_words": "stop",
+    "num_return_sequences": "n",
+    "lora": "lora_name",
+}
+_VLLM_GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+_VLLM_OWN = ("end_id", "return_log_probs", "guide", "guide_type", "return_num_input_tokens", "return_num_output_tokens")
+
+
+def _vllm_inputs(context: RequestContext) -> Values:
+    """Return the options as NVIDIA's backend `vllm` takes them; without top-k and top-p the answer is greedy, as in
+    TensorRT-LLM."""
+    options = {"max_tokens": context.spec.max_tokens, **context.spec.options}
+    for name in options:
+        if name not in _VLLM and name not in _VLLM_OWN:
+            raise UsageError(
+                f"{REQUEST_OPTIONS[name].flag} does not exist in NVIDIA's vllm backend, which serves "
+                f"{context.model.name!r}.",
+                hint="Import the model for the vllm runtime: trtserve import MODEL --runtime vllm.",
+            )
+    asked: dict[str, Any] = {_VLLM[name]: value for name, value in options.items() if name in _VLLM}
+    if not {"top_k", "top_p"} & set(options):
+        asked["temperature"] = 0
+    if not options.get("top_p"):  # 0 is off
+        asked.pop("top_p", None)
+    if "end_id" in options:
+        asked |= {"ignore_eos": True, "stop_token_ids": [options["end_id"]] if options["end_id"] >= 0 else []}
+    values: Values = {}
+    if options.get("return_log_probs"):
+        asked["logprobs"] = 0
+        values |= context.scalar(True, "return_logprobs") | context.scalar(True, "return_cumulative_logprob")
+    if (text := _guide_text(context)) is not None:
+        kind = options["guide_type"]
+        guide = {"json_object": True} if kind == "json" else {_VLLM_GUIDES[kind]: text}
+        asked["structured_outputs"] = json.dumps(guide)
+    if options.get("return_num_input_tokens"):
+        values |= context.scalar(True, "return_num_input_tokens")
+    return values | context.scalar(json.dumps(asked), VLLM_INPUT)
 
 
 def _word_list_inputs(context: RequestContext) -> Values:
@@ -151,26 +197,30 @@ def _bias_pair(text: str) -> tuple[str, float]:
 
 
 def _guide_inputs(context: RequestContext) -> Values:
+    text = _guide_text(context)
+    return {} if not text else context.scalar(text, *tensors_of("guide"))
+
+
+def _guide_text(context: RequestContext) -> str | None:
+    """Return the guide, "" for one that its type says alone, or None without any."""
     options = context.spec.options
     if "guide" in options and "guide_type" not in options:
         raise UsageError("--guide needs --guide-type: json_schema, regex or ebnf_grammar.")
     if "guide" not in options:
-        return {}
+        return "" if options.get("guide_type") == "json" else None
     if options["guide_type"] == "json" and options["guide"]:
         raise UsageError(
             "--guide-type json allows any JSON and takes no --guide.",
             hint="For a schema: --guide-type json_schema --guide @schema.json",
         )
-    text = options["guide"]
-    if text.startswith("@"):
-        text = read_text(Path(text[1:]), "--guide")
-    return context.scalar(text, *tensors_of("guide"))
+    text: str = options["guide"]
+    return read_text(Path(text[1:]), "--guide") if text.startswith("@") else text
 
 
 def _default_inputs(context: RequestContext, chosen: Values) -> Values:
     """Return what is always sent: the length limit, the response mode, and counts that cost nothing."""
     model, spec = context.model, context.spec
-    values = context.scalar(spec.max_tokens, *tensors_of("max_tokens"))
+    values = {} if VLLM_INPUT in model.inputs else context.scalar(spec.max_tokens, *tensors_of("max_tokens"))
     switches = {
         model.first_input("stream", "streaming"): context.streams,
         "exclude_input_in_output": spec.exclude_input,

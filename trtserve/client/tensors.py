@@ -19,6 +19,8 @@ CORE_MODEL = "tensorrt_llm"
 # Inputs and outputs that core and text models share in every release.
 TEXT_INPUT, IDS_INPUT = "text_input", "input_ids"
 TEXT_OUTPUT, IDS_OUTPUT = "text_output", "output_ids"
+VLLM_INPUT = "sampling_parameters"
+"""Input of models of NVIDIA's backend `vllm`: a JSON object with vLLM's own parameters."""
 
 
 @functools.cache

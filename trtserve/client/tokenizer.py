@@ -17,7 +17,7 @@ from typing import Any
 
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
+from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription
 from trtserve.client.transport import SyncClient
 from trtserve.errors import MissingDependencyError, RequestError, TrtserveError, UsageError
 from trtserve.files import LARGEST_TEXT, optional_json_object, read_text
@@ -169,11 +169,17 @@ def missing_packages(folder: Path, error: ModuleNotFoundError) -> MissingDepende
 
 
 def find_tokenizer(
-    given: Path | None, server: Endpoint, client: SyncClient | None, *, preprocessing: str = PREPROCESSING
+    given: Path | None,
+    server: Endpoint,
+    client: SyncClient | None,
+    *,
+    preprocessing: str = PREPROCESSING,
+    model: ModelDescription | None = None,
 ) -> TokenizerFiles | None:
     """Return the tokenizer of `--tokenizer`, else the one in the server's repository, or None if that is unknown.
 
-    `client` can ask where the repository's tokenizer is; without one it is where `repo` puts it.
+    `client` can ask where the repository's tokenizer is; without one it is where `repo` puts it. A `model` of NVIDIA's
+    backend `vllm` has its own, in the folder that its model.json names.
     """
     if given is not None:
         if not given.is_dir():
@@ -181,6 +187,12 @@ def find_tokenizer(
         return TokenizerFiles(given)
     if server.repository is None:
         return None
+    if model is not None and VLLM_INPUT in model.inputs:
+        from trtserve.executor.vllm.model_json import MODEL_JSON
+
+        settings = optional_json_object(server.repository / model.name / "1" / MODEL_JSON)
+        folder = server.repository / str(settings.get("tokenizer") or settings.get("model") or "?")
+        return TokenizerFiles(folder) if folder.is_dir() else None
     folder = server.repository / preprocessing / "1" / "tokenizer"
     if client is not None and not folder.is_dir():
         folder = server.repository / _parameters(client, preprocessing).get("tokenizer_dir", "?")
@@ -381,7 +393,7 @@ def prepare_prompts(
             f"The model {model.name!r} takes text, not token ids.", hint="Query the core model: --model tensorrt_llm."
         )
     preprocessing = model.parameters.get("preprocessing_model_name") or PREPROCESSING
-    files = find_tokenizer(spec.tokenizer, server, client, preprocessing=preprocessing)
+    files = find_tokenizer(spec.tokenizer, server, client, preprocessing=preprocessing, model=model)
     core = TEXT_INPUT not in model.inputs
     if spec.token_ids:
         return PreparedPrompts(token_ids=spec.token_ids, end_ids=() if files is None else files.end_ids), files, model

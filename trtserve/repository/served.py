@@ -11,6 +11,8 @@ from trtserve.artifacts import ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
+from trtserve.executor.runtimes import RUNTIMES
+from trtserve.executor.vllm import model_json
 from trtserve.files import optional_json_object, read_json_object, read_text
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classes
@@ -86,7 +88,7 @@ class ServedRepository:
 
     @property
     def backend(self) -> Backend | None:
-        """Backend of the first core model: `tensorrtllm` (C++), `python` or `llmapi`, or None without a core model."""
+        """Backend of the first core model: `tensorrtllm` (C++), `python`, `llmapi` or `vllm`, or None without one."""
         return self.core_models[0].backend if self.core_models else None
 
     @property
@@ -152,7 +154,11 @@ def inspect_repository(repository: ModelRepository) -> ServedRepository:
         models=tuple(configs),
         model=model,
         backends=frozenset(config.backend for config in configs.values() if config.backend),
-        streaming=any(configs[name].model_transaction_policy.decoupled for name in (model, CORE) if name in configs),
+        streaming=any(
+            configs[name].model_transaction_policy.decoupled or configs[name].backend == model_json.BACKEND
+            for name in (model, CORE)
+            if name in configs
+        ),
         engine=_engine_config(engines[0]) or (cores[0].config if cores else EngineConfig()),
         engine_bytes=sum(
             path.stat().st_size for folder in folders for pattern in _WEIGHTS for path in folder.glob(pattern)
@@ -189,7 +195,7 @@ def _engine_config(folder: Path) -> EngineConfig:
     )
 
 
-Backend = Literal["tensorrtllm", "python", "llmapi"]
+Backend = Literal["tensorrtllm", "python", "llmapi", "vllm"]
 Groups = tuple[tuple[int, ...], ...]
 
 LLMAPI_FILE = "model.yaml"
@@ -204,11 +210,11 @@ class CoreModel:
     name: str
     backend: Backend
     engine: Path | None = None
-    """The engine's folder, or None when it is not on this machine (a path of another container) and for llmapi."""
+    """The engine's folder, or None when it is not on this machine (a path of another container) or there is none."""
     config: EngineConfig = field(default_factory=EngineConfig)
     """The engine's config.json."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The model.yaml of llmapi."""
+    """The model.yaml of llmapi, or the model.json of NVIDIA's backend `vllm`."""
     world_size: int = 1
     """Ranks of one instance."""
     instances: int = 1
@@ -269,6 +275,16 @@ def _found(
         origin = entry.get("origin") or {}
         if (yaml := repository / name / "1" / LLMAPI_FILE).is_file() and config.backend == "python":
             yield _llmapi(name, config, yaml, instances)
+        elif config.backend == model_json.BACKEND:
+            settings = model_json.ModelJson.read(repository / name / "1" / model_json.MODEL_JSON)
+            yield CoreModel(
+                name=name,
+                backend="vllm",
+                config=settings.engine_config(repository, RUNTIMES["vllm"].device()),
+                settings=settings.arguments,
+                world_size=settings.sizes[0] * settings.sizes[1],
+                instances=instances,
+            )
         elif config.backend == "tensorrtllm" or (config.backend == "python" and "gpt_model_type" in config.parameters):
             engine = _engine_folder(repository, _parameter(config, "gpt_model_path"), facts.get("container_paths"))
             config_file = None if engine is None else engine / "config.json"

@@ -250,7 +250,7 @@ def require_servable(served: ServedRepository, name: str, progress: Progress = S
     An explicit cache size must fit completely. Otherwise the executor shrinks its cache, and with it the longest
     sequence: then one block must fit, and a shorter sequence is a warning.
     """
-    if served.runtime is None or served.needs_gpus:
+    if served.runtime is None or served.needs_gpus or served.backend == "vllm":  # whose model may be on the hub
         return
     space = address_space()
     if space is not None and space.limit < _TRITON_ADDRESSES:

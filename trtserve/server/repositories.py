@@ -21,6 +21,7 @@ from trtserve.store import NameRecord, Store
 _VERSION = ("trtllm_version",)
 _STRING = re.compile(r"""string_value:\s*["'](/[^"']+)["']""")
 _YAML = re.compile(r"""^(?:model|tokenizer):\s*["']?(/[^"'\s#]+)""", re.MULTILINE)
+_JSON = re.compile(r'[{,]\s*"[^"]*":\s*"(/[^"]+)"')
 _PATH_IN_FLAG = re.compile(r"(?<![^=:,\s])/[^=:,\s]+")
 
 
@@ -154,6 +155,7 @@ def _missing(repository: ModelRepository) -> Iterator[Path]:
 def _outside(repository: Path) -> Iterator[Path]:
     texts = [(path, _STRING) for path in repository.glob("*/config.pbtxt")]
     texts += [(path, _YAML) for path in repository.glob("*/1/model.yaml")]
+    texts += [(path, _JSON) for name in ("model", "multi_lora") for path in repository.glob(f"*/1/{name}.json")]
     named = (Path(text) for path, pattern in texts for text in pattern.findall(read_text(path, RepositoryError)))
     # Files of the image keep their meaning there, even where this machine has them too.
     own = (repository.absolute(), Path("/opt/tritonserver"))

@@ -9,8 +9,10 @@ import sys
 import sysconfig
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,54 +72,44 @@ def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
     return VllmEngine(installation.python, arguments, limits, options, adapters, followers=place)
 
 
-class VllmEngine:
-    """The requests that vLLM works on. `run` reads its answers; all other methods are for other threads."""
+class VllmProcess(ABC):
+    """vLLM in its own interpreter. `run` reads what it says; all other methods are for other threads."""
 
     def __init__(
         self,
         python: Path,
         arguments: Mapping[str, Any],
-        limits: EngineLimits,
-        options: EngineOptions,
-        adapters: PeftAdapters,
+        adapters: SequenceOf[tuple[str, int, str]] = (),
         *,
         followers: tuple[str, int, int] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.mailbox = Mailbox()
-        self._adapters = adapters
-        self._guides = options.guides is not None
-        self._max_queue_size = options.max_queue_size
+        """Start it with the `arguments` of AsyncEngineArgs. Raises RuntimeError with vLLM's reason when it fails."""
         self._lock = threading.Lock()  # of the requests, and of the pipe to the child
-        self._open: dict[int, OpenRequest] = {}
-        self._deadlines: dict[int, float] = {}
+        self._open: dict[int, Any] = {}
         self._next_id = 1
         self._terminating = threading.Event()
         self._failure: str | None = None
-        self._child = FramedProcess([str(python), str(_SIDE)], child_environment())
+        self._child = FramedProcess([str(python), str(_SIDE)], {**child_environment(), **(environment or {})})
         self._killer = threading.Timer(_LAST_SECONDS, self._child.kill)
         self._killer.daemon = True
-        facts = self._wait_until_ready(arguments, followers)
+        self._child.send([dict(arguments), list(adapters), followers])
+        self.facts = self._wait_until_ready()
         self._heard = self._worked = time.monotonic()
-        self.limits = replace(
-            limits,
-            max_seq_len=facts["max_model_len"],
-            vocab_size=facts["vocab_size"],
-            max_batch_size=facts["max_num_seqs"],
-            max_num_tokens=facts["max_num_batched_tokens"],
-            chunked=True,
-        )
-        self._tokens_per_block: int = facts["tokens_per_block"]
-        self.kv_cache_tokens: int = facts["blocks"] * self._tokens_per_block
-        self.recorder = VllmRecorder(options, blocks=facts["blocks"], tokens_per_block=self._tokens_per_block)
-        logger.info(
-            "vLLM %s is ready: a KV cache of %d tokens, sequences of at most %d",
-            facts["version"],
-            self.kv_cache_tokens,
-            self.limits.max_seq_len,
-        )
 
-    def _wait_until_ready(self, arguments: Mapping[str, Any], followers: tuple[str, int, int] | None) -> dict[str, Any]:
-        self._child.send([dict(arguments), self._adapters.all(), followers])
+    @abstractmethod
+    def _take(self, messages: list[Any]) -> None:
+        """Take what the engine side says; see `engine_side.py`."""
+
+    @abstractmethod
+    def _ended(self) -> None:
+        """Close what gives answers: the process has ended as it was asked to."""
+
+    @abstractmethod
+    def _failed(self, message: str) -> None:
+        """Give each open request an error; the caller holds the lock."""
+
+    def _wait_until_ready(self) -> dict[str, Any]:
         reason = ""
         while not reason and (messages := self._child.read()) is not None:
             for kind, *content in messages:
@@ -136,9 +128,8 @@ class VllmEngine:
         while self._failure is None and (messages := self._child.read()) is not None:
             self._heard = time.monotonic()
             self._take(messages)
-            self._end_late()
         if self._terminating.is_set():
-            self.mailbox.close()
+            self._ended()
             if self._child.wait() is None:
                 self._child.kill()
         else:
@@ -146,6 +137,81 @@ class VllmEngine:
             self._fail(f"The executor has stopped working: {reason}")
         self._killer.cancel()
         self._child.close()
+
+    @property
+    def failure(self) -> str | None:
+        """Why vLLM has stopped working, or None."""
+        return self._failure
+
+    def hang(self) -> str | None:
+        """Return why vLLM will not answer any more, or None. Its processes are ended then."""
+        now, reason = time.monotonic(), None
+        if self._terminating.is_set() or self._failure is not None:
+            return None
+        if now - self._heard > _LONGEST_SILENCE:
+            reason = f"vLLM's process has said nothing for {now - self._heard:.0f} s"
+        elif self._open and now - self._worked > _LONGEST_STEP:
+            reason = f"vLLM has requests, and has made no step for {now - self._worked:.0f} s"
+        if reason is not None:
+            self._child.kill()
+        return reason
+
+    def terminate(self) -> None:
+        """Let `run` return when all requests have ended."""
+        self._terminating.set()
+        while self._open and self._failure is None and self._child.runs():
+            time.sleep(0.01)
+        self._child.finish()
+        self._killer.start()
+
+    def _fail(self, message: str) -> None:
+        logger.critical("%s", message)
+        with self._lock:
+            self._failure = message
+            self._failed(message)
+            self._open.clear()
+        self._child.kill()
+
+
+class VllmEngine(VllmProcess):
+    """The executor's requests, which vLLM works on."""
+
+    _open: dict[int, OpenRequest]
+
+    def __init__(
+        self,
+        python: Path,
+        arguments: Mapping[str, Any],
+        limits: EngineLimits,
+        options: EngineOptions,
+        adapters: PeftAdapters,
+        *,
+        followers: tuple[str, int, int] | None = None,
+    ) -> None:
+        self.mailbox = Mailbox()
+        self._adapters = adapters
+        self._guides = options.guides is not None
+        self._max_queue_size = options.max_queue_size
+        self._deadlines: dict[int, float] = {}
+        super().__init__(python, arguments, adapters.all(), followers=followers)
+        facts = self.facts
+        self.limits = replace(
+            limits,
+            max_seq_len=facts["max_model_len"],
+            vocab_size=facts["vocab_size"],
+            max_batch_size=facts["max_num_seqs"],
+            max_num_tokens=facts["max_num_batched_tokens"],
+            chunked=True,
+        )
+        self._tokens_per_block: int = facts["tokens_per_block"]
+        self.kv_cache_tokens: int = facts["blocks"] * self._tokens_per_block
+        self.recorder = VllmRecorder(options, blocks=facts["blocks"], tokens_per_block=self._tokens_per_block)
+        logger.info(
+            "vLLM %s is ready: a KV cache of %d tokens, sequences of at most %d",
+            facts["version"],
+            self.kv_cache_tokens,
+            self.limits.max_seq_len,
+        )
 
     def _take(self, messages: list[Any]) -> None:
         made: list[RequestOutput] = []
@@ -161,6 +227,13 @@ class VllmEngine:
                 self._failure = content[0]
         if made:
             self.mailbox.deliver(made)
+        self._end_late()
+
+    def _ended(self) -> None:
+        self.mailbox.close()
+
+    def _failed(self, message: str) -> None:
+        self.mailbox.fail(message)
 
     def _outputs(self, number: int, news: VllmOutput) -> list[RequestOutput]:
         with self._lock:
@@ -247,35 +320,6 @@ class VllmEngine:
                     self._close(number, in_vllm=True)
         if made:
             self.mailbox.deliver(made)
-
-    def hang(self) -> str | None:
-        """Return why vLLM will not answer any more, or None. Its processes are ended then."""
-        now, reason = time.monotonic(), None
-        if self._terminating.is_set() or self._failure is not None:
-            return None
-        if now - self._heard > _LONGEST_SILENCE:
-            reason = f"vLLM's process has said nothing for {now - self._heard:.0f} s"
-        elif self._open and now - self._worked > _LONGEST_STEP:
-            reason = f"vLLM has requests, and has made no step for {now - self._worked:.0f} s"
-        if reason is not None:
-            self._child.kill()
-        return reason
-
-    def terminate(self) -> None:
-        """Let `run` return when all requests have ended."""
-        self._terminating.set()
-        while self._open and self._failure is None and self._child.runs():
-            time.sleep(0.01)
-        self._child.finish()
-        self._killer.start()
-
-    def _fail(self, message: str) -> None:
-        logger.critical("%s", message)
-        with self._lock:
-            self._failure = message
-            self._open.clear()
-            self.mailbox.fail(message)
-        self._child.kill()
 
 
 def child_environment() -> dict[str, str]:

@@ -151,7 +151,7 @@ class EngineSide:
                 prompt, params, str(number), lora_request=lora, priority=request.get("priority", 0)
             )
             async for answer in answers:
-                self._emit(["output", number, _output(answer, tops)])
+                self._emit(["output", number, _texts(answer) if "text" in request else _output(answer, tops)])
         except asyncio.CancelledError:
             pass
         except Exception as error:  # noqa: BLE001 - without an answer the client would wait for ever
@@ -356,6 +356,15 @@ def _sampling_params(request: dict[str, Any]) -> Any:
     if "guide" in request:
         words["structured_outputs"] = StructuredOutputsParams(**request["guide"])
     kind = RequestOutputKind.DELTA if request["stream"] else RequestOutputKind.FINAL_ONLY
+    if "text" in request:  # any of vLLM's parameters, whose numbers may be texts
+        import msgspec
+
+        unknown = next((name for name in words if name not in SamplingParams.__annotations__), None)
+        if unknown is not None:
+            raise ValueError(f"sampling_parameters: vLLM's SamplingParams has no {unknown}")
+        params = msgspec.convert(words, SamplingParams, strict=False)
+        params.output_kind = kind
+        return params
     params = SamplingParams(**words, detokenize=False, output_kind=kind)
     if "bad_words" in request:
         # The public field takes texts, and encodes them again.
@@ -365,6 +374,8 @@ def _sampling_params(request: dict[str, Any]) -> Any:
 
 def _prompt(request: dict[str, Any], model: Any) -> dict[str, Any]:
     """Return the prompt; ids beyond the vocabulary are rows of the request's table."""
+    if "text" in request:
+        return {"prompt": request["text"]}
     ids = request["prompt"]
     if "table" not in request:
         return {"prompt_token_ids": ids}
@@ -403,6 +414,30 @@ def _output(answer: Any, tops: int) -> dict[str, Any]:
         rows = list(zip(answer.prompt_token_ids, answer.prompt_logprobs))[1:]  # noqa: B905 - the first has none
         found["prompt"] = [[row[token].logprob for token, row in rows], [_best(row, tops) for _, row in rows]]
     return found
+
+
+def _texts(answer: Any) -> dict[str, Any]:
+    """Return what NVIDIA's backend `vllm` answers."""
+    sequences = [
+        {
+            "index": each.index,
+            "text": each.text,
+            "tokens": len(each.token_ids),
+            "reason": each.finish_reason,
+            "cumulative": each.cumulative_logprob,
+            "logprobs": None
+            if each.logprobs is None
+            else [
+                {
+                    str(token): {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}
+                    for token, found in row.items()
+                }
+                for row in each.logprobs
+            ],
+        }
+        for each in answer.outputs
+    ]
+    return {"finished": answer.finished, "prompt_tokens": len(answer.prompt_token_ids or ()), "sequences": sequences}
 
 
 def _sequence(output: Any, tops: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from trtserve.errors import did_you_mean
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import runs_on_cpu
+from trtserve.executor.vllm.model_json import BACKEND
 from trtserve.nvidia.releases import RELEASES
 from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
@@ -190,7 +191,8 @@ def wrong_instances(repository: Repository, model: ModelFolder) -> Iterator[Find
 
 @model_rule("instance-count", "the number of instances is given", every_model, severity="warning")
 def uncounted_instances(_: Repository, model: ModelFolder) -> Iterator[Finding]:
-    if any(group.count < 1 for group in model.config.instance_group):
+    # NVIDIA's own repositories of the backend vllm have none, and get one.
+    if model.config.backend != BACKEND and any(group.count < 1 for group in model.config.instance_group):
         yield model.finding(
             "An instance_group has no count above 0, and Triton then chooses one.", "Write count: 1, or more."
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 import trtserve
 from trtserve.client.endpoint import grpc_token
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
+from trtserve.executor.vllm.model_json import BACKEND
 from trtserve.gateway.settings import read_key
 from trtserve.host.gpus import VISIBLE_DEVICES
 from trtserve.host.ports import ipv4_address
@@ -58,6 +59,8 @@ class LaunchSetup:
     """Whether mpirun binds each rank to cores; with two ranks it gives each a single core."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every rank, besides those of the mode."""
+    completes: bool = False
+    """Whether Triton's backends complete the configurations, as NVIDIA's `vllm` must."""
     arguments: tuple[str, ...] = ()
     """Further arguments of tritonserver, after all others."""
 
@@ -97,6 +100,7 @@ def server_setup(
         pool_bytes=spec.gpu0_pool_bytes,
         exit_timeout=spec.exit_timeout,
         gpus=spec.gpus,
+        completes=BACKEND in served.backends,
         oversubscribe=spec.oversubscribe,
         arguments=(*protection_of(spec, address.inner_secret), *tracing_of(spec, name), *spec.extra_arguments),
     )
@@ -202,7 +206,8 @@ def rank_arguments(setup: LaunchSetup, rank: int, *, emptied_pools: int | None =
             arguments += ["--pinned-memory-pool-byte-size=0", "--enable-peer-access=false"]
             arguments += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(emptied_pools)]
     arguments += ports
-    arguments.append("--disable-auto-complete-config")
+    if not setup.completes:
+        arguments.append("--disable-auto-complete-config")
     arguments.append(f"--backend-config=python,shm-region-prefix-name={setup.shm_prefix}r{rank}_")
     if not facts.exit_timeout:
         arguments.append(exit_timeout)

@@ -6,17 +6,20 @@ import hashlib
 import importlib.util
 import re
 import secrets
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, RepositoryError
+from trtserve.executor.vllm import model_json
 from trtserve.host.machine import install_command
 from trtserve.process import program
 from trtserve.store import Store
 
 _SYSTEM_ROOT = Path("/opt/tritonserver")
-_STUB = "triton_python_backend_stub"
+_STUB, _BACKEND = "triton_python_backend_stub", "libtriton_python.so"
+_LIBRARIES = "nvidia_pytriton.libs"
 # Triton's Python backend starts each stub by an unquoted line of bash, and the stub reads only ASCII paths, in any
 # locale (seen on Triton 24.10). A link helps against the former, not against the latter.
 ALLOWED_CHARACTERS = "ASCII letters, digits and . _ - only"
@@ -33,6 +36,10 @@ class Triton:
 
     The wheel has one Python stub per minor version, so `prepare_backends` must put one into a backend folder.
     """
+
+    def has(self, backend: str) -> bool:
+        """Return whether it has a backend; `prepare_backends` adds one of ours to the wheel."""
+        return (self.backends / backend).is_dir() or (self.package is not None and backend == model_json.BACKEND)
 
     @property
     def stub(self) -> Path | None:
@@ -67,7 +74,7 @@ def find_triton(backends: frozenset[str] = frozenset({"python"}), *, system_firs
             "No tritonserver was found: not in the package nvidia-pytriton, on PATH, or in /opt/tritonserver.",
             hint=f"Install the package: {install_command('cpu')}",
         )
-    lacking = {triton: sorted(name for name in backends if not (triton.backends / name).is_dir()) for triton in found}
+    lacking = {triton: sorted(name for name in backends if not triton.has(name)) for triton in found}
     for triton, names in lacking.items():
         if not names:
             return triton
@@ -80,7 +87,8 @@ def find_triton(backends: frozenset[str] = frozenset({"python"}), *, system_firs
 def prepare_backends(triton: Triton, store: Store) -> Path:
     """Return the folder for `--backend-directory`: links in the store for the wheel, else the installation's own.
 
-    The stub must be a link, because it finds its shared libraries relative to its real path.
+    The stub must be a link, because it finds its shared libraries relative to its real path. The backend must be a
+    file: Triton loads none from elsewhere for another backend in Python, such as `vllm`.
     """
     folder = backend_folder(triton, store)
     if triton.package is None:
@@ -94,7 +102,9 @@ def prepare_backends(triton: Triton, store: Store) -> Path:
         )
     for source in (*(triton.backends / "python").iterdir(), stub):
         if source.is_file():
-            _link(source, folder / "python" / source.name)
+            _link(source, folder / "python" / source.name, copied=source.name == _BACKEND)
+    _link(triton.package.parents[1] / _LIBRARIES, folder.parents[2] / _LIBRARIES)
+    _link(Path(model_json.__file__).with_name("nvidia_backend.py"), folder / model_json.BACKEND / "model.py")
     return folder
 
 
@@ -103,7 +113,8 @@ def backend_folder(triton: Triton, store: Store) -> Path:
     if triton.package is None:
         return triton.backends
     key = hashlib.sha256(str(triton.package).encode()).hexdigest()[:8]
-    return store.root / "backends" / f"python{sys.version_info.major}.{sys.version_info.minor}-{key}"
+    own = store.root / "backends" / f"python{sys.version_info.major}.{sys.version_info.minor}-{key}"
+    return own.joinpath(*triton.backends.parts[-3:])  # as deep as in the wheel, from where it looks for its libraries
 
 
 def stub_path_fault(path: Path) -> str | None:
@@ -142,12 +153,15 @@ def _from_root(executable: Path | None) -> Triton | None:
     return Triton(executable=executable, backends=executable.resolve().parent.parent / "backends")
 
 
-def _link(source: Path, target: Path) -> None:
-    """Make `target` a link to `source` in one rename, so that a starting server never sees it incomplete."""
+def _link(source: Path, target: Path, *, copied: bool = False) -> None:
+    """Make `target` a link to `source`, or a copy, in one rename: a starting server never sees it incomplete."""
     if target.is_symlink() and target.readlink() == source:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     # Unique per thread, because threads start servers too.
     staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    staged.symlink_to(source)
+    if copied:
+        shutil.copyfile(source, staged)
+    else:
+        staged.symlink_to(source)
     staged.replace(target)

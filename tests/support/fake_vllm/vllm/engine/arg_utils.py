@@ -36,6 +36,7 @@ class EngineArgs:
     node_rank: int = 0
     master_addr: str = ""
     master_port: int = 0
+    disable_log_stats: bool = False
 
     def create_engine_config(self, *, headless: bool) -> EngineArgs:
         assert headless

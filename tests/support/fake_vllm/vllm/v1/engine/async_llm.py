@@ -64,7 +64,8 @@ class AsyncLLM:
         priority: int = 0,
     ) -> AsyncIterator[Any]:
         del request_id, priority
-        ids, params = prompt["prompt_token_ids"], sampling_params
+        params = sampling_params
+        ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else list(prompt["prompt"].encode())
         self._running += 1
         try:
             await self._misbehave(ids[0])
@@ -148,11 +149,22 @@ def _vocabulary(model: Path) -> int:
 
 def _output(index: int, tokens: list[int], reason: str | None, logprobs: int | None) -> Any:
     rows = None if logprobs is None else _rows(tokens, logprobs)
-    return SimpleNamespace(index=index, token_ids=tokens, logprobs=rows, finish_reason=reason, stop_reason=None)
+    return SimpleNamespace(
+        index=index,
+        token_ids=tokens,
+        logprobs=rows,
+        finish_reason=reason,
+        stop_reason=None,
+        text="".join(f" {token}" for token in tokens),
+        cumulative_logprob=-0.5 * len(tokens),
+    )
 
 
 def _rows(tokens: list[int], count: int) -> list[Any]:
     return [
-        {token + place: SimpleNamespace(logprob=-0.5 - place, rank=place + 1) for place in range(max(1, count))}
+        {
+            token + place: SimpleNamespace(logprob=-0.5 - place, rank=place + 1, decoded_token=f" {token + place}")
+            for place in range(max(1, count))
+        }
         for token in tokens
     ]

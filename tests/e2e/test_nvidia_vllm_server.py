@@ -1,0 +1,101 @@
+"""A repository of NVIDIA's backend `vllm` behind a real Triton server, with a vLLM that counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.test_vllm_server import ask, cmdline, post
+from tests.support.counting_vllm import counting_python, nvidia_repository
+from tests.support.model_server import ModelServer
+from tests.support.servers import running_server
+from tests.support.waiting import wait_until
+from trtserve.client.endpoint import Endpoint
+from trtserve.client.query import generate
+from trtserve.client.spec import QuerySpec
+from trtserve.errors import RequestError
+from trtserve.process import tree
+from trtserve.server.state import Server
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("home")
+    repository = nvidia_repository(home / "repository", max_model_len=64, max_num_seqs=4, enable_lora="true")
+    adapter = home / "poet"
+    adapter.mkdir()
+    (repository / "vllm_model" / "1" / "multi_lora.json").write_text(json.dumps({"poet": str(adapter)}))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TRTSERVE_VLLM_PYTHON", str(counting_python(home / "vllm")))
+    with running_server(repository, home=home, gateway=True) as running:
+        yield running
+    patch.undo()
+
+
+def asked(server: Server, prompt: str = "\n", **sampling: Any) -> dict[str, Any]:
+    """Ask the model. The byte of a line feed is 10, so it counts on from there."""
+    body = {"text_input": prompt, "sampling_parameters": json.dumps(sampling)}
+    return post(server, "/v2/models/vllm_model/generate", {**body, "return_finish_reason": True})
+
+
+def test_the_prompt_is_repeated_unless_it_is_excluded(server: Server) -> None:
+    answer = asked(server, max_tokens="3")  # NVIDIA's backend takes numbers in texts
+    assert (answer["text_output"], answer["finish_reason"]) == ("\n 11 12 13", "length")
+    body = {"text_input": "\n", "exclude_input_in_output": True, "parameters": {"max_tokens": 2}}
+    assert post(server, "/v2/models/vllm_model/generate", body)["text_output"] == " 11 12"
+
+
+def test_what_it_cannot_do_is_refused_by_name(server: Server) -> None:
+    assert "SamplingParams has no best" in asked(server, best=1)["error"]
+    assert "LoRA painter is not in multi_lora.json, which has poet" in asked(server, lora_name="painter")["error"]
+    assert "n is 5000" in asked(server, n=5000)["error"]
+    body: dict[str, Any] = {"text_input": "\n", "image": "AAAA"}
+    assert "image is for NVIDIA's own backend" in post(server, "/v2/models/vllm_model/generate", body)["error"]
+    body = {"text_input": "\n", "stream": True, "exclude_input_in_output": False}
+    answer = ask(server.address.http_port, "/v2/models/vllm_model/generate_stream", body)[1]
+    assert b"cannot begin with the prompt" in answer
+    assert asked(server, max_tokens=2, lora_name="poet")["text_output"] == "\n 20 30"
+
+
+def test_query_asks_in_vllms_words(server: Server) -> None:
+    endpoint = Endpoint(http_port=server.address.http_port, grpc_port=server.address.grpc_port)
+    options = {"max_tokens": 6, "return_log_probs": True, "return_num_input_tokens": True}
+    pieces: list[str] = []
+    found = generate(QuerySpec(prompts=("\nA",), options=options, stream=True), endpoint, on_text=pieces.append)
+    assert (found.text, found.output_tokens, found.input_tokens) == ("66 67 68 69 70 71", 6, 2)
+    assert len(pieces) == 3  # the counting vLLM makes two tokens at once
+    assert found.sequences[0].log_probs == [-0.5] * 6
+    assert found.sequences[0].finish_reason == "length"
+    several = generate(QuerySpec(prompts=("\nA",), options={"max_tokens": 2, "num_return_sequences": 2}), endpoint)
+    assert [each.text for each in several.sequences] == ["66 67"] * 2
+    with pytest.raises(RequestError, match="LoRA painter"):
+        generate(QuerySpec(prompts=("\nA",), options={"lora": "painter"}), endpoint)
+
+
+def test_a_client_that_goes_frees_its_place(server: Server) -> None:
+    folder = Path(server.repository).parent
+    tensors = {"text_input": np.array([b"`"], object), "stream": np.array([True])}  # 96 stops after the first tokens
+    with ModelServer(server.address).stream() as stream:
+        stream.send("vllm_model", tensors)
+        stream.next()
+        wait_until(lambda: [beat["open_requests"] for beat in beats(folder)] == [1], 10)
+    wait_until(lambda: [beat["open_requests"] for beat in beats(folder)] == [0], 10)
+
+
+def beats(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in folder.rglob("*.heartbeat")]
+
+
+def test_a_dead_engine_is_not_ready(server: Server) -> None:
+    (side,) = [each for each in tree(server.instances[0].process) if b"engine_side" in cmdline(each.pid)]
+    os.kill(side.pid, signal.SIGKILL)
+    wait_until(lambda: ask(server.address.http_port, "/v2/health/ready")[0] == 503, 30)

@@ -1,0 +1,258 @@
+"""NVIDIA's Triton backend `vllm` on our engine side: text in and out, with vLLM's own parameters as JSON.
+
+A model of it has `backend: "vllm"` and the arguments of vLLM's engine in `1/model.json`. Its inputs and outputs follow
+docs/README of triton-inference-server/vllm_backend (26.01). Where Triton has no such backend, `prepare_backends` makes
+one that loads this module.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from trtserve.executor.vllm.engine import VllmProcess
+from trtserve.executor.vllm.installation import VARIABLE, require_installation
+from trtserve.executor.vllm.model_json import ADAPTERS, MODEL_JSON, ModelJson, read_adapters
+from trtserve.programs.shared.run_folder import STOPPED, Heartbeat
+from trtserve.programs.shared.senders import GuardedSender, Turns, error_response, repeat
+
+_TEXTS = ("text_input", "sampling_parameters", "image", "embedding_request")
+_RETURNED = {
+    "finish_reason": "TYPE_STRING",
+    "cumulative_logprob": "TYPE_FP32",
+    "logprobs": "TYPE_STRING",
+    "num_input_tokens": "TYPE_UINT32",
+    "num_output_tokens": "TYPE_UINT32",
+}
+_SWITCHES = ("stream", "exclude_input_in_output", *(f"return_{name}" for name in _RETURNED))
+_ELSEWHERE = "is for NVIDIA's own backend: trtserve start --container 26.08"
+_MOST_SEQUENCES = 1024
+_CANCEL_PERIOD, _BEAT, _LAST_WORDS = 0.1, 0.5, 2.0
+
+Inputs = Mapping[str, NDArray[Any]]
+
+
+class TextRequest:
+    """A request of one prompt, and the answers that it gets."""
+
+    def __init__(self, inputs: Inputs, parameters: str, sender: GuardedSender, adapters: Mapping[str, str]) -> None:
+        """`parameters`: those of the request itself, which the input sampling_parameters replaces.
+
+        Raises ValueError or TypeError, which says what is wrong, for what this backend cannot do too.
+        """
+        for name in ("image", "embedding_request"):
+            if name in inputs and inputs[name].size:
+                raise ValueError(f"{name} {_ELSEWHERE}")
+        if "text_input" not in inputs or inputs["text_input"].size != 1:
+            raise ValueError("text_input must have one prompt")
+        self.sender, self._prompt = sender, _text(inputs["text_input"])
+        set_ = {name for name in _SWITCHES if name in inputs and bool(inputs[name].reshape(-1)[0])}
+        stream, excludes = "stream" in set_, "exclude_input_in_output" in set_
+        if stream and not excludes and "exclude_input_in_output" in inputs:
+            raise ValueError("a stream cannot begin with the prompt: leave exclude_input_in_output out, or set it")
+        self._repeats = not stream and not excludes
+        self._returned = [name for name in _RETURNED if f"return_{name}" in set_]
+        given = "sampling_parameters" in inputs
+        sampling = json.loads(_text(inputs["sampling_parameters"]) if given else parameters or "{}")
+        if not isinstance(sampling, dict):
+            raise TypeError("sampling_parameters must be a JSON object with the parameters of vLLM's SamplingParams")
+        own = () if given else ("id", "triton_enable_empty_final_response")  # Triton's own
+        sampling = {name: value for name, value in sampling.items() if value is not None and name not in own}
+        self._count = int(sampling.get("n", 1))
+        if not 1 <= self._count <= _MOST_SEQUENCES:
+            raise ValueError(f"n is {self._count}; expected 1 … {_MOST_SEQUENCES}")
+        self.asked: dict[str, Any] = {"text": self._prompt, "stream": stream, "sampling": sampling}
+        if (guide := sampling.pop("structured_outputs", sampling.pop("guided_decoding", None))) is not None:
+            self.asked["guide"] = json.loads(guide) if isinstance(guide, str) else guide
+        if (name := sampling.pop("lora_name", None)) is not None:
+            if name not in adapters:
+                raise ValueError(f"LoRA {name} is not in {ADAPTERS}, which has {', '.join(adapters) or 'none'}")
+            self.asked["lora"] = (name, list(adapters).index(name) + 1, adapters[name])
+
+    def send(self, news: Mapping[str, Any]) -> None:
+        """Send what is new; a sequence without news has an empty text."""
+        rows: list[Mapping[str, Any]] = [{"text": "", "tokens": 0, "cumulative": np.nan}] * self._count
+        for each in news["sequences"]:
+            rows[each["index"]] = each
+        before = self._prompt if self._repeats else ""
+        found = {"text_output": _array([before + row["text"] for row in rows])}
+        for name in self._returned:
+            if name == "finish_reason":
+                found[name] = _array([str(row.get("reason")) for row in rows])
+            elif name == "cumulative_logprob":
+                found[name] = np.array([row["cumulative"] for row in rows], np.float32)
+            elif name == "logprobs":
+                found[name] = _array([json.dumps(row.get("logprobs")) for row in rows])
+            elif name == "num_input_tokens":
+                found[name] = np.array([news["prompt_tokens"]], np.uint32)
+            else:
+                found[name] = np.array([row["tokens"] for row in rows], np.uint32)
+        tensors = [pb_utils.Tensor(name, array) for name, array in found.items()]
+        self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=news["finished"])
+
+
+class TextEngine(VllmProcess):
+    """The open requests of one model."""
+
+    _open: dict[int, TextRequest]
+
+    def __init__(self, python: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        super().__init__(python, arguments, environment=environment)
+        self._turns = Turns()
+        self.progress = 0
+        """Steps that vLLM has made."""
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that vLLM works on."""
+        return len(self._open)
+
+    def submit(self, request: TextRequest) -> None:
+        """Hand a request to vLLM. Raises RuntimeError when vLLM is dead."""
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+            if not self._open:
+                self._worked = time.monotonic()
+            number, self._next_id = self._next_id, self._next_id + 1
+            self._open[number] = request
+            self._child.send(["submit", number, request.asked])
+
+    def cancel_gone(self) -> None:
+        """Cancel requests whose clients have gone."""
+        with self._lock:
+            opened = list(self._open.items())
+        for number, request in self._turns.next(opened):
+            if request.sender.is_cancelled():
+                with self._lock:
+                    found = self._open.pop(number, None)
+                    self._child.send(["cancel", number])
+                if found is not None:
+                    error = pb_utils.TritonError("Request was cancelled", pb_utils.TritonError.CANCELLED)
+                    _send(found, pb_utils.InferenceResponse(output_tensors=[], error=error))
+
+    def _take(self, messages: list[Any]) -> None:
+        for kind, *content in messages:
+            if kind == "stats":
+                self._worked, self.progress = self._heard, self.progress + 1
+            elif kind == "dead":
+                self._failure = content[0]
+            elif kind in ("output", "refused"):
+                number, news = content
+                with self._lock:
+                    ended = kind == "refused" or news["finished"]
+                    request = self._open.pop(number, None) if ended else self._open.get(number)
+                if request is not None and kind == "output":
+                    _send(request, news)
+                elif request is not None:
+                    _send(request, error_response(f"Error generating stream: {news}"))
+
+    def _ended(self) -> None:
+        """Nothing is open: `terminate` has waited for the requests."""
+
+    def _failed(self, message: str) -> None:
+        for request in self._open.values():
+            _send(request, error_response(message))
+
+
+class TritonPythonModel:
+    """A model of the backend."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Declare the inputs and outputs that config.pbtxt leaves out. Every answer may have many responses."""
+        config = auto_complete_model_config
+        content = config.as_dict()
+        declared = {each["name"] for kind in ("input", "output") for each in content[kind]}
+        kinds = {**dict.fromkeys(_TEXTS, "TYPE_STRING"), **dict.fromkeys(_SWITCHES, "TYPE_BOOL")}
+        for name, kind in kinds.items():
+            dims = [-1] if name == "image" else [1]
+            if name not in declared:
+                config.add_input({"name": name, "data_type": kind, "dims": dims, "optional": name != "text_input"})
+        for name, kind in {"text_output": "TYPE_STRING", **_RETURNED}.items():
+            if name not in declared:
+                config.add_output({"name": name, "data_type": kind, "dims": [1 if name == "num_input_tokens" else -1]})
+        config.set_max_batch_size(0)
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Start vLLM with the arguments of model.json."""
+        logging.basicConfig(format="%(message)s")
+        config = json.loads(args["model_config"])
+        folder = Path(args["model_repository"], args["model_version"])
+        try:
+            settings = ModelJson.read(folder / MODEL_JSON)
+            self._adapters = read_adapters(folder) if settings.adapters else {}
+            gpus = config["parameters"].get("GPU_DEVICE_IDS", {}).get("string_value", "")
+            if args["model_instance_kind"] == "GPU":
+                gpus = args["model_instance_device_id"]
+            environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+            python = require_installation(os.environ.get(VARIABLE)).python
+            # The watch over its steps needs the statistics.
+            self._engine = TextEngine(python, {**settings.arguments, "disable_log_stats": False}, environment)
+        except Exception as error:
+            raise pb_utils.TritonModelException(f"The model cannot be loaded: {error}") from error
+        self._stopping = threading.Event()
+        self._heartbeat = Heartbeat(args["model_name"])
+        self._reader = threading.Thread(target=self._engine.run, daemon=True)
+        self._reader.start()
+        for period, action in ((_CANCEL_PERIOD, self._engine.cancel_gone), (_BEAT, self._beat)):
+            threading.Thread(target=repeat, args=(self._stopping, period, action), daemon=True).start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Start each request; one that fails does not affect the others."""
+        for request in requests:
+            sender = GuardedSender(request.get_response_sender())
+            try:
+                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                self._engine.submit(TextRequest(inputs, request.parameters(), sender, self._adapters))
+            except (ValueError, TypeError, RuntimeError) as error:
+                sender.send(error_response(f"Error generating stream: {error}"), final=True)
+
+    def _beat(self) -> None:
+        """Show that vLLM works. When it does not, say why and end this process, as the core model does."""
+        hang = self._engine.hang()
+        failure = self._engine.failure if hang is None else f"{STOPPED}: {hang}"
+        beat = {"open_requests": self._engine.open_requests, "progress": self._engine.progress}
+        self._heartbeat.beat(**beat, failure=failure)
+        if failure is not None and not self._stopping.wait(_LAST_WORDS):
+            pb_utils.Logger.log_error(f"The process of the model ends: {failure}")
+            os._exit(1)
+
+    def finalize(self) -> None:
+        """Wait for the open requests, then end vLLM."""
+        self._stopping.set()
+        self._engine.terminate()
+        self._reader.join()
+        self._heartbeat.close()
+
+
+def _send(request: TextRequest, answer: Any) -> None:
+    """Send an error, or what is new; a client that has gone must not end the thread that serves all."""
+    try:
+        if isinstance(answer, Mapping):
+            request.send(answer)
+        else:
+            request.sender.send(answer, final=True)
+    except Exception as error:  # noqa: BLE001 - Triton's errors have no common class
+        pb_utils.Logger.log_error(f"A response could not be sent: {error}")
+
+
+def _text(tensor: NDArray[Any]) -> str:
+    value = tensor.reshape(-1)[0]
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _array(texts: Sequence[str]) -> NDArray[Any]:
+    return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
