@@ -40,7 +40,7 @@ test-fast: JOBS := 2# nothing here waits for a server
 test-fast: $(READY) ## unit tests: no server, no subprocess
 	$(PYTEST) tests/unit $(ARGS)
 
-test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests that need them, nginx, sshd, Chromium or promtool
+test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests that need them, sshd, Chromium or promtool
 	$(PYTEST) -m needs $(ARGS)
 
 lint: $(READY) ## style and types

@@ -1,14 +1,13 @@
-"""The reverse proxy of several instances: a real nginx between a real client and a real Triton, HTTP and gRPC."""
+"""Several copies behind one gateway: a real client, our gateway, and a real Triton, over HTTP and gRPC."""
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from tests.support.gateways import running_gateway
 from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
 from tests.support.servers import HOST
@@ -16,35 +15,29 @@ from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.host.ports import free_ports, is_free
-from trtserve.process import find_sbin_program
-from trtserve.server.front import proxy_config
 
-pytestmark = [pytest.mark.triton, pytest.mark.needs("nginx")]
+pytestmark = pytest.mark.triton
 
 PROMPT = [1, 30, 31]
 
 
 @pytest.fixture(scope="module")
 def proxied(features: ModelServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    """The server as it is seen through nginx, which counts it as two instances."""
-    nginx = find_sbin_program("nginx")
-    file = tmp_path_factory.mktemp("proxy") / "nginx.conf"
-    http_port, grpc_port = free_ports(HOST, 2)
-    addresses = (features.address, features.address)
-    file.write_text(proxy_config(addresses, file=file, http_port=http_port, grpc_port=grpc_port))
-    with subprocess.Popen([str(nginx), "-e", "stderr", "-p", str(file.parent), "-c", str(file)]) as process:
-        try:
-            _wait_for(HOST, grpc_port)
-            yield replace(features, address=replace(features.address, http_port=http_port, grpc_port=grpc_port))
-        finally:
-            process.terminate()
-
-
-def _wait_for(host: str, port: int) -> None:
-    deadline = time.monotonic() + 30
-    while is_free(host, port):
-        assert time.monotonic() < deadline, "nginx does not listen"
-        time.sleep(0.05)
+    """The server as it is seen through a gateway of two processes, which counts it as two copies."""
+    (grpc_port,) = free_ports(HOST, 1)
+    address = features.address
+    with running_gateway(
+        tmp_path_factory.mktemp("proxy"),
+        address.http_port,
+        grpc_port=address.grpc_port,
+        own=False,
+        model="",
+        replicas=(f"localhost:{address.grpc_port}:{address.http_port}",),
+        grpc_front_port=grpc_port,
+        processes=2,
+    ) as gateway:
+        wait_until(lambda: not is_free(HOST, grpc_port))
+        yield replace(features, address=replace(address, http_port=gateway.port, grpc_port=grpc_port))
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -71,7 +64,7 @@ def test_streams_come_in_pieces(features: ModelServer, proxied: ModelServer) -> 
 
 
 def test_a_disconnected_client_stops_its_request(features: ModelServer, proxied: ModelServer) -> None:
-    """The proxy closes the call of the instance, which stops the request: `stop` is the other way, to one instance."""
+    """The gateway closes the call of the copy, which stops the request: `stop` is the other way, to one copy."""
     wait_until(lambda: is_idle(features))
     before = features.metric("nv_llm_output_token_len_sum")
     with proxied.stream() as stream:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
+from tests.support.server_records import proxy_record
 from tests.support.servers import free_spec
 from tests.support.unsupported_release import ENGINELESS
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
@@ -22,7 +23,7 @@ from trtserve.process import ProcessId
 from trtserve.server.checks import require_gpu_memory
 from trtserve.server.plan import ServerPlan, plan_server
 from trtserve.server.start import start_server
-from trtserve.server.state import Instance, ProxyState, Server
+from trtserve.server.state import Instance, Server
 from trtserve.server.triton.tritonserver import Address
 from trtserve.specs import ServerSpec
 from trtserve.store import NameRecord, Store
@@ -63,8 +64,8 @@ def test_instances_have_ports_logs_and_memory_of_their_own(tmp_path: Path) -> No
     assert all(prefix.startswith(plan.shm_prefix) for prefix in of_second)
     assert second.launch.command.env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert plan.proxy is not None
-    assert "server 127.0.0.1:8003 " in plan.proxy.content
-    assert "server 127.0.0.1:8004 " in plan.proxy.content
+    assert plan.proxy.settings.triton_grpc == "127.0.0.1:8001"
+    assert plan.proxy.settings.replicas == ("127.0.0.1:8004:8003",)
     assert not plan.proxy.file.exists()
 
 
@@ -179,7 +180,7 @@ def test_dry_run_prints_every_instance(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(command.endswith(" :") for command in result["commands"])
 
 
-def test_dry_run_shows_what_a_start_adds_and_writes(
+def test_dry_run_shows_what_a_start_adds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trtserve.server.plan.needs_oversubscription", lambda ranks: ranks == 4)
@@ -187,8 +188,6 @@ def test_dry_run_shows_what_a_start_adds_and_writes(
     assert run(line) == 0
     said = capsys.readouterr().err
     assert "more ranks than cores, so mpirun gets --oversubscribe" in said
-    assert "writes the reverse proxy's configuration" in said
-    assert "nginx.conf" in said
     assert run([*line, "--oversubscribe"]) == 0
     assert "more ranks than cores" not in capsys.readouterr().err
 
@@ -329,9 +328,7 @@ def test_all_instances_are_one_server() -> None:
         state="ready",
         shm_prefix="p",
         instances=(first, second),
-        proxy=ProxyState(
-            file=Path("c"), log=Path("d"), http_port=10, grpc_port=11, process=ProcessId(pid=12, started=3.0)
-        ),
+        proxy=proxy_record(10),
     )
     assert (server.endpoint.http_port, server.endpoint.grpc_port, server.endpoint.metrics_port) == (10, 11, 3)
     assert [root.pid for root in server.roots] == [12, 7, 8]

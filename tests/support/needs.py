@@ -34,7 +34,6 @@ def _programs(*names: str) -> Callable[[], bool]:
 NEEDS = {
     "torch": Need("PyTorch", _modules("torch", "peft", "triton"), None),
     "vl_convert": Need("vl-convert", _modules("vl_convert"), None),
-    "nginx": Need("nginx", _programs("nginx"), "nginx-light"),
     "notebook": Need("nbclient and vl-convert", _modules("nbclient", "ipykernel", "vl_convert"), None),
     "clients": Need("LangChain and litellm", _modules("langchain_openai", "litellm"), None),
     "anthropic": Need("Anthropic's client", _modules("anthropic"), None),

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.process import ProcessId
-from trtserve.server.state import Instance, Server, log_file
+from trtserve.server.state import GatewayState, Instance, ProxyState, Server, log_file
 from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store
+
+
+def proxy_record(http_port: int, *, log: Path = Path("log"), pid: int = 12, started: float = 3.0) -> ProxyState:
+    """Return the gateway in front of several instances, whose gRPC port is the next one."""
+    gateway = GatewayState(process=ProcessId(pid=pid, started=started), log=log, settings=Path("settings.json"))
+    return ProxyState(gateway=gateway, http_port=http_port, grpc_port=http_port + 1)
 
 
 def server_record(

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.scripted_endpoint import complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import ScriptedTriton
-from trtserve.errors import ServerUnreachableError
-from trtserve.gateway.balancing import BLOCK, Balancer
-from trtserve.gateway.openai import served
+from trtserve.client.endpoint import Endpoint
+from trtserve.errors import ServerUnreachableError, UsageError
+from trtserve.gateway import replicas
+from trtserve.gateway.balancing import BLOCK, Balancer, BalancerMemory, RequestShare
+from trtserve.gateway.replicas import Replica, ReplicaAddress, Replicas, SharedState
 
 SPEED = 4000.0
 """Tokens that a simulated replica works on in a second."""
@@ -135,10 +138,58 @@ def test_a_thousand_replicas() -> None:
 
 
 def test_the_memory_is_bounded() -> None:
-    balancer = Balancer(4, remembered=100)
+    memory = BalancerMemory(remembered=128)
+    balancer = Balancer(4, memory=memory)
     for number in range(50):
         balancer.end(balancer.choose([number] * BLOCK * 20))
-    assert len(balancer._places) == 100
+    assert (memory.keys != 0).sum() <= len(memory.keys) == 128
+    assert balancer.choose([49] * BLOCK * 20).cached > BLOCK * 10  # the latest are there
+    assert balancer.choose([0] * BLOCK * 20).cached == 0
+
+
+def test_processes_share_what_they_remember_and_do() -> None:
+    memory, prompt = BalancerMemory(processes=2, remembered=128), np.arange(BLOCK * 4)
+    one = Balancer(3, memory=memory)
+    two = Balancer(3, memory=memory, process=1, clock=lambda: 0.0)
+    first = one.choose(prompt)
+    assert two.choose(prompt).replica == first.replica
+    assert two.loads == one.loads
+    assert sum(load > 0 for load in two.loads) == 1
+    assert {two.choose([each]).replica for each in range(2)} == {0, 1, 2} - {first.replica}
+
+
+def test_closed_replicas_get_nothing() -> None:
+    balancer = Balancer(3)
+    balancer.closed = {0, 2}
+    assert {balancer.choose([each]).replica for each in range(9)} == {1}
+    balancer.failed(1)
+    assert balancer.choose([1]).replica == 1  # it failed, and the others are closed
+    balancer.closed = {0, 1, 2}
+    with pytest.raises(ServerUnreachableError, match="drained"):
+        balancer.choose([1])
+
+
+def test_a_hundred_thousand_requests_a_second_on_a_thousand_replicas() -> None:
+    """A second of virtual time: 20,000 conversations that begin with 600 tokens and get 100 more with each turn."""
+    chance, balancer, now = np.random.default_rng(1), Balancer(1000), 0.0
+    running: list[tuple[float, int, RequestShare]] = []
+    texts: dict[int, np.ndarray[Any, Any]] = {}
+    work, found, possible = np.zeros(1000), 0, 0
+    for number in range(100_000):
+        now = number / 100_000
+        while running and running[0][0] <= now:
+            balancer.end(heapq.heappop(running)[2])
+        each = int(chance.integers(20_000))
+        before = texts.get(each)
+        said = chance.integers(0, 30_000, 600 if before is None else 100, dtype=np.int32)
+        texts[each] = text = said if before is None else np.concatenate([before, said])
+        share = balancer.choose(text)
+        found += share.cached
+        possible += 0 if before is None else len(before) // BLOCK * BLOCK
+        work[share.replica] += share.cost
+        heapq.heappush(running, (now + share.cost / 40_000, number, share))
+    assert found > 0.97 * possible
+    assert work.max() < 1.3 * work.mean()
 
 
 def test_a_busy_replica_shares_its_prefix() -> None:
@@ -166,9 +217,12 @@ def test_a_replica_that_failed_is_left_alone() -> None:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> list[ScriptedTriton]:
+    """Two servers; the first one is asked, and has both as replicas."""
     folder = write_chat_model(tmp_path / "model")
     first, second = ScriptedTriton(folder), ScriptedTriton(folder)
-    first.__dict__["clients"] = (first, second)  # instead of connections
+    first.replicas = Replicas(Endpoint(), [ReplicaAddress(host="second", grpc_port=1)])
+    for replica, server in zip(first.replicas._all.values(), (first, second), strict=True):
+        replica.__dict__["client"] = server
     return [first, second]
 
 
@@ -177,31 +231,93 @@ def client(servers: list[ScriptedTriton], monkeypatch: pytest.MonkeyPatch) -> It
     async def no_watch(*_: Any) -> None:
         """Nothing to ask: the tests say who fails."""
 
-    monkeypatch.setattr(ScriptedTriton, "_watch", no_watch)
+    monkeypatch.setattr(Replicas, "watch", no_watch)
     with endpoint_of(servers[0]) as client:
         yield client
 
 
-def test_servers_are_asked_whether_they_are_ready(
-    servers: list[ScriptedTriton], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served, "_PROBE_PAUSE", 0.001)
+def test_servers_are_asked_whether_they_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_PROBE_PAUSE", 0.0)
     answers: list[list[str] | Exception] = [["tensorrt_llm"], [], ["tensorrt_llm"], ServerUnreachableError("gone")]
-    states: list[bool] = []
 
-    async def model_names(_: ScriptedTriton) -> list[str]:
-        states.append(bool(servers[0].balancer._until[1]))
-        if len(states) > len(answers):
-            raise asyncio.CancelledError
-        answer = answers[len(states) - 1]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    class Answering:
+        async def model_names(self) -> list[str]:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
-    monkeypatch.setattr(ScriptedTriton, "model_names", model_names, raising=False)
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(servers[0]._watch(1))
-    assert states == [False, False, True, False, True]  # whether it was left alone, before each question
+    async def look() -> list[tuple[str, bool]]:
+        both = Replicas(Endpoint(), [ReplicaAddress(host="second", grpc_port=1)])
+        second, found = both._all[1], list[tuple[str, bool]]()
+        second.__dict__["client"] = Answering()
+        while answers:
+            await both._probe(second, {"tensorrt_llm"})
+            chosen = {both.balancer.choose([each]).replica for each in range(19)}
+            found.append((both.state(second), 1 in chosen))
+        return found
+
+    assert asyncio.run(look()) == [("ready", True), ("down", False), ("ready", True), ("down", False)]
+
+
+def test_replicas_are_drained_added_and_removed_by_all_processes(tmp_path: Path) -> None:
+    shared = SharedState(2, tmp_path)
+    one, two = (Replicas(Endpoint(), shared=shared, process=process) for process in range(2))
+
+    def states() -> dict[str, str]:
+        for each in (one, two):
+            each.apply()
+        assert one.listed() == two.listed()
+        return {each["address"]: each["state"] for each in one.listed()}
+
+    first = "127.0.0.1:8001"
+    assert states() == {first: "ready"}
+    one.change("add", "other:1:2")
+    assert states() == {first: "ready", "other:1": "ready"}
+    two.change("drain", first)
+    assert states() == {first: "drained", "other:1": "ready"}
+    assert {each.balancer.choose([1]).replica for each in (one, two) for _ in range(5)} == {1}
+    two.change("resume", first)
+    one.change("remove", "other:1")
+    assert states() == {first: "ready"}
+    one.change("add", "third:7")
+    assert states() == {first: "ready", "third:7": "ready"}
+    assert (shared.folder / "replicas.json").stat().st_mode & 0o077 == 0
+    actions: tuple[tuple[Any, str, str], ...] = (
+        ("add", "third:7", "is a replica already"),
+        ("drain", "nobody:1", f"is no replica of this gateway; it has {first}, third:7"),
+        ("add", "x/../y:1", "expected HOST:PORT"),
+        ("add", "x:99999", "expected HOST:PORT"),
+    )
+    for action, address, message in actions:
+        with pytest.raises(UsageError, match=message):
+            one.change(action, address)
+    one.change("remove", "third:7")
+    with pytest.raises(UsageError, match="is the only replica"):
+        two.change("remove", first)
+
+
+def test_a_request_leaves_a_server_that_stops_answering_before_it_has_begun() -> None:
+    asked: list[int] = []
+
+    async def attempt(replica: Replica) -> int:
+        asked.append(replica.number)
+        if len(asked) == 1:
+            asyncio.get_running_loop().call_soon(replica.lost.set)
+            await asyncio.Event().wait()
+        return replica.number
+
+    async def run(*, begun: bool) -> int:
+        asked.clear()
+        both = Replicas(Endpoint(), [ReplicaAddress(host="second", grpc_port=1)])
+        try:
+            return await both.send(attempt, begun=lambda: begun)
+        finally:
+            assert both.balancer.loads == pytest.approx([0.0, 0.0], abs=1e-6)
+
+    assert asyncio.run(run(begun=False)) == asked[1] != asked[0]
+    with pytest.raises(ServerUnreachableError, match="in the middle of an answer"):
+        asyncio.run(run(begun=True))
 
 
 def test_both_servers_answer(client: TestClient, servers: list[ScriptedTriton]) -> None:

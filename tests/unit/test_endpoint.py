@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server_records import server_record
+from tests.support.server_records import proxy_record, server_record
 from trtserve.cli import run
-from trtserve.server.state import ProxyState, State, log_file, write_state
+from trtserve.server.state import State, log_file, write_state
 from trtserve.store import Store
 
 
 def _record(name: str, port: int, state: State = "ready") -> None:
     """A server of this process, with its ports from `port` on."""
-    proxy = ProxyState(file=Path("nginx.conf"), log=Path("nginx.log"), http_port=port + 5, grpc_port=port + 6)
+    proxy = proxy_record(port + 5)
     server = server_record(
         name,
         http_port=port,

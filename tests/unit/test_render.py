@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import jinja2
 import pytest
 import yaml
 
-from trtserve.server.front import proxy_config
-from trtserve.server.render import nginx_value, render, shell_value, yaml_block, yaml_value
-from trtserve.server.triton.tritonserver import Address
+from trtserve.server.render import render, shell_value, yaml_block, yaml_value
 
 HOSTILE = [
     "plain",
@@ -46,15 +43,6 @@ def test_scripts_in_a_manifest_stay_readable() -> None:
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_value_in_a_script_is_one_word(value: str) -> None:
     assert shlex.split(f"command {shell_value(value)} end") == ["command", value, "end"]
-
-
-def test_a_value_in_a_proxys_configuration_is_one_argument() -> None:
-    assert nginx_value("/var/lib/x.proxy/pid") == "/var/lib/x.proxy/pid"
-    assert nginx_value('/a b"; daemon on; #/pid') == '"/a b\\"; daemon on; #/pid"'
-    address = Address(host="0.0.0.0", http_port=1, grpc_port=2, metrics_port=3)
-    config = proxy_config([address], file=Path("/a b/nginx.conf"), http_port=8, grpc_port=9)
-    assert 'pid "/a b/pid";' in config
-    assert "server 127.0.0.1:1 max_fails=1" in config
 
 
 def test_a_missing_value_is_an_error() -> None:

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_pages import answering
-from tests.support.server_records import server_record
+from tests.support.server_records import proxy_record, server_record
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ServerDiedError, ServerNotReadyError
 from trtserve.host.machine import describe
-from trtserve.process import ProcessId
 from trtserve.repository.profiles import CLASSES_FILE, classes_json
 from trtserve.repository.served import inspect_repository
 from trtserve.server.doctor.stub import write_probe_repository
-from trtserve.server.state import ProxyState, Server, log_file, write_state
+from trtserve.server.state import Server, log_file, write_state
 from trtserve.server.status import server_status
 from trtserve.store import Store
 
@@ -68,9 +67,7 @@ def test_a_dead_proxy_names_its_own_log(repository: Path, capsys: pytest.Capture
     with answering(ANSWERS.__getitem__) as port:
         server = recorded(repository, port)
         log = log_file("demo@proxy", Store())
-        proxy = ProxyState(
-            file=repository, log=log, http_port=port, grpc_port=1, process=ProcessId(pid=os.getpid(), started=1.0)
-        )
+        proxy = proxy_record(port, log=log, pid=os.getpid(), started=1.0)
         write_state(replace(server, proxy=proxy), Store())
         assert run(["status", "demo"]) == ServerDiedError.code
         assert f"log:   {log}" in capsys.readouterr().err

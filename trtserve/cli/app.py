@@ -121,6 +121,7 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "pull": _command(MODELS, "travel", "pull"),
     "gateway": _command(UPKEEP, "gateway"),
     "door": _command(None, "gateway"),  # its former name, which no list shows
+    "replicas": _command(UPKEEP, "replicas"),
     "status": _command(UPKEEP, "status"),
     "logs": _command(UPKEEP, "status", "logs"),
     "metrics": _command(UPKEEP, "metrics"),

@@ -60,8 +60,38 @@ def gateway(
         typer.Option(
             "--replica",
             metavar="HOST:PORT",
-            help="gRPC port of a further server with the same models, which shares the requests; repeatable.",
+            help="gRPC port of a further server with the same models, which shares the requests; repeatable. "
+            "HOST:PORT:HTTP_PORT also shares requests of Triton's protocol.",
             rich_help_panel=_TRITON,
+        ),
+    ] = None,
+    servers_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--servers-key-file",
+            metavar="FILE",
+            help="API key of the servers, if `trtserve start` runs them with one.",
+            autocompletion=paths,
+            rich_help_panel=_TRITON,
+        ),
+    ] = None,
+    servers_certificates: Annotated[
+        Path | None,
+        typer.Option(
+            "--servers-certificates",
+            metavar="FILE",
+            help="Encrypt the connections to the servers, and trust these roots (PEM).",
+            autocompletion=paths,
+            rich_help_panel=_TRITON,
+        ),
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--admin-key-file",
+            metavar="FILE",
+            help="Key of those who may change replicas and adapters while it runs; without it nobody may.",
+            autocompletion=paths,
         ),
     ] = None,
     http_port: Annotated[
@@ -73,7 +103,15 @@ def gateway(
     access: Annotated[
         ServerSpec,
         Fields(
-            "host", "api_key_file", "tls_certificate", "tls_key", "no_auth", "no_tls", "allow_origin", "max_requests"
+            "host",
+            "api_key_file",
+            "tls_certificate",
+            "tls_key",
+            "no_auth",
+            "no_tls",
+            "allow_origin",
+            "max_requests",
+            "gateway_processes",
         ),
     ],
 ) -> None:
@@ -86,8 +124,11 @@ def gateway(
         trtserve gateway --repository /models/triton --port 8080 --ui
         trtserve gateway --url gpu-1:8001 --replica gpu-2:8001 --tokenizer ./Llama
     """
-    from trtserve.gateway.listener import serve
-    from trtserve.gateway.settings import GatewaySettings, RequestLimits
+    from trtserve.client.endpoint import Tls
+    from trtserve.client.http_transport import tls_context
+    from trtserve.gateway.processes import serve
+    from trtserve.gateway.replicas import addresses_of
+    from trtserve.gateway.settings import GatewaySettings, RequestLimits, read_key
     from trtserve.host.ports import ipv4_address, listening_socket
     from trtserve.server.front import require_protected
     from trtserve.server.triton.tritonserver import client_host
@@ -95,8 +136,13 @@ def gateway(
     host = ipv4_address(access.host)
     require_protected(access, host)
     triton, grpc_port = split_address(url)
-    for each in replica or ():
-        split_address(each, "--replica")
+    addresses_of(replica or ())
+    tls = None if servers_certificates is None else Tls(root_certificates=servers_certificates)
+    if tls is not None:
+        tls_context(tls)  # files that cannot be used are refused now
+    for key_file in (servers_key_file, admin_key_file):
+        if key_file is not None:
+            read_key(key_file)
     for flag, folder in (("--tokenizer", tokenizer), ("--repository", repository)):
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{flag} is {folder}, which is not a folder on this machine.")
@@ -117,10 +163,15 @@ def gateway(
         certificate=access.tls_certificate,
         private_key=access.tls_key,
         allow_origins=access.allow_origin,
+        processes=access.gateway_processes,
+        servers_key_file=servers_key_file,
+        servers_tls=tls,
+        admin_key_file=admin_key_file,
         limits=RequestLimits(requests=access.max_requests),
     )
     with listening_socket(host, port) as listening:
         scheme = "http" if access.tls_certificate is None else "https"
         print_data(f"{scheme}://{client_host(host)}:{port}/v1")
         say(f"In front of {url}. Stop: Ctrl-C")
-        serve(settings, listening)
+        if code := serve(settings, listening):
+            raise typer.Exit(code)

@@ -286,7 +286,7 @@ def _print_summary(server: Server, *, page: bool, detached: bool) -> None:
     say(f"{server.name} is ready.")
     if server.endpoint != server.address:
         grpc = f"{server.address.host}:{server.endpoint.grpc_port}"
-        say(f"  proxy    nginx distributes requests to all instances, gRPC on {grpc}")
+        say(f"  balance  {len(server.instances)} instances share the requests, gRPC on {grpc}")
     if any(instance.gateway is not None for instance in server.instances):
         say(f"  page     {f'{server.url}/' if page else 'start with --ui for a chat in the browser'}")
         say(f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}")

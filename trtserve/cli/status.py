@@ -108,7 +108,13 @@ def server_record(server: Server) -> dict[str, object]:
         "restarts": server.restarts,
         "failure": None if failure is None else {**asdict(failure), "time": _iso(failure.time)},
         "instances": instances,
-        "proxy": None if proxy is None else {"file": proxy.file, "log": proxy.log, "running": not proxy.dead},
+        "proxy": None
+        if proxy is None
+        else {
+            "file": proxy.gateway.settings,
+            "log": proxy.gateway.log,
+            "running": not proxy.gateway.dead,
+        },
     }
 
 
@@ -169,7 +175,8 @@ def logs(
 ) -> None:
     """Print the end of a server's log, also of a server that has ended.
 
-    NAME@2 is the log of a second instance, NAME@proxy that of nginx, NAME@supervisor that of `start --detach`.
+    NAME@2 is the log of a second instance, NAME@proxy that of the gateway in front of several,
+    NAME@supervisor that of `start --detach`.
 
     Examples:
         trtserve logs

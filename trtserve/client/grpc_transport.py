@@ -8,7 +8,7 @@ end of the answer, without a marker response.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,12 @@ class GrpcTransport:
                     yield reply_of(response.infer_response)
             finally:
                 call.cancel()
+
+    def raw_call(
+        self, method: str, requests: AsyncIterator[bytes], *, metadata: Sequence[tuple[str, str]], timeout: float | None
+    ) -> Any:
+        """Return a call of `grpc.aio` whose requests and answers are serialised messages."""
+        return self._channel.stream_stream(method)(requests, metadata=tuple(metadata), timeout=timeout)
 
     @contextmanager
     def _explained(self, first: float | None = None) -> Iterator[None]:

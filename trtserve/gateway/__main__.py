@@ -20,13 +20,12 @@ def main() -> int:
     try:
         # The port is taken before anything else is loaded, so that a taken one is noticed at once.
         with listening_socket(settings.host, settings.port) as listening:
-            from trtserve.gateway.listener import serve
+            from trtserve.gateway.processes import serve
 
-            serve(settings, listening)
+            return serve(settings, listening)
     except TrtserveError as error:
         sys.stderr.write(f"error: {error.message}\n")
         return error.code
-    return 0
 
 
 sys.exit(main())

@@ -9,18 +9,25 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.settings import RequestLimits
 from trtserve.host.machine import give_memory_back
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from trtserve.gateway.triton import TritonHttp
+
 OPEN_PATHS: Final = ("/", "/health", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Load balancers ask these without a key, and browsers ask for the page; they reveal nothing.
 
 Such requests take no place, and their bodies are not read.
 """
+ADMIN_PATHS: Final = ("/replicas", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""How the paths begin that change the server: they need a key of their own."""
 _SWEEP = 0.5
 # Bytes of bodies at the same time after which glibc may keep much that is free again.
 _MANY_BYTES = 16 << 20
@@ -29,13 +36,16 @@ _MANY_BYTES = 16 << 20
 class Access:
     """The rules of one gateway."""
 
-    def __init__(self, key: str | None, *, loopback: bool, origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self, key: str | None, *, loopback: bool, origins: Sequence[str] = (), admin_key: str | None = None
+    ) -> None:
         """`loopback`: only this machine can connect, so another name in Host is a web page that rebinds its own.
 
-        `origins` are the sites whose pages may use the server.
+        `origins` are the sites whose pages may use the server. With `admin_key` everything is allowed.
         """
         self._origins = frozenset(origins)
         self._key = None if key is None else key.encode()
+        self._admin_key = None if admin_key is None else admin_key.encode()
         self._loopback = loopback
 
     def check(self, path: str, headers: Mapping[str, str]) -> None:
@@ -49,14 +59,24 @@ class Access:
         own = origin is None or origin.partition("://")[2].lower() == host.lower()
         if not own and self._origins.isdisjoint((origin, "*")):
             raise RefusedError(403, "pages of other sites may not use this server")
-        if self._key is not None and path not in OPEN_PATHS and not self._has_key(headers):
+        keys = [key for key in (self._key, self._admin_key) if key is not None]
+        if self._key is not None and path not in OPEN_PATHS and not _has_key(headers, keys):
             text = "send the API key of this server: Authorization: Bearer KEY"
             raise RefusedError(401, text, headers={"www-authenticate": "Bearer"})
 
-    def _has_key(self, headers: Mapping[str, str]) -> bool:
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
-        return self._key is not None and hmac.compare_digest(given.encode("latin-1"), self._key)
+    def require_admin(self, headers: Mapping[str, str]) -> None:
+        """Raise RefusedError for a request without the key of those who may change the server."""
+        if self._admin_key is None:
+            raise RefusedError(403, "this server cannot be changed: it was started without an admin key")
+        if not _has_key(headers, [self._admin_key]):
+            text = "send the admin key of this server: Authorization: Bearer KEY"
+            raise RefusedError(401, text, headers={"www-authenticate": "Bearer"})
+
+
+def _has_key(headers: Mapping[str, str], keys: Sequence[bytes]) -> bool:
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+    return any(hmac.compare_digest(given.encode("latin-1"), key) for key in keys)
 
 
 def _is_local(host: str) -> bool:
@@ -85,6 +105,8 @@ class Exchange:
     """Whether Triton ends the request when its connection is closed."""
     request_id: str = ""
     """The id that the client or the gateway gave it."""
+    triton: TritonHttp | None = None
+    """The server that runs it."""
     sending_since: float | None = None
     """Since when the client has not read the last part that was sent, or None."""
     refusal: RefusedError | None = None
@@ -102,8 +124,10 @@ class Exchange:
 class Gate:
     """Lets requests in while there is room and the server is not stopping."""
 
-    def __init__(self, limits: RequestLimits) -> None:
+    def __init__(self, limits: RequestLimits, counts: NDArray[Any] | None = None, process: int = 0) -> None:
+        """`counts` are the running requests of all processes of a gateway, of which this is number `process`."""
         self._limits = limits
+        self._counts, self._process = counts, process
         self._open: set[Exchange] = set()
         self._running: set[Exchange] = set()
         self._reserved = 0
@@ -130,14 +154,21 @@ class Gate:
         """Count a request while it runs. Raises RefusedError when there is no room for it."""
         if self.draining:
             raise RefusedError(503, "the server is stopping", headers={"retry-after": "5"})
-        if len(self._running) >= self._limits.requests:
-            busy = f"{len(self._running)} requests are running, as many as this server takes"
+        running = len(self._running) if self._counts is None else int(self._counts.sum())
+        if running >= self._limits.requests:
+            busy = f"{running} requests are running, as many as this server takes"
             raise RefusedError(503, busy, headers={"retry-after": "1"})
         self._running.add(exchange)
+        self._count()
         try:
             yield
         finally:
             self._running.discard(exchange)
+            self._count()
+
+    def _count(self) -> None:
+        if self._counts is not None:
+            self._counts[self._process] = len(self._running)
 
     def has_other(self, exchange: Exchange) -> bool:
         """Return whether another request has the same id, so that stopping one would stop both."""

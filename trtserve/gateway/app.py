@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from typing import Annotated, Literal
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from trtserve._version import __version__
-from trtserve.gateway.admission import OPEN_PATHS, Access, Exchange, Gate
+from trtserve.errors import UsageError
+from trtserve.gateway.admission import ADMIN_PATHS, OPEN_PATHS, Access, Exchange, Gate
 from trtserve.gateway.asgi import (
     Message,
     Receive,
@@ -33,7 +35,8 @@ from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.page import page_router
 from trtserve.gateway.relay import Relay
-from trtserve.gateway.settings import GatewaySettings
+from trtserve.gateway.replicas import ReplicaAddress, Replicas, SharedState, addresses_of
+from trtserve.gateway.settings import GatewaySettings, read_key
 from trtserve.gateway.triton import TritonHealth, TritonHttp, TritonPath
 from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
 
@@ -44,6 +47,7 @@ LET_IN = "trtserve.let_in"
 
 _LOG = logging.getLogger(__name__)
 _READY = TritonPath(operation="ready", path="/v2/health/ready", model=None)
+_GRPC_GRACE = 1.0
 _EVENTS = b"text/event-stream"
 # Sent before the whole body was read: what is left of it must not be taken for the next request.
 _BEFORE_BODY = (401, 408, 413, 421)
@@ -62,11 +66,24 @@ class GatewayParts:
 class Gateway:
     """The ASGI application of one gateway."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, shared: SharedState | None = None, process: int = 0) -> None:
+        """`shared` is what all processes of this gateway have, and `process` the number of this one."""
         self.settings = settings
+        self._triton = TritonHttp(settings.triton_http, settings.metrics, settings.triton_secret)
+        if settings.triton_secret is None:
+            self._triton = self._server(settings.triton_http)
+        self._replicas = Replicas(
+            settings.endpoint,
+            addresses_of(settings.replicas),
+            timeout=settings.limits.request_seconds,
+            http=self._server_at,
+            shared=shared,
+            process=process,
+        )
         self._json_limits = replace(settings.limits, body_bytes=settings.limits.json_bytes)
         origins, loopback = settings.allow_origins, ip_address(settings.host).is_loopback
-        self._access = Access(settings.api_key, loopback=loopback, origins=origins)
+        admin_key = None if settings.admin_key_file is None else read_key(settings.admin_key_file)
+        self._access = Access(settings.api_key, loopback=loopback, origins=origins, admin_key=admin_key)
         self._entry: Callable[[Scope, Receive, Send], Awaitable[None]] = self._answer
         if origins:  # never with credentials: a page must send the key itself
             self._entry = CORSMiddleware(
@@ -76,7 +93,9 @@ class Gateway:
                 allow_headers=("*",),
                 expose_headers=("x-request-id", "retry-after"),
             )
-        self.gate = Gate(settings.limits)
+        several = shared is not None and shared.processes > 1
+        self.gate = Gate(settings.limits, None if shared is None else shared.requests, process)
+        self._shared_folder = shared.folder if shared is not None and several else None
         self._relay: Relay
         self._health: TritonHealth
         self._measures = Measures()
@@ -86,6 +105,16 @@ class Gateway:
             title="trtserve", version=__version__, lifespan=self._running, docs_url=None, redoc_url=None
         )
         self._add_routes()
+
+    def _server(self, address: str) -> TritonHttp:
+        """Return the HTTP service of a server, which has the key and the certificate of all."""
+        settings = self.settings
+        return TritonHttp(address, settings.metrics, key=settings.servers_key, tls=settings.servers_tls)
+
+    def _server_at(self, address: ReplicaAddress) -> TritonHttp | None:
+        if address.name == self.settings.triton_grpc:
+            return self._triton
+        return None if address.http_port is None else self._server(f"{address.host}:{address.http_port}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the start and the end of the server."""
@@ -105,6 +134,8 @@ class Gateway:
                 self._access.check(scope["path"], headers_of(scope))
                 if scope["path"] not in OPEN_PATHS:
                     scope.get("extensions", {}).get(LET_IN, lambda: None)()
+                    if scope["path"].startswith(ADMIN_PATHS):
+                        self._access.require_admin(headers_of(scope))
                     stack.enter_context(self.gate.enter(exchange))
                 await self._serve(scope, receive, answer, exchange)
             except RefusedError as refusal:
@@ -136,11 +167,16 @@ class Gateway:
     async def _running(self, app: FastAPI) -> AsyncIterator[None]:
         """Keep the connections to Triton, and the watch over it, while the server runs."""
         settings = self.settings
-        triton = TritonHttp(settings.triton_http, settings.metrics, settings.triton_secret)
-        health = TritonHealth(triton, self.gate, settings.triton, settings.run_folder)
+        triton = self._triton
+        health = TritonHealth(triton, self.gate, settings.triton, settings.run_folder, replicas=self._replicas)
         self._health = health
-        self._relay = Relay(settings, triton, self.gate, health, self._measures)
+        self._relay = Relay(settings, self._replicas, self.gate, health, self._measures)
         app.state.parts = GatewayParts(settings=settings, triton=triton, gate=self.gate, health=health)
+        serving = None
+        if settings.grpc_front_port is not None:
+            from trtserve.gateway.grpc_front import serve_grpc
+
+            serving = await serve_grpc(settings, self._replicas, self.gate)
         watches = [asyncio.create_task(each) for each in (self.gate.sweep(), health.watch(), health.show_life())]
         try:
             yield
@@ -148,6 +184,8 @@ class Gateway:
             for watch in watches:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
+            if serving is not None:
+                await serving.stop(_GRPC_GRACE)
             await triton.close()
 
     def _add_routes(self) -> None:
@@ -175,17 +213,31 @@ class Gateway:
             page = await routes.state.parts.triton.metrics()
             return Response(page + self._measures.page(), media_type="text/plain; version=0.0.4")
 
+        @routes.get("/replicas")
+        async def replicas() -> JSONResponse:
+            return JSONResponse({"replicas": self._replicas.listed()})
+
+        @routes.post("/replicas/{action}")
+        async def change_replicas(
+            action: Literal["add", "remove", "drain", "resume"], address: Annotated[str, Body(embed=True)]
+        ) -> JSONResponse:
+            try:
+                await asyncio.to_thread(self._replicas.change, action, address)
+            except UsageError as error:
+                raise RefusedError(400, error.message) from error
+            self._replicas.apply()
+            return JSONResponse({"replicas": self._replicas.listed()})
+
         settings = self.settings
         endpoint = settings.endpoint
-        places = [address.rpartition(":") for address in settings.replicas]
         backend = Backend(
             endpoint,
             tokenizer=settings.tokenizer,
             timeout=settings.limits.request_seconds,
-            replicas=[replace(endpoint, host=host, grpc_port=int(port)) for host, _, port in places],
+            replicas=self._replicas,
         )
         require = self._require_model if settings.own else None
-        routes.include_router(openai_router(backend, self._measures, require=require))
+        routes.include_router(openai_router(backend, self._measures, require=require, folder=self._shared_folder))
         if settings.ui:
             routes.include_router(page_router())
         else:

@@ -6,23 +6,37 @@ what an engine has, so it remembers where the blocks of past prompts went: chain
 
 from __future__ import annotations
 
+import mmap
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from trtserve.errors import ServerUnreachableError
 
 BLOCK = 64
 """Token ids of a block; engines use 16 to 64, so that a shorter prefix than this is worth little."""
+MOST_REPLICAS = 4096
 _MOST_BLOCKS = 128  # of one prompt: what is behind 8,192 shared tokens changes the choice no more
-_REMEMBERED = 1 << 18  # blocks; about 60 MB
+_REMEMBERED = 1 << 20  # blocks, of 16 bytes each
+_WAYS = 4  # replicas that are remembered for a block, the latest first
 _SLIGHTLY = 1e-6
 _USUAL_ANSWER = 128.0  # tokens; nobody knows before
+_WAIT = 0.5  # of a token that a replica has to work on before: it works on several requests at once
 _UNEVEN = 1.25  # times the mean load, above which a replica gets no request for the sake of its cache
 _DOWN_SECONDS = 2.0
-_SECRET = secrets.randbits(62)  # nobody outside can make two prompts look the same
+_OTHERS_SECONDS = 0.005
+# A linear hash with secret factors: nobody outside can make two prompts look the same. Processes that are forked share
+# the factors, and so what they remember.
+_FACTORS = np.array([secrets.randbits(64) | 1 for _ in range(BLOCK // 2)], dtype=np.uint64)
+_SALTS = np.array([secrets.randbits(64) | 1 for _ in range(_MOST_BLOCKS)], dtype=np.uint64)
+_NONE = np.zeros(0, dtype=np.uint64)
+
+Ids = Sequence[int] | NDArray[Any]
 
 
 @dataclass(kw_only=True)
@@ -30,59 +44,97 @@ class RequestShare:
     """A request on one replica."""
 
     replica: int
-    blocks: Sequence[int]
     cached: int
     """Tokens of the prompt that the replica probably has."""
     cost: float
     """Tokens that it will work on, about: those of the prompt that are not cached, and an answer."""
 
 
+class BalancerMemory:
+    """What balancers of several processes share: made before they are forked. Its size is fixed."""
+
+    def __init__(self, *, processes: int = 1, remembered: int = _REMEMBERED) -> None:
+        """`remembered` is a power of two. A block is kept in one place only, so new ones replace some of the old."""
+        self.keys = shared_array((remembered,), np.uint64)
+        self.places = shared_array((remembered, _WAYS), np.uint16)
+        """Numbers of the replicas that had a block last, from 1; 0: none."""
+        self.loads = shared_array((processes, MOST_REPLICAS), np.float64)
+        """Tokens that each replica has to work on for each process."""
+
+
+def shared_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Return zeros that processes share which are forked later."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, size), dtype=dtype).reshape(shape)
+
+
 class Balancer:
     """Chooses replicas, and remembers what they do and what they have."""
 
     def __init__(
-        self, count: int, *, remembered: int = _REMEMBERED, clock: Callable[[], float] = time.monotonic
+        self,
+        count: int,
+        *,
+        memory: BalancerMemory | None = None,
+        process: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loads = np.zeros(count)
-        self._work = np.zeros(count)
-        """What each has done, which decides between replicas that have as little to do."""
-        self._until = np.zeros(count)
-        """Until when a replica that failed gets no request."""
-        self._clock = clock
-        self._remembered = remembered
-        self._places: OrderedDict[int, int] = OrderedDict()
-        """Block → bits of the replicas that had it last."""
+        """`process` is the row of this process in `memory`."""
+        memory = memory or BalancerMemory()
+        self._memory, self._process, self._clock = memory, process, clock
+        self._shift = np.uint64(65 - len(memory.keys).bit_length())
+        self._loads = memory.loads[process]
+        self._order = np.zeros(MOST_REPLICAS)
+        """Own load of each, and a little of what it has done, which decides between replicas with as little to do."""
+        self._others = np.zeros(MOST_REPLICAS) if len(memory.loads) > 1 else None
+        self._others_at = -_OTHERS_SECONDS
+        self._until: dict[int, float] = {}
+        """Replica that failed → until when it gets no request."""
+        self.closed: Collection[int] = ()
+        """Replicas that get no new request: drained ones, and those that were removed."""
+        self.count = count
+        """Replicas are numbered below it."""
         self._total = 0.0
 
     @property
     def loads(self) -> list[float]:
         """Tokens that each replica has to work on, about."""
-        return [float(load) for load in self._loads]
+        return [float(load) for load in self._memory.loads[:, : self.count].sum(axis=0)]
 
-    def choose(self, ids: Sequence[int], *, without: Sequence[int] = ()) -> RequestShare:
+    def choose(self, ids: Ids, *, without: Collection[int] = ()) -> RequestShare:
         """Return the replica for a prompt, and count its work there until `end`.
 
-        `without` are replicas that it was tried on. If all are down, one that failed is tried again.
+        `without` are replicas that it was tried on. If all are down, one that failed is tried again. Raises
+        ServerUnreachableError if all are closed.
         """
-        blocks = _blocks(ids)
-        loads = self._loads + self._work * _SLIGHTLY
-        if without or self._until.any():
-            out = self._until > self._clock()
-            out[list(without)] = True
-            loads = np.where(out, np.inf, loads) if not out.all() else loads
+        loads, total = self._order[: self.count], self._total
+        if self._others is not None:
+            others = self._others_now()
+            loads, total = loads + others[: self.count], total + float(others.sum())
+        if self._until or without or self.closed:
+            loads = self._open(loads, without)
         idlest = int(loads.argmin())
-        candidates = [(idlest, self._depth(blocks, idlest))]
-        deepest, mask = self._deepest(blocks)
-        if mask and not mask >> idlest & 1:
-            limit = _UNEVEN * self._total / len(loads) + len(ids) + _USUAL_ANSWER
-            candidates += [(each, deepest) for each in _bits(mask) if loads[each] <= limit]
-        # What a replica has to do before, and what this prompt adds.
-        replica, depth = min(candidates, key=lambda each: loads[each[0]] - each[1] * BLOCK)
+        keys = _chain(ids)
+        slots, deepest = keys >> self._shift, 0
+        candidates = [(idlest, 0)]
+        if len(keys) and len(found := (self._memory.keys[slots] == keys).nonzero()[0]):
+            deepest = int(found[-1]) + 1
+            places = self._memory.places[slots[found]]
+            own = (places.reshape(-1) == idlest + 1).nonzero()[0]
+            candidates = [(idlest, int(found[own[-1] // _WAYS]) + 1 if len(own) else 0)]
+            limit = _UNEVEN * total / self.count + len(ids) + _USUAL_ANSWER
+            candidates += [
+                (each - 1, deepest)
+                for each in places[-1].tolist()
+                if 0 < each <= self.count and each - 1 != idlest and loads[each - 1] <= limit
+            ]
+        replica, depth = min(candidates, key=lambda each: _WAIT * loads[each[0]] - each[1] * BLOCK)
         cached = min(depth * BLOCK, max(0, len(ids) - 1))
-        share = RequestShare(replica=replica, blocks=blocks, cached=cached, cost=len(ids) - cached + _USUAL_ANSWER)
+        share = RequestShare(replica=replica, cached=cached, cost=len(ids) - cached + _USUAL_ANSWER)
         self._count(replica, share.cost)
-        self._work[replica] += share.cost
-        self._remember(blocks, replica)
+        self._order[replica] += share.cost * _SLIGHTLY
+        if depth < len(keys):
+            self._remember(keys[depth:], slots[depth:], deepest - depth, replica + 1)
         return share
 
     def end(self, share: RequestShare) -> None:
@@ -91,59 +143,69 @@ class Balancer:
 
     def failed(self, replica: int) -> None:
         """Leave a replica that did not answer alone for a moment; what its cache had is gone with it."""
-        if not self._until[replica]:
-            keep = ~(1 << replica)
-            for block in self._places:
-                self._places[block] &= keep
+        if replica not in self._until:
+            self.forget(replica)
         self._until[replica] = self._clock() + _DOWN_SECONDS
+
+    def forget(self, replica: int) -> None:
+        """Forget what the cache of a replica had."""
+        places = self._memory.places
+        places[places == replica + 1] = 0
 
     def answered(self, replica: int) -> None:
         """Send requests to a replica that failed again."""
-        self._until[replica] = 0.0
+        self._until.pop(replica, None)
+
+    def is_down(self, replica: int) -> bool:
+        """Return whether a replica failed a moment ago."""
+        return self._until.get(replica, 0.0) > self._clock()
+
+    def _open(self, loads: NDArray[Any], without: Collection[int]) -> NDArray[Any]:
+        """Return the loads, endless for replicas that should not be asked."""
+        open_loads = loads.copy()
+        open_loads[list(self.closed)] = np.inf
+        if np.isinf(open_loads).all():
+            raise ServerUnreachableError(
+                "Every copy of the server is drained.", hint="Open one: trtserve replicas resume HOST:PORT"
+            )
+        best = open_loads.copy()
+        best[[each for each in self._until if each < self.count and self.is_down(each)]] = np.inf
+        best[list(without)] = np.inf
+        return open_loads if np.isinf(best).all() else best
+
+    def _others_now(self) -> NDArray[Any]:
+        """Return the loads that other processes make, as they were a moment ago."""
+        assert self._others is not None
+        if (now := self._clock()) - self._others_at >= _OTHERS_SECONDS:
+            self._others = self._memory.loads.sum(axis=0) - self._loads
+            self._others_at = now
+        return self._others
 
     def _count(self, replica: int, tokens: float) -> None:
-        self._loads[replica] = max(0.0, self._loads[replica] + tokens)
-        self._total = max(0.0, self._total + tokens)
+        self._loads[replica] += tokens
+        self._order[replica] += tokens
+        self._total += tokens
 
-    def _depth(self, blocks: Sequence[int], replica: int) -> int:
-        """Return how many blocks at the beginning a replica has."""
-        for depth, block in enumerate(blocks):
-            if not self._places.get(block, 0) >> replica & 1:
-                return depth
-        return len(blocks)
-
-    def _deepest(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """Return the longest beginning that a replica has, in blocks, and the bits of those that have it."""
-        found = (0, 0)
-        for depth, block in enumerate(blocks, 1):
-            mask = self._places.get(block, 0)
-            if not mask:
-                break
-            found = depth, mask
-        return found
-
-    def _remember(self, blocks: Sequence[int], replica: int) -> None:
-        bit = 1 << replica
-        for block in reversed(blocks):  # so that the end of a prompt is forgotten before its beginning
-            self._places[block] = self._places.get(block, 0) | bit
-            self._places.move_to_end(block)
-        while len(self._places) > self._remembered:
-            self._places.popitem(last=False)
+    def _remember(self, keys: NDArray[Any], slots: NDArray[Any], known: int, number: int) -> None:
+        """Note that a replica has blocks; others may have the first `known` of them."""
+        keys_now, places_now = self._memory.keys, self._memory.places
+        if known > 0:
+            rows = places_now[slots[:known]]
+            rows[keys_now[slots[:known]] != keys[:known]] = 0
+            places_now[slots[:known], 1:] = rows[:, :-1]
+            new = slots[known:]
+        else:
+            new = slots
+        places_now[new] = 0
+        places_now[slots, 0] = number
+        keys_now[slots] = keys
 
 
-def _blocks(ids: Sequence[int]) -> list[int]:
+def _chain(ids: Ids) -> NDArray[Any]:
     """Return the chained hashes of the whole blocks of a prompt."""
-    chain, found = _SECRET, list[int]()
-    for at in range(0, min(len(ids) // BLOCK, _MOST_BLOCKS) * BLOCK, BLOCK):
-        chain = hash((chain, tuple(ids[at : at + BLOCK])))
-        found.append(chain)
-    return found
-
-
-def _bits(mask: int, most: int = 4) -> list[int]:
-    """Return some of the bits that are set, the highest ones."""
-    found: list[int] = []
-    while mask and len(found) < most:
-        found.append(mask.bit_length() - 1)
-        mask ^= 1 << found[-1]
-    return found
+    whole = min(len(ids) // BLOCK, _MOST_BLOCKS)
+    if not whole:
+        return _NONE
+    pairs = np.ascontiguousarray(ids[: whole * BLOCK], dtype=np.int32).view(np.uint64).reshape(whole, BLOCK // 2)
+    hashes: NDArray[Any] = (pairs.dot(_FACTORS) * _SALTS[:whole]).cumsum()
+    return hashes

@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from trtserve.gateway.app import HANG_UP, LET_IN, Gateway
+from trtserve.gateway.replicas import SharedState
 from trtserve.gateway.settings import GatewaySettings
 
 _LOG = logging.getLogger(__name__)
@@ -32,13 +33,15 @@ _PAUSE = 1.0
 _MINUTE = 60.0
 
 
-def serve(settings: GatewaySettings, listening: socket.socket) -> None:
+def serve(
+    settings: GatewaySettings, listening: socket.socket, shared: SharedState | None = None, process: int = 0
+) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT.
 
     The first signal refuses new requests and waits until those that run have ended; a second one ends at once.
     """
     _raise_file_limit()
-    gateway = Gateway(settings)
+    gateway = Gateway(settings, shared, process)
     config = uvicorn.Config(
         gateway,
         loop="uvloop",

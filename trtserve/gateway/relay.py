@@ -16,8 +16,9 @@ from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
 from trtserve.gateway.openai.answering import Measures, Stopwatch
+from trtserve.gateway.replicas import Replica, Replicas, UnansweredError
 from trtserve.gateway.settings import GatewaySettings
-from trtserve.gateway.triton import TritonHealth, TritonHttp, TritonPath, find_target
+from trtserve.gateway.triton import SilentError, TritonHealth, TritonHttp, TritonPath, find_target
 
 _LOG = logging.getLogger(__name__)
 # https://www.w3.org/TR/trace-context/#traceparent-header
@@ -37,6 +38,7 @@ _SERVER_ERRORS = (
 )
 _ERROR, _UNAVAILABLE = 400, 503
 _MAX_DIGITS = 19
+_LONGEST_REASON = 500
 _STOP_SECONDS = 10.0
 _STOP_AGAIN = 0.5
 
@@ -45,15 +47,23 @@ class Relay:
     """The application below /v2."""
 
     def __init__(
-        self, settings: GatewaySettings, triton: TritonHttp, gate: Gate, health: TritonHealth, measures: Measures
+        self, settings: GatewaySettings, replicas: Replicas, gate: Gate, health: TritonHealth, measures: Measures
     ) -> None:
         self._settings = settings
         self._limits = settings.limits
-        self._triton = triton
+        self._replicas = replicas
         self._gate = gate
         self._health = health
         self._measures = measures
         self._stops: set[asyncio.Task[None]] = set()
+
+    @property
+    def _triton(self) -> TritonHttp:
+        """A Triton that describes its models."""
+        http = self._replicas.first.http
+        if http is None:
+            raise RefusedError(503, "no replica has an HTTP port: name one as HOST:PORT:HTTP_PORT")
+        return http
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -62,6 +72,8 @@ class Relay:
             reason = await self._health.problem(target)
             await send_answer(send, 503 if reason else 200, {"error": reason} if reason else None)
             return
+        if target.operation == "control" and self._replicas.several:
+            raise RefusedError(409, "this server has several replicas, and each has settings of its own: ask them")
         with self._gate.memory() as reserve:
             await self._pass_on(target, scope, receive, send, reserve)
         if target.operation == "control":
@@ -87,17 +99,26 @@ class Relay:
         if _TRACE.fullmatch(headers.get("traceparent", "")):
             passed_on["traceparent"] = headers["traceparent"]
         watch = asyncio.create_task(_end_with_client(receive, exchange.task))
-        listening = True
+        listening, begun = True, False
 
         async def to_client(message: Message) -> None:
+            nonlocal begun
+            begun = True
             if listening:
                 await send(message)
 
-        async def relay() -> None:
-            async with self._triton.send(scope["method"], target.path, checked.content, passed_on) as response:
-                await _answer(response, own_id, to_client, stopwatch)
+        async def relay(replica: Replica) -> None:
+            assert replica.http is not None
+            exchange.triton = replica.http
+            try:
+                async with replica.http.send(scope["method"], target.path, checked.content, passed_on) as response:
+                    if response.status == _UNAVAILABLE and self._replicas.several:
+                        raise UnansweredError(RefusedError(_UNAVAILABLE, await _reason(response)))
+                    await _answer(response, own_id, to_client, stopwatch)
+            except SilentError as error:
+                raise UnansweredError(error) from error
 
-        relaying = asyncio.create_task(relay())
+        relaying = asyncio.create_task(self._replicas.send(relay, begun=lambda: begun, needs_http=True))
         try:
             await asyncio.shield(relaying)
         except asyncio.CancelledError:
@@ -146,10 +167,12 @@ class Relay:
         waits for the same id, nothing is sent.
         """
 
+        triton = exchange.triton or self._triton
+
         async def stop() -> None:
             if self._gate.has_other(exchange):
                 return
-            stops = (self._triton.stop(exchange.request_id, core) for core in self._settings.core_models)
+            stops = (triton.stop(exchange.request_id, core) for core in self._settings.core_models)
             for result in await asyncio.gather(*stops, return_exceptions=True):
                 if isinstance(result, BaseException):
                     _LOG.warning("request %s could not be stopped: %s", exchange.request_id, result)
@@ -190,6 +213,12 @@ async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: 
         body = chunk.replace(added, b"") if own_id else chunk
         await send({"type": "http.response.body", "body": body, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+async def _reason(response: ClientResponse) -> str:
+    """Return why a server refuses all requests."""
+    text = (await response.content.read(_LONGEST_REASON)).decode(errors="replace")
+    return f"every replica is busy or stops; one says: {text}"
 
 
 async def _end_with_client(receive: Receive, task: asyncio.Task[object]) -> None:

@@ -66,7 +66,17 @@ class GatewaySettings:
     """What that service expects in a header, or None."""
     triton_grpc: str
     replicas: tuple[str, ...] = ()
-    """HOST:PORT of the gRPC services of further servers with the same models."""
+    """HOST:GRPC_PORT or HOST:GRPC_PORT:HTTP_PORT of further servers with the same models."""
+    grpc_front_port: int | None = None
+    """Port on which gRPC calls are passed on to the servers, or None."""
+    processes: int = 1
+    """Processes that share the port."""
+    servers_key_file: Path | None = None
+    """File with the API key of servers that `start` did not start together with this gateway, or None."""
+    servers_tls: Tls | None = None
+    """What an encrypted connection to them needs, or None for a plain one."""
+    admin_key_file: Path | None = None
+    """File with the key of those who may change replicas and adapters, or None: nobody may."""
     metrics: str
     """HOST:PORT of Triton's metrics page."""
     model: str
@@ -105,9 +115,14 @@ class GatewaySettings:
         return None if self.key_file is None else read_key(self.key_file)
 
     @property
+    def servers_key(self) -> str | None:
+        """The API key of servers that something else started. Raises UsageError when its file cannot be read."""
+        return None if self.servers_key_file is None else read_key(self.servers_key_file)
+
+    @property
     def endpoint(self) -> Endpoint:
         """The server for clients on this machine: the gateway's HTTP, Triton's gRPC, key and certificate."""
-        tls = None
+        tls = self.servers_tls
         if self.own and self.certificate is not None:
             tls = Tls(root_certificates=self.certificate, server_name=self.certificate_name)
         host, _, port = self.triton_grpc.rpartition(":")
@@ -118,7 +133,7 @@ class GatewaySettings:
             model=self.model or None,
             repository=self.repository,
             tls=tls,
-            api_key=self.api_key if self.own else None,
+            api_key=self.api_key if self.own else self.servers_key,
         )
 
     def write(self, path: Path) -> None:

@@ -13,16 +13,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote, unquote
 
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from pydantic_core import from_json, to_json
 from yarl import URL
 
-from trtserve.client.endpoint import SECRET_NAME
-from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_body, model_path
+from trtserve.client.endpoint import SECRET_NAME, Tls
+from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_body, model_path, tls_context
 from trtserve.client.metrics import read_heartbeats
 from trtserve.client.tensors import ModelDescription, stop_tensors
 from trtserve.gateway.admission import Gate
@@ -30,6 +31,9 @@ from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.standstill import GatewayBeat, Halts, Hangs, python_stubs, tritonservers
 from trtserve.process import ProcessId
 from trtserve.repository.profiles import CORE, POSTPROCESSING, PREPROCESSING
+
+if TYPE_CHECKING:
+    from trtserve.gateway.replicas import Replicas
 
 Group = Literal["shared-memory", "trace", "logging", "model-control"]
 GROUPS: Final[tuple[Group, ...]] = ("shared-memory", "trace", "logging", "model-control")
@@ -129,26 +133,45 @@ class TritonModel:
         return {name: tensor.datatype for name, tensor in self.description.inputs.items()}
 
 
+class SilentError(RefusedError):
+    """Triton did not answer, or not to the end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(503, text)
+
+
 class TritonHttp:
     """Triton's HTTP service, over connections that are kept."""
 
-    def __init__(self, address: str, metrics: str, secret: str | None = None) -> None:
+    def __init__(
+        self, address: str, metrics: str, secret: str | None = None, *, key: str | None = None, tls: Tls | None = None
+    ) -> None:
+        """`key` and `tls` are those of a gateway in front of Triton, which `address` is then."""
         self._address = address
+        self._scheme, self._tls = "http" if tls is None else "https", None if tls is None else tls_context(tls)
+        self._headers = {} if secret is None else {SECRET_NAME: secret}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._metrics = metrics
         self._models: dict[str, tuple[float, TritonModel]] = {}
-        # Neither a proxy of the environment nor cookies have a place between two processes of one machine.
-        self._session = ClientSession(
+
+    @cached_property
+    def _session(self) -> ClientSession:
+        """The connections, which belong to the event loop that asks for them first."""
+        # Neither a proxy of the environment nor cookies have a place between a gateway and its servers.
+        return ClientSession(
             connector=TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             cookie_jar=DummyCookieJar(),
             auto_decompress=False,
-            headers=None if secret is None else {SECRET_NAME: secret},
+            headers=self._headers,
             trust_env=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        if "_session" in self.__dict__:
+            await self._session.close()
 
     @asynccontextmanager
     async def send(
@@ -166,14 +189,20 @@ class TritonHttp:
         Raises RefusedError without an answer, or without the whole of it within `seconds`.
         """
         timeout = ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        url = URL(f"http://{self._metrics if metrics else self._address}{path}", encoded=True)
+        place = f"http://{self._metrics}" if metrics else f"{self._scheme}://{self._address}"
         try:
             async with self._session.request(
-                method, url, data=content, headers=headers, timeout=timeout, allow_redirects=False
+                method,
+                URL(f"{place}{path}", encoded=True),
+                data=content,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+                ssl=True if self._tls is None else self._tls,
             ) as response:
                 yield response
         except (ClientError, OSError, TimeoutError, asyncio.TimeoutError) as error:
-            raise RefusedError(503, f"Triton does not answer: {str(error) or type(error).__name__}") from error
+            raise SilentError(f"Triton does not answer: {str(error) or type(error).__name__}") from error
 
     async def is_ready(self, path: str = "/v2/health/ready") -> bool:
         """Return whether Triton answers a health page with 200."""
@@ -251,9 +280,16 @@ class TritonHealth:
     """The state of one Triton server and its processes, looked at every half second."""
 
     def __init__(
-        self, triton: TritonHttp, gate: Gate, process: ProcessId | None, run_folder: Path | None = None
+        self,
+        triton: TritonHttp,
+        gate: Gate,
+        process: ProcessId | None,
+        run_folder: Path | None = None,
+        *,
+        replicas: Replicas | None = None,
     ) -> None:
         self._triton = triton
+        self._replicas = replicas
         self._gate = gate
         self._process = process
         self._run_folder = run_folder
@@ -280,6 +316,8 @@ class TritonHealth:
             needed = {*self._lost, *self._ailing} if target.model is None else await self._needed(target.model)
             if (reason := self._reason(needed)) is not None:
                 return reason
+        if self._replicas is not None and self._replicas.several and target.model is None:
+            return self._replicas.problem()
         if await self._triton.is_ready(target.path):
             return None
         if target.model is not None:

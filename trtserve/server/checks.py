@@ -32,7 +32,7 @@ from trtserve.server.doctor import raise_failed
 from trtserve.server.doctor.examination import require_machine
 from trtserve.server.doctor.system import check_shared_memory
 from trtserve.server.engine_fit import require_fitting_engine, require_servable
-from trtserve.server.front import ProxyPlan, is_loopback
+from trtserve.server.front import is_loopback
 from trtserve.server.launch.devices import EngineNodes, claimed_gpus, fit_engines
 from trtserve.server.plan import ServerPlan
 from trtserve.server.repositories import chosen_by, require_sound_files
@@ -65,8 +65,7 @@ def refuse_running(plan: ServerPlan) -> None:
 def require_ports(plan: ServerPlan) -> None:
     """Raise PortInUseError with every port that is taken, and its owner.
 
-    Triton itself loads all models first, and then names only the first taken port. The ports of a proxy that is not
-    installed need not be free.
+    Triton itself loads all models first, and then names only the first taken port.
     """
     several = len(plan.instances) > 1
     wanted = [
@@ -74,8 +73,9 @@ def require_ports(plan: ServerPlan) -> None:
         for number, instance in enumerate(plan.instances, start=1)
         for flag, port in instance.address.ports.items()
     ]
-    if plan.proxy is not None and plan.proxy.executable is not None:
-        host, http_port, grpc_port = plan.proxy.host, plan.proxy.http_port, plan.proxy.grpc_port
+    if plan.proxy is not None:
+        host, http_port = plan.proxy.settings.host, plan.proxy.settings.port
+        grpc_port = http_port + 1
         wanted.append((host, http_port, "--proxy-port", f"--proxy-port {http_port}"))
         wanted.append((host, grpc_port, "--proxy-port", f"--proxy-port (for gRPC) {grpc_port}"))
     taken = [(flag, text, port) for host, port, flag, text in wanted if not is_free(host, port)]
@@ -146,9 +146,6 @@ def rehearse(plan: ServerPlan, progress: Progress) -> None:
                 lambda: require_gpu_memory(plan),
                 lambda: require_workers(plan, progress),
             )
-    if plan.proxy is not None:
-        progress.step(f"A start writes the reverse proxy's configuration: {plan.proxy.file}")
-        announce_proxy(plan.proxy, progress)
 
 
 def _warn_if_refused(progress: Progress, *checks: Callable[[], None]) -> None:
@@ -224,17 +221,6 @@ def announce_commands(plan: ServerPlan, progress: Progress) -> None:
     if plan.runs_ranks:
         for instance in plan.instances:
             progress.step(f"Command: {instance.launch.command}")
-    if plan.proxy is not None:
-        announce_proxy(plan.proxy, progress)
-
-
-def announce_proxy(proxy: ProxyPlan, progress: Progress) -> None:
-    """Show the command of the reverse proxy, or how to install and run it."""
-    if proxy.executable is not None:
-        progress.step(f"Reverse proxy: {proxy.command}")
-        return
-    progress.warn("nginx is not installed, so there is no common endpoint; each instance has its own ports.")
-    progress.step(f"Install it (apt-get install nginx-light) and run: {proxy.command}")
 
 
 def announce_oversubscription(plan: ServerPlan, progress: Progress) -> None:

@@ -118,7 +118,7 @@ def endpoint_of(server: Server) -> Endpoint:
 
 def protected(endpoint: Endpoint, server: Server) -> Endpoint:
     """Return the endpoint with the key and the certificate of a server that this user has started."""
-    gateway = server.instances[0].gateway
+    gateway = server.gateway
     if gateway is None or not gateway.settings.is_file():
         return endpoint
     from trtserve.gateway.settings import GatewaySettings

@@ -1,15 +1,17 @@
-"""What answers clients in front of the Tritons of a server: a gateway for each, and nginx for several."""
+"""What answers clients in front of the Tritons of a server: a gateway for each, and one more for several."""
 
 from __future__ import annotations
 
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 
+from trtserve.client.endpoint import Tls
 from trtserve.errors import PortInUseError, ServerStartError, UsageError
 from trtserve.files import writing
 from trtserve.gateway.settings import (
@@ -22,22 +24,17 @@ from trtserve.gateway.settings import (
     write_private,
 )
 from trtserve.host.ports import taken_meanwhile
-from trtserve.process import Command, ProcessId, exit_code, find_sbin_program, run, spawn, stop, was_killed
+from trtserve.process import Command, ProcessId, exit_code, spawn, was_killed
 from trtserve.repository.profiles import CORE
 from trtserve.repository.served import ServedRepository
-from trtserve.server.render import render
-from trtserve.server.state import GatewayState, ProxyState, gateway_folder, log_file, run_folder
-from trtserve.server.triton import server_log
-from trtserve.server.triton.server_log import indented, last_lines
+from trtserve.server.state import GatewayState, gateway_folder, log_file, run_folder
+from trtserve.server.triton.server_log import last_lines
 from trtserve.server.triton.tritonserver import Address, client_host
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
 _LISTEN_TIMEOUT = 20.0
 _POLL = 0.05
-NGINX = "nginx"
-_CHECK_TIMEOUT = 30.0
-_LAST_LINES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +108,8 @@ def plan_gateway(
         certificate_name=named,
         allow_origins=spec.allow_origin,
         open_apis=spec.open_api,
+        admin_key_file=folder / f"{number}.admin-key",
+        processes=spec.gateway_processes,
         limits=RequestLimits(
             requests=spec.max_requests,
             request_seconds=spec.request_timeout,
@@ -127,13 +126,51 @@ def plan_gateway(
     )
 
 
-def spawn_gateway(plan: GatewayPlan, triton: ProcessId, *, bound: bool) -> GatewayState:
-    """Start the process of a gateway, in front of the Triton that descends from `triton`."""
+def plan_front(
+    name: str, addresses: Sequence[Address], spec: ServerSpec, served: ServedRepository, repository: Path, store: Store
+) -> GatewayPlan | None:
+    """Return the gateway in front of several instances, which answers at `--proxy-port`; None for one instance.
+
+    Raises UsageError when its ports are also an instance's.
+    """
+    if len(addresses) == 1:
+        return None
+    used = {port for address in addresses for port in address.ports.values()}
+    http_port, grpc_port = spec.proxy_port, spec.proxy_port + 1
+    if not used.isdisjoint((http_port, grpc_port)):
+        raise UsageError(
+            f"--proxy-port {http_port} (and {grpc_port} for gRPC) is also a port of an instance.",
+            hint=f"Choose --proxy-port {max(used) + 1}.",
+        )
+    plan = plan_gateway(name, addresses[0], 0, spec, served, repository, store)
+    own, host = plan.settings, client_host(addresses[0].host)
+    tls = None
+    if own.certificate is not None and not spec.raw_http:
+        tls = Tls(root_certificates=own.certificate, server_name=own.certificate_name)
+    settings = replace(
+        own,
+        port=http_port,
+        grpc_front_port=grpc_port,
+        triton_http=f"{host}:{addresses[0].http_port}",
+        triton_secret=None,
+        replicas=tuple(f"{host}:{each.grpc_port}:{each.http_port}" for each in addresses[1:]),
+        core_models=(),
+        own=False,
+        servers_key_file=own.key_file,
+        servers_tls=tls,
+    )
+    return replace(plan, settings=settings, log=log_file(f"{name}@proxy", store))
+
+
+def spawn_gateway(plan: GatewayPlan, triton: ProcessId | None, *, bound: bool) -> GatewayState:
+    """Start the process of a gateway, in front of the Triton that descends from `triton`, or of several."""
     folder = plan.file.parent
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if plan.key is not None:
             write_private(folder / "key", plan.key + "\n")
+        if plan.settings.admin_key_file is not None:
+            write_private(plan.settings.admin_key_file, secrets.token_urlsafe(32) + "\n")
     replace(plan.settings, triton=triton).write(plan.file)
     process = spawn(plan.command, log=plan.log, bound=bound, private=True)
     encrypted = plan.settings.certificate is not None
@@ -156,14 +193,10 @@ def await_gateway(plan: GatewayPlan, gateway: GatewayState) -> None:
             probe.settimeout(_POLL)
             return probe.connect_ex(address) == 0 and gateway.process.alive()
 
-    _wait_until(listens, "The gateway", plan.log)
-
-
-def _wait_until(listens: Callable[[], bool], what: str, log: Path) -> None:
     deadline = time.monotonic() + _LISTEN_TIMEOUT
     while not listens():
         if time.monotonic() > deadline:
-            raise ServerStartError(f"{what} did not listen within {_LISTEN_TIMEOUT:g} s.", log=log)
+            raise ServerStartError(f"The gateway did not listen within {_LISTEN_TIMEOUT:g} s.", log=plan.log)
         time.sleep(_POLL)
 
 
@@ -175,11 +208,6 @@ def gateway_ended(process: ProcessId, log: Path) -> ServerStartError:
     )
 
 
-def proxy_ended(log: Path) -> ServerStartError:
-    lines = last_lines(log) or "  (nothing was written)"
-    return ServerStartError(f"The reverse proxy (nginx) has ended. Last lines:\n{lines}", log=log)
-
-
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can connect to a server at an IPv4 address."""
     return ip_address(address).is_loopback
@@ -187,114 +215,3 @@ def is_loopback(address: str) -> bool:
 
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.expanduser().absolute()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProxyPlan:
-    file: Path
-    """The configuration; nginx keeps its working files next to it."""
-    content: str
-    log: Path
-    host: str
-    http_port: int
-    grpc_port: int
-    executable: Path | None
-    """nginx, or None when it is not installed."""
-
-    @property
-    def command(self) -> Command:
-        name = NGINX if self.executable is None else str(self.executable)
-        return Command(argv=(name, "-e", "stderr", "-p", str(self.file.parent), "-c", str(self.file)))
-
-
-def plan_proxy(name: str, addresses: Sequence[Address], spec: ServerSpec, store: Store) -> ProxyPlan:
-    """Return the proxy of the instances at `addresses`. Raises UsageError when its ports are also an instance's."""
-    used = {port for address in addresses for port in address.ports.values()}
-    http_port, grpc_port = spec.proxy_port, spec.proxy_port + 1
-    if not used.isdisjoint((http_port, grpc_port)):
-        raise UsageError(
-            f"--proxy-port {http_port} (and {grpc_port} for gRPC) is also a port of an instance.",
-            hint=f"Choose --proxy-port {max(used) + 1}.",
-        )
-    file = store.servers / f"{name}.proxy" / "nginx.conf"
-    return ProxyPlan(
-        file=file,
-        content=proxy_config(addresses, file=file, http_port=http_port, grpc_port=grpc_port),
-        log=log_file(f"{name}@proxy", store),
-        host=addresses[0].host,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        executable=find_sbin_program(NGINX),
-    )
-
-
-def proxy_config(addresses: Sequence[Address], *, file: Path, http_port: int, grpc_port: int) -> str:
-    """Return a configuration of nginx, for `file`, that needs no root: one HTTP and one gRPC port for all instances."""
-    return render(
-        "nginx.conf.j2",
-        folder=str(file.parent),
-        host=addresses[0].host,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        instances=[
-            {"host": client_host(each.host), "http_port": each.http_port, "grpc_port": each.grpc_port}
-            for each in addresses
-        ],
-    )
-
-
-def write_proxy(proxy: ProxyPlan) -> None:
-    """Write the configuration and have nginx check it, if it is installed.
-
-    Raises ServerStartError with its complaints.
-    """
-    with writing(proxy.file):
-        proxy.file.parent.mkdir(parents=True, exist_ok=True)
-        proxy.file.write_text(proxy.content, encoding="utf-8")
-    if proxy.executable is None:
-        return
-    try:
-        checked = run(Command(argv=(*proxy.command.argv, "-t")), timeout=_CHECK_TIMEOUT)
-    except TimeoutError as error:
-        raise ServerStartError(
-            f"nginx did not read its configuration, {proxy.file}: {error}", hint="Look at `nginx -t`."
-        ) from error
-    if checked.code != 0:
-        lines = indented(checked.stderr.splitlines()[-_LAST_LINES:])
-        raise ServerStartError(f"nginx refuses its configuration, {proxy.file}:\n{lines}")
-
-
-def start_proxy(proxy: ProxyPlan, *, bound: bool) -> ProxyState:
-    """Run nginx until it listens; without nginx, return its ports without a process.
-
-    Raises PortInUseError when a port was taken in the meantime and ServerStartError when nginx ends for another reason.
-    """
-    identity = None
-    if proxy.executable is not None:
-        identity = spawn(proxy.command, log=proxy.log, bound=bound, private=True)
-        try:
-            _await_proxy(proxy, identity)
-        except BaseException:
-            stop(identity, grace=_POLL)
-            raise
-    return ProxyState(
-        file=proxy.file, log=proxy.log, http_port=proxy.http_port, grpc_port=proxy.grpc_port, process=identity
-    )
-
-
-def _await_proxy(proxy: ProxyPlan, identity: ProcessId) -> None:
-    pid = proxy.file.parent / "pid"
-
-    def listens() -> bool:
-        text = server_log.read(proxy.log)
-        if "Address already in use" in text:  # nginx would try again for some seconds
-            raise PortInUseError(
-                f"The reverse proxy cannot listen:\n{indented(text.splitlines()[:2])}",
-                hint=taken_meanwhile("another --proxy-port"),
-            )
-        if not identity.alive():
-            raise proxy_ended(proxy.log)
-        # nginx opens its ports and then writes its process id.
-        return pid.is_file() and pid.read_text(encoding="utf-8").strip() == str(identity.pid)
-
-    _wait_until(listens, "nginx", proxy.log)

@@ -25,7 +25,7 @@ from trtserve.nvidia.containers import (
 from trtserve.repository.check import require_sound
 from trtserve.repository.served import ServedRepository, inspect_repository
 from trtserve.server.engine_fit import gpu_triton, require_world_size
-from trtserve.server.front import GatewayPlan, ProxyPlan, plan_gateway, plan_proxy, require_protected
+from trtserve.server.front import GatewayPlan, plan_front, plan_gateway, require_protected
 from trtserve.server.launch.commands import (
     PACKAGE_FOLDER,
     Launch,
@@ -72,8 +72,8 @@ class ServerPlan:
     shm_prefix: str
     """Start of the names of all shared-memory regions."""
     instances: tuple[InstancePlan, ...]
-    proxy: ProxyPlan | None = None
-    """The reverse proxy of several instances."""
+    proxy: GatewayPlan | None = None
+    """The gateway in front of several instances."""
     bindings: BindingsEnvironment | None = None
     """The Python environment of models that import TensorRT-LLM's bindings."""
     store: Store
@@ -163,7 +163,7 @@ def plan_server(
         triton=triton,
         shm_prefix=prefix,
         instances=tuple(instances),
-        proxy=plan_proxy(name, addresses, spec, store) if spec.instances > 1 else None,
+        proxy=plan_front(name, addresses, spec, served, repository.path, store),
         bindings=bindings,
         store=store,
     )

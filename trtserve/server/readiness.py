@@ -11,7 +11,7 @@ from trtserve.nvidia.containers import explained
 from trtserve.process import ProcessId, tree, wait_gone
 from trtserve.progress import Progress
 from trtserve.repository.programs import PACKAGE
-from trtserve.server.front import gateway_ended, proxy_ended
+from trtserve.server.front import gateway_ended
 from trtserve.server.launch.modes import LlmApi, Single
 from trtserve.server.plan import InstancePlan, ServerPlan
 from trtserve.server.rank_processes import describe_ranks, describe_stubs, kept_waiting, rank_processes, stubs_of
@@ -78,12 +78,10 @@ def wait_for_all(
 
 
 def require_front(server: Server) -> None:
-    """Raise ServerStartError when a gateway or the reverse proxy has ended."""
-    for gateway in (instance.gateway for instance in server.instances):
-        if gateway is not None and gateway.dead:
+    """Raise ServerStartError when a gateway has ended."""
+    for gateway in server.gateways:
+        if gateway.dead:
             raise gateway_ended(gateway.process, gateway.log)
-    if server.proxy is not None and server.proxy.dead:
-        raise proxy_ended(server.proxy.log)
 
 
 def require_members(server: Server, plan: ServerPlan) -> None:

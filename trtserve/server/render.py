@@ -1,4 +1,4 @@
-"""Fill the template files of `templates/`: manifests, job scripts and the reverse proxy's configuration.
+"""Fill the template files of `templates/`: manifests and job scripts.
 
 Every value is quoted for the language of its file, so that a hostile name stays a value. A missing value is an
 error.
@@ -45,14 +45,6 @@ def yaml_value(value: object) -> str:
     return text
 
 
-def nginx_value(value: object) -> str:
-    text = str(value)
-    if isinstance(value, Verbatim) or re.fullmatch(r"[A-Za-z0-9/._:-]+", text):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
-
-
 def unit_value(value: object) -> str:
     """Return a value as one word of a systemd unit, where % and $ have a meaning in quotes too."""
     text = str(value)
@@ -77,7 +69,6 @@ _QUOTES = {
     ".sh": shell_value,
     ".sbatch": shell_value,
     ".yaml": yaml_value,
-    ".conf": nginx_value,
     ".service": unit_value,
 }
 

@@ -72,7 +72,7 @@ class Watchman:
                 return self._ended(
                     f"{beat.model} (pid {beat.pid}) has shown no sign of life for {now - beat.time:.0f} s"
                 )
-        for gateway in (each.gateway for each in self._server.instances if each.gateway is not None):
+        for gateway in self._server.gateways:
             silence = gateway_silence(self._folder, gateway.process.pid)
             if silence is not None and silence > _GATEWAY_SILENT:
                 return self._ended(f"its gateway has answered no request for {silence:.0f} s", gateway.process)

@@ -22,12 +22,12 @@ from trtserve.server.checks import (
     require_mpirun,
     require_ports,
 )
-from trtserve.server.front import await_gateway, spawn_gateway, start_proxy, write_proxy
+from trtserve.server.front import await_gateway, spawn_gateway
 from trtserve.server.plan import ServerPlan, on_free_ports
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all
 from trtserve.server.shutdown import end_server
-from trtserve.server.state import Instance, Server, change_state, failure_of, run_folder, write_state
+from trtserve.server.state import Instance, ProxyState, Server, change_state, failure_of, run_folder, write_state
 from trtserve.server.triton.installation import prepare_backends
 from trtserve.server.triton.server_log import rotate
 from trtserve.server.triton.tritonserver import STACK, kv_blocks
@@ -114,8 +114,6 @@ def _start_on_ports(
         prepare_backends(plan.triton, plan.store)
         if plan.bindings is not None:
             plan.bindings.prepare()
-        if plan.proxy is not None:
-            write_proxy(plan.proxy)
         for engine in engines:
             engine.write()
         announce_commands(plan, progress)
@@ -124,6 +122,8 @@ def _start_on_ports(
             for instance, planned in zip(server.instances, plan.instances, strict=True):
                 if instance.gateway is not None and planned.gateway is not None:
                     await_gateway(planned.gateway, instance.gateway)
+            if server.proxy is not None and plan.proxy is not None:
+                await_gateway(plan.proxy, server.proxy.gateway)
             with timed(plan.store, "start", plan.served.engine_bytes):
                 wait_for_all(server, plan, timeout=plan.spec.ready_timeout, interrupted=interrupted, progress=progress)
             require_front(server)
@@ -145,7 +145,7 @@ def _start_on_ports(
 
 
 def _spawn_all(plan: ServerPlan, progress: Progress, supervisor: ProcessId | None, before: Server | None) -> Server:
-    """Start all instances and then their proxy; each is in the state file before the next one starts."""
+    """Start all instances, then the gateway in front of them; each is in the state file before the next one starts."""
     server = Server(
         name=plan.name,
         repository=plan.repository.path.absolute(),
@@ -184,7 +184,13 @@ def _spawn_all(plan: ServerPlan, progress: Progress, supervisor: ProcessId | Non
                 server = replace(server, instances=(*server.instances[:-1], replace(instance, gateway=gateway)))
                 write_state(server, plan.store)
         if plan.proxy is not None:
-            server = replace(server, proxy=start_proxy(plan.proxy, bound=bound))
+            settings = plan.proxy.settings
+            proxy = ProxyState(
+                gateway=spawn_gateway(plan.proxy, None, bound=bound),
+                http_port=settings.port,
+                grpc_port=settings.port + 1,
+            )
+            server = replace(server, proxy=proxy)
             write_state(server, plan.store)
     except BaseException:
         if server.instances:

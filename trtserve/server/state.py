@@ -100,19 +100,11 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyState:
-    """The reverse proxy of several instances."""
+    """The gateway in front of several instances."""
 
-    file: Path
-    """Its configuration."""
-    log: Path
+    gateway: GatewayState
     http_port: int
     grpc_port: int
-    process: ProcessId | None = None
-    """nginx, or None when it is not installed, so that nothing listens on the ports."""
-
-    @property
-    def dead(self) -> bool:
-        return self.process is not None and not self.process.alive()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,24 +155,34 @@ class Server:
 
     @property
     def endpoint(self) -> Address:
-        """Where clients send requests: the reverse proxy, if one runs. The metrics are those of the first instance."""
-        if self.proxy is None or self.proxy.process is None:
+        """Where clients send requests: the gateway of several instances. The metrics are those of the first one."""
+        if self.proxy is None:
             return self.address
         return replace(self.address, http_port=self.proxy.http_port, grpc_port=self.proxy.grpc_port)
 
     @property
+    def gateway(self) -> GatewayState | None:
+        """What answers HTTP clients, or None when Triton does so itself."""
+        return self.instances[0].gateway if self.proxy is None else self.proxy.gateway
+
+    @property
+    def gateways(self) -> tuple[GatewayState, ...]:
+        """That and those of the instances behind it; what clients talk to comes first."""
+        front = () if self.proxy is None else (self.proxy.gateway,)
+        return (*front, *(each.gateway for each in self.instances if each.gateway is not None))
+
+    @property
     def url(self) -> str:
         """Where clients of this machine send HTTP requests."""
-        gateway = self.instances[0].gateway
+        gateway = self.gateway
         scheme = "https" if gateway is not None and gateway.encrypted else "http"
         return f"{scheme}://{triton_server.client_host(self.endpoint.host)}:{self.endpoint.http_port}"
 
     @property
     def roots(self) -> tuple[ProcessId, ...]:
         """The processes that were started for it; all others descend from these. What answers clients comes first."""
-        proxy = () if self.proxy is None or self.proxy.process is None else (self.proxy.process,)
-        gateways = (instance.gateway.process for instance in self.instances if instance.gateway is not None)
-        return (*proxy, *gateways, *(instance.process for instance in self.instances))
+        gateways = (each.process for each in self.gateways)
+        return (*gateways, *(instance.process for instance in self.instances))
 
     @property
     def ports(self) -> set[int]:
@@ -325,6 +327,8 @@ def _read(path: Path) -> Server | None:
         for instance in content["instances"]:
             if "door" in instance:  # what the gateway was called before 2026-11-26
                 instance["gateway"] = instance.pop("door")
+        if "process" in (content.get("proxy") or {}):  # nginx, until 2026-11-26
+            content["proxy"] = None
         server = decode_as(content, Server, "the state of a server", path)
     except (FileNotFoundError, KeyError, TypeError, ValueError, ArtifactError):
         return None

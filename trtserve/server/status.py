@@ -56,7 +56,7 @@ class Ended:
     """A sentence without its subject's name and full stop."""
     log: Path
     instance: Instance | None = None
-    """The instance whose log explains it; None for a gateway and the reverse proxy, which have logs of their own."""
+    """The instance whose log explains it; None for a gateway, which has a log of its own."""
     ranks: Sequence[int] = ()
     """Its ranks that had ended by then."""
     explained: bool = False
@@ -73,14 +73,11 @@ def ended(server: Server, store: Store) -> Ended | None:
             if failure is not None:  # the process of an executor that has stopped ends soon after
                 return failure
             return Ended(what=what, log=instance.log, instance=instance, ranks=instance.dead_ranks)
-        if instance.gateway is not None and instance.gateway.dead:
-            how = how_it_ended(exit_code(instance.gateway.process))
-            return Ended(what=f"its gateway, which answers HTTP requests, {how}", log=instance.gateway.log)
-    if failure is not None:
-        return failure
-    if server.proxy is not None and server.proxy.dead:
-        return Ended(what="its reverse proxy (nginx) has ended", log=server.proxy.log)
-    return None
+    for gateway in server.gateways:
+        if gateway.dead:
+            how = how_it_ended(exit_code(gateway.process))
+            return Ended(what=f"its gateway, which answers HTTP requests, {how}", log=gateway.log)
+    return failure
 
 
 def _failed_executor(server: Server, store: Store) -> Ended | None:
@@ -114,8 +111,8 @@ def unready_models(server: Server, store: Store) -> dict[str, str]:
     for instance in server.instances:
         if not is_ready(instance.address):
             found[server.name] = f"its HTTP port {instance.address.http_port} does not report it as ready"
-        gateway = instance.gateway
-        silence = None if gateway is None else gateway_silence(run_folder(server.name, store), gateway.process.pid)
+    for gateway in server.gateways:
+        silence = gateway_silence(run_folder(server.name, store), gateway.process.pid)
         if silence is not None and silence > _GATEWAY_SILENT:
             found[server.name] = f"its gateway, which answers HTTP requests, has answered none for {silence:.0f} s"
     halted = [f"{what} (pid {each.pid}) {HALTED}" for each, what in named_parts(server).items() if each.halted()]
@@ -133,10 +130,7 @@ def named_parts(server: Server) -> dict[ProcessId, str]:
         parts |= {
             ProcessId(pid=stub.pid, started=stub.started): f"the Python stub of {stub.model}" for stub in instance.stubs
         }
-        if instance.gateway is not None:
-            parts[instance.gateway.process] = "its gateway, which answers HTTP requests,"
-    if server.proxy is not None and server.proxy.process is not None:
-        parts[server.proxy.process] = "its reverse proxy (nginx)"
+    parts |= {gateway.process: "its gateway, which answers HTTP requests," for gateway in server.gateways}
     return parts
 
 

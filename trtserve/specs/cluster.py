@@ -129,6 +129,7 @@ _WITHOUT_TRTSERVE = (
     "allow_origin",
     "raw_http",
     "max_requests",
+    "gateway_processes",
     "max_request_mib",
     "request_timeout",
     "proxy_port",

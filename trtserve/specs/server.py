@@ -80,14 +80,14 @@ class ServerSpec(InContainer):
     instances: int = option(
         1,
         metavar="N",
-        help="Servers of this model, each with its own GPUs and ports, behind one reverse proxy (nginx).",
+        help="Servers of this model, each with its own GPUs and ports, behind one gateway that balances.",
         minimum=1,
         panel=GPUS,
     )
     proxy_port: int = option(
         8080,
         metavar="PORT",
-        help="HTTP port of that proxy; the next port is for gRPC.",
+        help="HTTP port of that gateway; the next port is for gRPC.",
         minimum=1,
         maximum=_LAST_PORT - 1,
         panel=GPUS,
@@ -161,6 +161,14 @@ class ServerSpec(InContainer):
     )
     max_requests: int = option(
         512, metavar="N", help="HTTP requests at the same time; further ones get 503.", minimum=1, panel=ACCESS
+    )
+    gateway_processes: int = option(
+        1,
+        metavar="N",
+        help="Processes of the gateway that share its port; each passes on what one core can.",
+        minimum=1,
+        maximum=64,
+        panel=ACCESS,
     )
     max_request_mib: int = option(
         64, metavar="MIB", help="Largest body of an HTTP request.", minimum=1, maximum=4096, panel=ACCESS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import Receive, Scope, Send
 
 from trtserve.errors import TrtserveError
@@ -348,7 +350,12 @@ class Measures:
         )
         self._gaps = Histogram("vllm:inter_token_latency_seconds", "Between streamed texts.", buckets=_GAPS, **one)
         self._whole = Histogram("vllm:e2e_request_latency_seconds", "Of whole answers.", buckets=_WHOLE, **one)
-        self._running = Gauge("vllm:num_requests_running", "Answers that are being made or wait for it.", **one)
+        self._running = Gauge(
+            "vllm:num_requests_running",
+            "Answers that are being made or wait for it.",
+            multiprocess_mode="livesum",
+            **one,
+        )
         self._prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", **one)
         self._generated = Counter("vllm:generation_tokens", "Tokens of answers.", **one)
         self._ended = Counter(
@@ -359,7 +366,11 @@ class Measures:
         )
 
     def page(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format, those of all processes of this gateway."""
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+            return generate_latest(registry)
         return generate_latest(self._registry)
 
     @contextmanager

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from trtserve.client.grpc_transport import GrpcTransport
 from trtserve.client.tensors import IDS_INPUT, Reply, stop_tensors
 from trtserve.client.transport import STOP_TIMEOUT
-from trtserve.errors import RequestError, ServerUnreachableError, TrtserveError
+from trtserve.errors import RequestError, TrtserveError
 from trtserve.gateway.admission import stop_until_ended
 from trtserve.gateway.openai.answers import (
     TextPiece,
@@ -24,6 +26,7 @@ from trtserve.gateway.openai.answers import (
 from trtserve.gateway.openai.reading import overlap
 from trtserve.gateway.openai.request import EngineRequest, with_adapter_weights
 from trtserve.gateway.openai.served import Backend, ServedModel
+from trtserve.gateway.replicas import Replica, UnansweredError
 from trtserve.programs.bls.texts import IncrementalText
 from trtserve.programs.shared.lora_names import NOT_CACHED
 
@@ -31,6 +34,10 @@ _UNFINISHED = ("", "not_finished")
 # A stop is repeated, ever more rarely, until its request has ended.
 _FIRST_PAUSE = 0.25
 _STOPPED_WITHIN = 60.0
+# Errors of a server that is ending, or whose model has died: another copy may answer.
+_GOES_ELSEWHERE = re.compile(
+    r"stopped (?:accepting|working)|is not (?:ready|healthy)|[Ss]erver is stopping|unknown model"
+)
 
 
 async def generate(
@@ -213,7 +220,7 @@ class EngineCall:
         self._id = uuid.uuid4().hex
         self._arrived: asyncio.Queue[Reply | Exception | None] = asyncio.Queue()
         self._begun = False
-        self._client = backend.client
+        self._client: GrpcTransport | None = None
         self._reader = backend.spawn(self._read())
 
     async def replies(self) -> AsyncIterator[list[Reply]]:
@@ -243,28 +250,20 @@ class EngineCall:
             self._arrived.put_nowait(None)
 
     async def _read_from_any(self) -> None:
-        """Ask the copy that fits best; another one only if that fails before it has answered anything."""
-        clients, tried = self._backend.clients, list[int]()
-        if len(clients) == 1:
-            await self._read_from(self._request)
-            return None
-        balancer = self._backend.balancer
-        while True:
-            share = balancer.choose(self._request.prompt.ids, without=tried)
-            self._client = clients[share.replica]
-            try:
-                return await self._read_from(self._request)
-            except ServerUnreachableError:
-                balancer.failed(share.replica)
-                tried.append(share.replica)
-                if self._begun or len(tried) == len(clients):
-                    raise
-            finally:
-                balancer.end(share)
+        await self._backend.replicas.send(self._read_of, self._request.prompt.ids, begun=lambda: self._begun)
 
-    async def _read_from(self, request: EngineRequest) -> None:
+    async def _read_of(self, replica: Replica) -> None:
+        self._client = replica.client
+        try:
+            await self._read_from(replica.client, self._request)
+        except RequestError as error:
+            if not self._begun and _GOES_ELSEWHERE.search(error.message):
+                raise UnansweredError(error) from error
+            raise
+
+    async def _read_from(self, client: GrpcTransport, request: EngineRequest) -> None:
         model = self._served.model
-        replies = self._client.infer(
+        replies = client.infer(
             model,
             list(request.tensors.values()),
             request_id=self._id,
@@ -279,17 +278,18 @@ class EngineCall:
         except RequestError as error:
             if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
                 raise
-            await self._read_from(with_adapter_weights(self._served, request))
+            await self._read_from(client, with_adapter_weights(self._served, request))
 
     async def _stop(self) -> None:
-        core = self._served.core
-        if core is None or IDS_INPUT not in core.inputs:  # the LLM API's model sees that its call was cancelled
+        core, client = self._served.core, self._client
+        # The LLM API's model sees that its call was cancelled.
+        if core is None or client is None or IDS_INPUT not in core.inputs:
             self._reader.cancel()
             return
 
         async def stop() -> None:
             with suppress(TrtserveError):  # the server may be gone
-                async for _ in self._client.infer(
+                async for _ in client.infer(
                     core, stop_tensors(core), request_id=self._id, stream=core.decoupled, timeout=STOP_TIMEOUT
                 ):
                     pass

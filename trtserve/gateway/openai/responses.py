@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, call_json
@@ -18,6 +20,7 @@ from trtserve.gateway.openai.bodies import Body, ChatBody, NamedFunction, chat_b
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.reading import Part
 
+_ID = re.compile(r"resp_[0-9a-f]{1,64}")
 _MOST_STORED = 1024
 _MOST_STORED_BYTES = 64 << 20
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -197,36 +200,63 @@ class Stored:
 
 
 class ResponseStore:
-    """The responses of this process that clients may continue: the latest ones, within bounds."""
+    """The responses that clients may continue: the latest ones of this process, within bounds.
 
-    def __init__(self, most: int = _MOST_STORED, most_bytes: int = _MOST_STORED_BYTES) -> None:
+    Several processes keep theirs in files of one folder, where each finds those of the others.
+    """
+
+    def __init__(
+        self, most: int = _MOST_STORED, most_bytes: int = _MOST_STORED_BYTES, *, folder: Path | None = None
+    ) -> None:
+        self._folder = folder
         self._most, self._most_bytes = most, most_bytes
         self._kept: OrderedDict[str, Stored] = OrderedDict()
         self._bytes = 0
 
     def find(self, id: str) -> Stored:  # noqa: A002 - the field's word
         """Return a response. Raises ApiError for one that was never stored, or had to make room."""
-        found = self._kept.get(id)
+        found = self._kept.get(id) if self._folder is None else self._read(id)
         if found is None:
             raise ApiError(
                 f"Response with id {id[:100]!r} not found: it was not stored, or made room for newer ones.", status=404
             )
-        self._kept.move_to_end(id)
+        if id in self._kept:
+            self._kept.move_to_end(id)
         return found
 
     def add(self, id: str, document: Json, messages: Sequence[Json]) -> None:  # noqa: A002 - the field's word
         """Keep a response, and drop those that were not used for longest if there are too many."""
         size = len(to_json(document)) + len(to_json(messages))
-        self._kept[id] = Stored(document=document, messages=messages, size=size)
+        stored = Stored(document=document, messages=messages, size=size)
+        if self._folder is not None:
+            self._path(id).write_bytes(to_json({"document": document, "messages": messages}))
+            stored = Stored(document={}, messages=(), size=size)
+        self._kept[id] = stored
         self._bytes += size
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= dropped.size
+            self._drop(next(iter(self._kept)))
 
     def remove(self, id: str) -> None:  # noqa: A002 - the field's word
         """Forget a response. Raises ApiError if it is not there."""
         self.find(id)
-        self._bytes -= self._kept.pop(id).size
+        self._drop(id)
+
+    def _drop(self, id: str) -> None:  # noqa: A002 - the field's word
+        if id in self._kept:
+            self._bytes -= self._kept.pop(id).size
+        if self._folder is not None:
+            self._path(id).unlink(missing_ok=True)
+
+    def _read(self, id: str) -> Stored | None:  # noqa: A002 - the field's word
+        try:
+            content = from_json(self._path(id).read_bytes()) if _ID.fullmatch(id) else None
+        except FileNotFoundError:
+            content = None
+        return None if content is None else Stored(document=content["document"], messages=content["messages"], size=0)
+
+    def _path(self, id: str) -> Path:  # noqa: A002 - the field's word
+        assert self._folder is not None
+        return self._folder / f"{id}.response"
 
 
 class ResponsesForm(Form[Message]):

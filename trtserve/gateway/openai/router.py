@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -50,9 +51,17 @@ Require = Callable[[Request, str], Awaitable[None]]
 
 
 def openai_router(
-    backend: Backend, measures: Measures, *, api_keys: Collection[str] = (), require: Require | None = None
+    backend: Backend,
+    measures: Measures,
+    *,
+    api_keys: Collection[str] = (),
+    require: Require | None = None,
+    folder: Path | None = None,
 ) -> APIRouter:
-    """Return the routes below /v1. With `api_keys` a request must have one of them as its bearer token."""
+    """Return the routes below /v1. With `api_keys` a request must have one of them as its bearer token.
+
+    `folder` is for what several processes of a gateway share.
+    """
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -66,7 +75,7 @@ def openai_router(
         lifespan=lifespan,
         dependencies=[Depends(_key_check(api_keys))] if api_keys else [],
     )
-    paths = Paths(backend, measures, require)
+    paths = Paths(backend, measures, require, folder)
     router.add_api_route("/v1/models", paths.models, methods=["GET"])
     router.add_api_route("/v1/models/{name}", paths.model, methods=["GET"])
     router.add_api_route("/v1/completions", paths.completions, methods=["POST"])
@@ -86,9 +95,11 @@ def openai_router(
 class Paths:
     """What each path answers."""
 
-    def __init__(self, backend: Backend, measures: Measures, require: Require | None) -> None:
+    def __init__(
+        self, backend: Backend, measures: Measures, require: Require | None, folder: Path | None = None
+    ) -> None:
         self._backend, self._measures, self._require = backend, measures, require
-        self._store = ResponseStore()
+        self._store = ResponseStore(folder=folder)
 
     async def models(self) -> Response:
         """List the models and their adapters."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Coroutine, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_transport import GrpcTransport, grpc_client
+from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.query import describe_model
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, ModelDescription
 from trtserve.client.tokenizer import (
@@ -28,18 +27,16 @@ from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.executor.loaders import MODELS
 from trtserve.files import read_json_object
-from trtserve.gateway.balancing import Balancer
 from trtserve.gateway.openai.answers import Token
 from trtserve.gateway.openai.dialects import Dialect, dialect_of
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.replicas import Replicas
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 from trtserve.programs.shared.lora_names import LoraNames
 
 _DESCRIBED_WITHIN = 30.0
 _RETRY = 0.5
-_PROBE_SECONDS, _PROBE_PAUSE = 2.0, 1.0
-_LOG = logging.getLogger(__name__)
 # How the names of the models begin that are in every repository; the others are aliases.
 _STANDARD = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble")
 _TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
@@ -168,11 +165,11 @@ class Backend:
         *,
         tokenizer: Path | None = None,
         timeout: float = 600.0,
-        replicas: Sequence[Endpoint] = (),
+        replicas: Replicas | None = None,
     ) -> None:
-        """`replicas` serve the same models as `endpoint`, and get their share of the requests."""
+        """`replicas` serve the models of `endpoint`, which is one of them."""
         self._endpoint = endpoint
-        self._replicas = tuple(replicas)
+        self._given = replicas
         self._tokenizer = tokenizer
         self._lock = asyncio.Lock()
         self._served: tuple[ServedModel, ...] = ()
@@ -181,19 +178,9 @@ class Backend:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @cached_property
-    def client(self) -> GrpcTransport:
-        """The connection, which belongs to the event loop that asks for it first."""
-        return GrpcTransport(self._endpoint, timeout=self.timeout)
-
-    @cached_property
-    def clients(self) -> tuple[GrpcTransport, ...]:
-        """The connections to all copies."""
-        return (self.client, *(GrpcTransport(each, timeout=self.timeout) for each in self._replicas))
-
-    @cached_property
-    def balancer(self) -> Balancer:
-        """What chooses among the copies."""
-        return Balancer(len(self.clients))
+    def replicas(self) -> Replicas:
+        """The copies of the server."""
+        return self._given or Replicas(self._endpoint, timeout=self.timeout)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in a task of its own, which may outlive the request that asks for it."""
@@ -209,8 +196,7 @@ class Backend:
         for encoder in {served.encoder for served in self._served}:
             if encoder is not None:
                 encoder.close()
-        for client in self.clients:
-            await client.close()
+        await self.replicas.close()
 
     @property
     def repository(self) -> Path | None:
@@ -221,41 +207,21 @@ class Backend:
         """Return the models. Raises ServerUnreachableError or RequestError while the server cannot describe them."""
         async with self._lock:
             if not self._served:
-                self._served = await asyncio.to_thread(_describe_all, self._endpoint, self._tokenizer)
+                endpoint = self.replicas.first.endpoint
+                self._served = await asyncio.to_thread(_describe_all, endpoint, self._tokenizer)
             return self._served
 
     async def prepare(self) -> None:
         """Describe the models as soon as the server can, so that the first request does not wait for the tokenizer.
 
-        Then watch the copies, if there are several.
+        Then watch the copies.
         """
         while not self._served:
             with suppress(TrtserveError):
                 await self.models()
                 break
             await asyncio.sleep(_RETRY)
-        if len(self.clients) > 1:
-            await asyncio.gather(*(self._watch(replica) for replica in range(len(self.clients))))
-
-    async def _watch(self, replica: int) -> None:
-        """Ask a copy again and again whether it has its models ready, until cancelled."""
-        needed = {served.model.name for served in self._served}
-        ready = True
-        while True:
-            before = ready
-            try:
-                ready = needed <= set(await asyncio.wait_for(self.clients[replica].model_names(), _PROBE_SECONDS))
-            except (TrtserveError, asyncio.TimeoutError):
-                ready = False
-            if ready:
-                self.balancer.answered(replica)
-            else:
-                self.balancer.failed(replica)
-            if ready != before:
-                _LOG.log(
-                    logging.INFO if ready else logging.ERROR, "replica %d is%s ready", replica, "" if ready else " not"
-                )
-            await asyncio.sleep(_PROBE_PAUSE)
+        await self.replicas.watch({each.model.name for each in self._served})
 
     async def find(self, name: str) -> tuple[ServedModel, str | None]:
         """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither."""

@@ -1,4 +1,4 @@
-"""Programs of launches: mpirun, which starts ranks, and those of some launches: docker, Slurm, kubectl, nginx."""
+"""Programs of launches: mpirun, which starts ranks, and those of some launches: docker, Slurm, kubectl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import MissingDependencyError, counted
-from trtserve.process import POLL_INTERVAL, Command, Completed, exit_code, find_sbin_program, run, spawn, stop
+from trtserve.process import POLL_INTERVAL, Command, Completed, exit_code, run, spawn, stop
 from trtserve.server.doctor import NONE, PYTORCH, TENSORRT_LLM, CheckResult, report_for
 from trtserve.server.rank_processes import mpirun_program, needs_oversubscription, sweep_session
 from trtserve.server.triton.tritonserver import stub_environment
@@ -44,7 +44,6 @@ VERSIONS = {
         ("version", "--client"),
         "`start --kubernetes` writes manifests without it; you need it to apply them.",
     ),
-    "nginx": (("-v",), "Only `start --instances` uses it."),
 }
 
 _report = report_for("tools")
@@ -170,11 +169,10 @@ def check_slurm() -> CheckResult:
 
 def check_version(name: str) -> CheckResult:
     arguments, without = VERSIONS[name]
-    program = find_sbin_program(name)  # as `start` finds nginx
-    ended = None if program is None else _run(str(program), *arguments)
+    ended = _run(name, *arguments)
     if ended is None:
         return _absent(name, without)
-    output = ended.stdout.strip() or ended.stderr.strip()  # nginx prints its version on stderr
+    output = ended.stdout.strip() or ended.stderr.strip()
     if ended.code != 0:
         return _report(name, "warning", f"exit code {ended.code}: {_first(output)}", f"See what `{name}` reports.")
     return _report(name, "ok", _number(output))
