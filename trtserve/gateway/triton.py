@@ -318,6 +318,10 @@ class TritonHealth:
                 return reason
         if self._replicas is not None and self._replicas.several and target.model is None:
             return self._replicas.problem()
+        return await self._asked(target)
+
+    async def _asked(self, target: TritonPath) -> str | None:
+        """Return what Triton itself says."""
         if await self._triton.is_ready(target.path):
             return None
         if target.model is not None:
