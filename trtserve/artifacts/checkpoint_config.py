@@ -119,6 +119,7 @@ class CheckpointConfig:
     longrope_scaling_short_factors: tuple[float, ...] = ()
     longrope_scaling_long_factors: tuple[float, ...] = ()
     max_attention_window: tuple[int | None, ...] = ()  # ours: sliding windows, see `Decoder.windows`
+    unrotated_layers: tuple[bool, ...] = ()  # ours: see `Decoder.unrotated`
     superset: tuple[str, ...] = ()  # ours: what of the model TensorRT-LLM's format does not have, in words
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0

@@ -158,7 +158,7 @@ def _refused(what: str, hint: str | None = None) -> UnsupportedModelError:
 
 _PUBLISHED = "Use the config.json that was published with the weights."
 # The families' own keys for `norm_epsilon`.
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _NUMBERS = (
     *("rotary_pct", "query_pre_attn_scalar"),
     *("final_logit_softcapping", "attn_logit_softcapping"),

@@ -239,7 +239,9 @@ class SourceNames:
     gate: str | None = None  # of a gated MLP; `fc` is the activated branch
     experts: ExpertNames | None = None  # instead of the MLP, but for layers that are dense
     sinks: str | None = None  # the whole name of the scores of attention's sinks
-    head_norms: Mapping[str, str] = field(default_factory=dict)  # of each head's queries and keys
+    head_norms: Mapping[str, str] = field(default_factory=dict)  # of queries and keys; `{}` for the number of a head
+    # The weights of `head_norms`: one for all heads [D], one for each [H, D], or all in a row [H · D].
+    head_norm_weights: Literal["shared", "each", "row"] = "shared"
     positions: str | None = None
     embedding_norm: str | None = None
     biases: frozenset[Part] = frozenset()  # the matrices that have one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +25,14 @@ from trtserve.checkpoint.architectures.parts.positions import (
     inverse_frequencies,
     require_whole_heads,
     rotary,
+    rotary_fraction,
     rotary_scale,
     uniform_window,
+    window_keys,
 )
+
+Windows = Sequence[int | None]
+"""Of each layer in tokens; None: full attention."""
 
 BASE_PREFIX = "model."
 TIED = False
@@ -59,16 +65,38 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def common_config(hf: HfConfig, *, longest: int) -> dict[str, Any]:
+def own_config(
+    hf: HfConfig, family: str, *, defaults: Mapping[str, Any], partial: bool = False, windows: Windows | None = None
+) -> dict[str, Any]:
+    """Return the config of a family like Llama that is not in TensorRT-LLM's format.
+
+    `family` is its name for users; `defaults` are those of its transformers config for absent keys. With `partial` a
+    part of each head may be rotated. `windows` are those of the layers; None: the family has none.
+    """
+    hf = {**defaults, **hf}
+    config = common_config(hf, longest=2048, partial=partial)
+    return {
+        **config,
+        "attn_bias": bool(hf.get("attention_bias", False)),
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        **(uniform_window(hf, None) if windows is None else window_keys(windows)),
+        **superset(f"the family {family}", *config.get("superset", ())),
+    }
+
+
+def common_config(hf: HfConfig, *, longest: int, partial: bool = False) -> dict[str, Any]:
     """Return what the configs of Llama and of families like it have in common.
 
-    `longest` is transformers' default of max_position_embeddings.
+    `longest` is transformers' default of max_position_embeddings; with `partial` a part of each head may be rotated.
     """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     heads = sizes["num_attention_heads"]
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
     base, scaling = rotary(hf)
-    require_whole_heads(hf)
+    part = rotary_fraction(hf)
+    if not partial:
+        require_whole_heads(hf)
     require_activation(hf.get("hidden_act", "silu"))
     return {
         **sizes,
@@ -78,7 +106,8 @@ def common_config(hf: HfConfig, *, longest: int) -> dict[str, Any]:
         "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": hf.get("max_position_embeddings", longest),
-        "rotary_embedding_dim": head_size,
+        "rotary_embedding_dim": int(head_size * part),
+        **({} if part == 1 else {"rotary_pct": part}),
         "rotary_base": base,
         "rotary_scaling": scaling,
         **superset(*beyond_rotary(scaling)),
@@ -120,8 +149,11 @@ def decoder(config: CheckpointConfig) -> Decoder:
         mlp="gated",
         activation=require_activation(config.hidden_act),
         attention_scale=1 / math.sqrt(config.head_size),
-        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling),
+        rope_inv_freq=inverse_frequencies(
+            int(config.head_size * config.own("rotary_pct", 1.0)), config.rotary_base, config.rotary_scaling
+        ),
         rope_scale=rotary_scale(config.rotary_scaling),
+        unrotated=config.unrotated_layers,
         windows=attention_windows(config),
     )
 

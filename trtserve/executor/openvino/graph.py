@@ -46,8 +46,9 @@ Array = npt.NDArray[Any]
 # The sum after the last layer's attention. After it tokens are independent of each other, so PagedModel drops the rows
 # without requested logits there: this saves the last MLP, the final norm and lm_head for them.
 LAST_ATTENTION = "last_attention"
-# The product in the last layer that bypasses that sum, if the MLP is parallel to the attention.
+# The products in the last layer that bypass that sum, if the MLP is parallel to the attention; the second is its gate.
 LAST_PARALLEL_MLP = "last_parallel_mlp"
+LAST_PARALLEL_GATE = "last_parallel_gate"
 # The constant f32[heads] with the ALiBi slopes.
 ALIBI_SLOPES = "alibi_slopes"
 # The constant i64[] with the length beyond which sequences are long for LongRoPE; input of a comparison.
@@ -344,7 +345,8 @@ class _GraphBuilder:
         inner = self._linear(hidden, f"{name}.fc", packing=self._packing, mark=mark)
         inner = self._activate_half(inner) if self._decoder.mlp == "fused" else self._activate(inner)
         if self._decoder.mlp in ("gated", "experts"):  # the latter in a layer without experts
-            inner = ops.multiply(inner, self._linear(hidden, f"{name}.gate", packing=self._packing)).output(0)
+            gate = self._linear(hidden, f"{name}.gate", packing=self._packing, mark=mark and LAST_PARALLEL_GATE)
+            inner = ops.multiply(inner, gate).output(0)
         return self._linear(inner, f"{name}.proj", packing=self._packing)
 
     def _experts(self, hidden: Any, name: str, experts: Experts) -> Any:

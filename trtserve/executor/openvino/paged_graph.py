@@ -16,7 +16,13 @@ from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
 from trtserve.executor.engine.shapes import LoraShape
-from trtserve.executor.openvino.graph import ALIBI_SLOPES, LAST_ATTENTION, LAST_PARALLEL_MLP, LONG_ROPE_BEYOND
+from trtserve.executor.openvino.graph import (
+    ALIBI_SLOPES,
+    LAST_ATTENTION,
+    LAST_PARALLEL_GATE,
+    LAST_PARALLEL_MLP,
+    LONG_ROPE_BEYOND,
+)
 from trtserve.executor.openvino.graph_parts import parameter
 
 # Input 10 of PagedAttentionExtension is the sliding window in tokens, 0 for none.
@@ -171,8 +177,7 @@ def _gather_rows(graph: ov.Model, nodes: Mapping[str, Any]) -> None:
     """Let everything after the last attention see only the tokens in a new input `rows` i32[r]."""
     rows = parameter("rows", ov.Type.i32, [-1])
     ends = [list(nodes[LAST_ATTENTION].output(0).get_target_inputs())]
-    if LAST_PARALLEL_MLP in nodes:
-        ends.append([nodes[LAST_PARALLEL_MLP].input(0)])
+    ends += [[nodes[mark].input(0)] for mark in (LAST_PARALLEL_MLP, LAST_PARALLEL_GATE) if mark in nodes]
     for consumers in ends:
         chosen = ops.gather(consumers[0].get_source_output(), rows, ops.constant(np.int64(0)))
         for consumer in consumers:

@@ -193,6 +193,9 @@ def activated(x, ACTIVATION: tl.constexpr):
         return x / (1 + tl.exp(-x))
     elif ACTIVATION == "relu":
         return tl.maximum(x, 0.0)
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1 + tl.math.erf(x * 0.7071067811865476))
     else:

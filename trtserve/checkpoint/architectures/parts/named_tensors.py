@@ -57,7 +57,7 @@ def _norm(
             name=f"{name}.{kind}",
             sources=(f"{source}.{kind}",),
             shape=(size,),
-            offset=names.norm_offset,
+            offset=names.norm_offset if kind == "weight" else 0.0,
             layer=layer,
             last_stage=last_stage,
         )
@@ -66,9 +66,22 @@ def _norm(
 def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
     ours, theirs = f"transformer.layers.{layer}.", names.layer.format(layer)
     hidden, inner, queries = config.hidden_size, config.intermediate_size, fused_qkv(config)[0]
-    for norms, size in ((names.norms, hidden), (names.head_norms, config.head_size)):
-        for name, source in norms.items():
-            yield from _norm(names, ours + name, theirs + source, size, layer=layer)
+    for name, source in names.norms.items():
+        yield from _norm(names, ours + name, theirs + source, hidden, layer=layer)
+    for (name, source), heads in zip(
+        names.head_norms.items(), (config.num_attention_heads, config.num_key_value_heads), strict=False
+    ):
+        size = config.head_size
+        shapes = {"shared": (size,), "each": (heads, size), "row": (heads * size,)}
+        listed = heads if "{}" in source else 1
+        yield Target(
+            name=f"{ours}{name}.weight",
+            sources=[f"{theirs}{source.format(head)}.weight" for head in range(listed)],
+            parts=(size,) * heads if listed > 1 else (),
+            shape=shapes[names.head_norm_weights],
+            offset=names.norm_offset,
+            layer=layer,
+        )
     yield from _qkv(config, names, layer)
     yield from _linear(names, "dense", names.dense, layer, (hidden, queries))
     if names.sinks is not None:

@@ -296,6 +296,19 @@ def layer_kinds(hf: HfConfig) -> list[str] | None:
     return list(kinds)
 
 
+def layer_flags(hf: HfConfig, key: str) -> list[bool] | None:
+    """Return a list of one 0 or 1 for each layer, or None; longer lists are cut, as in transformers."""
+    flags, layers = hf.get(key), int(hf["num_hidden_layers"])
+    if flags is None:
+        return None
+    if not isinstance(flags, list) or len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise UnsupportedModelError(
+            f"config.json has {key} = {flags!r:.80}; expected a list with 0 or 1 for each of {layers} layers.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    return [bool(flag) for flag in flags[:layers]]
+
+
 def windows_of(kinds: Sequence[str], window: int | None) -> list[int | None]:
     """Return one window per layer: `window` for sliding attention, None for full attention."""
     return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -1,0 +1,42 @@
+"""EXAONE 4: norms after attention and MLP and over each head; layers without a window have no positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.olmo2 import BRANCH_NORMS
+from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
+from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's config, the windows, and the layers without rotation: those without a window, if any has one."""
+    window, pattern = hf.get("sliding_window", 4096), hf.get("sliding_window_pattern", 4)
+    layers = range(int(hf["num_hidden_layers"]))
+    kinds = layer_kinds(hf)
+    if kinds is None and window is not None:
+        if not isinstance(pattern, int) or pattern < 1:
+            raise UnsupportedModelError(
+                f"config.json has sliding_window_pattern = {pattern!r:.40} and no layer_types; expected a number.",
+                hint="Use the config.json that was published with the weights.",
+            )
+        kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
+    windows = windows_of(kinds or ["full_attention"] * len(layers), window)
+    config = llama.own_config(hf, "EXAONE 4", defaults={"rms_norm_eps": 1e-5}, windows=windows)
+    return config | ({} if window is None else {"unrotated_layers": [each is None for each in windows]})
+
+
+def names(config: CheckpointConfig) -> SourceNames:
+    return replace(llama.names(config), norms=BRANCH_NORMS, head_norms=HEAD_NORMS)
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    return replace(llama.decoder(config), block="branch", qk_norm="heads")

@@ -1,0 +1,87 @@
+"""Ministral, Ministral 3 and CWM: Llama with windows in some layers, or with queries that grow with their position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    QueryGrowth,
+    require_numbers,
+    require_sizes,
+)
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED, names
+from trtserve.checkpoint.architectures.parts.positions import layer_kinds, rope_parameters, windows_of
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+
+# transformers' defaults; Ministral 3 has yarn, CWM has llama3.
+_MINISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+_CWM = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_theta": 1e6,
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+_MINISTRAL_3 = {
+    **_CWM,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_theta": 1e6,
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's config, the windows, and how queries grow."""
+    layers, name = range(int(hf["num_hidden_layers"])), hf["architectures"][0]
+    cwm = name == "CwmForCausalLM"
+    plain = {**hf, "attention_bias": False, **({} if cwm else {"mlp_bias": False})}
+    if name == "Ministral3ForCausalLM":
+        return _ministral3(plain)
+    every_fourth = ["sliding_attention" if layer % 4 else "full_attention" for layer in layers]
+    kinds = layer_kinds(hf) or (every_fourth if cwm else ["sliding_attention"] * len(layers))
+    windows = windows_of(kinds, hf.get("sliding_window", 8192 if cwm else 4096))
+    if cwm:
+        return llama.own_config(plain, "CWM", defaults=_CWM, windows=windows)
+    return llama.own_config(plain, "Ministral", defaults=_MINISTRAL, windows=windows)
+
+
+def _ministral3(hf: HfConfig) -> dict[str, Any]:
+    hf = {**_MINISTRAL_3, **hf, "layer_types": None}
+    window, parameters = hf.get("sliding_window"), rope_parameters(hf)
+    config = llama.own_config(hf, "Ministral 3", defaults={}, windows=[window])
+    beta = parameters.get("llama_4_scaling_beta")
+    if beta is None:
+        return config
+    growth = {"beta": beta, "every": parameters.get("original_max_position_embeddings")}
+    require_numbers(growth, "beta")
+    require_sizes(growth, "every")
+    return config | {"llama_4_scaling_beta": float(beta), "original_max_position_embeddings": growth["every"]}
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    beta = config.own_or_none("llama_4_scaling_beta", float)
+    every = config.original_max_position_embeddings
+    return replace(llama.decoder(config), query_growth=None if beta is None else QueryGrowth(beta=beta, every=every))
