@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,7 @@ WRITTEN = f"""## Title
 
 > quoted
 """
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 STRUCTURE = {"h4": 1, "strong": 1, "em": 1, "a": 1, "ol > li": 2, "ol ul > li": 1, "pre": 1, "td": 2, "blockquote": 1}
 
 
@@ -43,9 +45,10 @@ class Scripted:
     """A server whose answers are written here."""
 
     def __init__(self) -> None:
-        self.asked: list[list[dict[str, str]]] = []
+        self.asked: list[list[dict[str, Any]]] = []
         self.parts: list[dict[str, str]] = []
         self.gone = False
+        self.modalities = ["text"]
         (route,) = (each for each in page_router().routes if isinstance(each, APIRoute))
         self._page: Response = asyncio.run(route.endpoint())
 
@@ -57,7 +60,7 @@ class Scripted:
             headers = {name: value for name, value in self._page.headers.items() if name != "content-length"}
             route.fulfill(body=bytes(self._page.body), headers=headers)
         elif path == "v1/models":
-            route.fulfill(json={"data": [{"id": "m", "system_messages": True}]})
+            route.fulfill(json={"data": [{"id": "m", "system_messages": True, "input_modalities": self.modalities}]})
         elif path == "metrics":
             route.fulfill(body="")
         else:
@@ -150,3 +153,29 @@ def test_without_a_server_the_page_says_so_and_goes_on_later(page: Any, server: 
     page.get_by_role("button", name="Retry").click()
     page.get_by_text("back").wait_for()
     assert count(page, ".turn") == 2
+
+
+def test_images_are_attached_where_the_model_reads_them(page: Any, server: Scripted) -> None:
+    assert not page.is_visible("#attach")
+    server.modalities, server.parts = ["text", "image"], [{"content": "A dot."}]
+    page.evaluate("loadModels()")
+    page.wait_for_selector("#attach")
+    page.set_input_files("#files", {"name": "dot.png", "mimeType": "image/png", "buffer": base64.b64decode(DOT)})
+    page.wait_for_selector("#pictures img")
+    dropped = "new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], 'dot.png', { type: 'image/png' })"
+    event = f"data => {{ const d = new DataTransfer(); d.items.add({dropped}); KIND }}"
+    for kind in (
+        "$('question').dispatchEvent(new ClipboardEvent('paste', { clipboardData: d }))",
+        "$('composer').dispatchEvent(new DragEvent('drop', { dataTransfer: d, cancelable: true }))",
+    ):
+        before = count(page, "#pictures img")
+        page.evaluate(event.replace("KIND", kind), DOT)
+        wait_until(lambda before=before: count(page, "#pictures img") == before + 1)  # type: ignore[misc]
+    page.click("#pictures button >> nth=0")
+    wait_until(lambda: count(page, "#pictures img") == 2)
+    ask(page, "What is it?")
+    parts = server.asked[-1][0]["content"]
+    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
+    assert parts[0]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert (count(page, ".turn.user img"), count(page, "#pictures img")) == (2, 0)
+    assert "base64" not in page.evaluate("localStorage.getItem(KEPT)")  # a few images would fill it

@@ -15,6 +15,7 @@ from trtserve.client.tensors import ModelDescription, Reply, Tensor
 from trtserve.client.tokenizer import _RENDERER, TokenizerFiles
 from trtserve.errors import RequestError
 from trtserve.gateway.openai.encoding import Encoder
+from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.gateway.replicas import Replicas
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
@@ -29,7 +30,7 @@ class ScriptedTriton(Backend):
         self, folder: Path, *, decoupled: bool = True, text: bool = False, context_logits: bool | None = None
     ) -> None:
         self._lock, self._tasks, self.timeout = asyncio.Lock(), set(), 5.0
-        self._endpoint, self.replicas = Endpoint(), Replicas(Endpoint())
+        self._endpoint, self.replicas, self.images = Endpoint(), Replicas(Endpoint()), ImageSources()
         self.replicas.first.__dict__["client"] = self  # it answers itself
         files = TokenizerFiles(folder)
         core = described("tensorrt_llm", decoupled=decoupled)

@@ -158,7 +158,7 @@ def test_a_schema_and_tools_of_responses(client: TestClient, triton: ScriptedTri
     [
         ({"input": []}, "no message"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "expected input_text"),
         ({"input": [{"content": "x"}]}, "no role"),
         ({"tools": [{"type": "web_search"}]}, "'function'"),
         ({"background": True}, "background"),
@@ -275,7 +275,7 @@ def test_tokens_of_a_message_are_counted(client: TestClient, triton: ScriptedTri
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "without a url"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, "expected user or assistant"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "needs a content"),
         ({"messages": [{"role": "user", "content": []}]}, 400, "no message"),

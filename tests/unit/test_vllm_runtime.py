@@ -15,7 +15,15 @@ from tests.support.counting_vllm import PACKAGES
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.executor import runtimes
-from trtserve.executor.engine.limits import AdapterOptions, EngineLimits, EngineOptions, GuideTokenizer, KvCacheOptions
+from trtserve.executor.engine.admission import check_outputs
+from trtserve.executor.engine.limits import (
+    AdapterOptions,
+    EngineLimits,
+    EngineOptions,
+    GuideTokenizer,
+    KvCacheOptions,
+    resolve_limits,
+)
 from trtserve.executor.engine.requests import AdapterSource, GenerationRequest, PromptTable
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
@@ -227,6 +235,22 @@ def test_lora_weights_of_a_request_are_refused_by_name() -> None:
     request = GenerationRequest(tokens=[1], max_tokens=4, sampling=SamplingParameters(), adapter=adapter)
     with pytest.raises(RuntimeError, match="lora_weights are not supported by the vllm runtime, which loads adapters"):
         vllm_request(request, limits, PeftAdapters({}), guides=False)
+
+
+def test_images_go_to_models_that_read_them() -> None:
+    config = planned({**LLAMA, "vision_config": {}})
+    assert config.trtserve.reads_images
+    assert not planned().trtserve.reads_images
+    assert not planned(
+        {**LLAMA, "vision_config": {}}, settings={"limit_mm_per_prompt.image": "0"}
+    ).trtserve.reads_images
+    options = EngineOptions()
+    assert engine_arguments(config, options, Path("model"), adapters=0)["skip_tokenizer_init"] is False
+    limits = resolve_limits(config, options)
+    request = GenerationRequest(tokens=[1], max_tokens=4, sampling=SamplingParameters(), images=(b"GIF89a",))
+    assert vllm_request(request, limits, PeftAdapters({}), guides=False)["images"] == [b"GIF89a"]
+    with pytest.raises(RuntimeError, match="images need the vllm runtime"):
+        check_outputs(request, limits, generation_logits=False)
 
 
 def test_auto_takes_vllm_where_nothing_else_serves_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

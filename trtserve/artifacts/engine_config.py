@@ -74,6 +74,7 @@ class EmbeddedKeys:
     """The interpreter with vLLM; empty: the one that serves."""
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine that the user gave."""
+    reads_images: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,6 +110,8 @@ def gateway(
             "no_auth",
             "no_tls",
             "allow_origin",
+            "image_folder",
+            "image_host",
             "max_requests",
             "gateway_processes",
         ),
@@ -167,6 +169,8 @@ def gateway(
         servers_key_file=servers_key_file,
         servers_tls=tls,
         admin_key_file=admin_key_file,
+        image_folder=access.image_folder,
+        image_hosts=access.image_host,
         limits=RequestLimits(requests=access.max_requests),
     )
     with listening_socket(host, port) as listening:

@@ -64,7 +64,7 @@ class Tensor:
     def raw(self) -> bytes:
         """Return the content in KServe's raw form: little-endian numbers; strings after their 4-byte length."""
         if self.datatype == "BYTES":
-            encoded = [str(value).encode() for value in self.flat()]
+            encoded = [value if isinstance(value, bytes) else str(value).encode() for value in self.flat()]
             return b"".join(len(text).to_bytes(4, "little") + text for text in encoded)
         import numpy as np
 

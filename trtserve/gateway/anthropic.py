@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -154,7 +154,7 @@ def _said(number: int, message: dict[str, Any]) -> Iterator[Json]:
         return
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise ApiError(f"{where} needs a content: a text or a list of blocks.", param="messages")
-    texts, thoughts, calls = [], list[str](), list[Json]()
+    parts, thoughts, calls = list[Json](), list[str](), list[Json]()
     for block in content:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
@@ -165,11 +165,27 @@ def _said(number: int, message: dict[str, Any]) -> Iterator[Json]:
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
-            texts.append(_text(where, block))
-    if texts or calls or thoughts:
+            parts.append(_part(where, block))
+    if parts or calls or thoughts:
         more: Json = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-        yield {"role": role, "content": "\n\n".join(texts) if role == "user" else "".join(texts), **more}
+        yield {"role": role, "content": _joined(parts, "\n\n" if role == "user" else ""), **more}
+
+
+def _joined(parts: Sequence[Json], separator: str) -> str | list[Json]:
+    """Return texts as one, and parts with images as they are."""
+    return list(parts) if any("image_url" in part for part in parts) else separator.join(p["text"] for p in parts)
+
+
+def _part(where: str, block: dict[str, Any]) -> Json:
+    """Return the part of a chat that a block is."""
+    source = block.get("source")
+    if block.get("type") != "image" or not isinstance(source, dict):
+        return {"type": "text", "text": _text(where, block)}
+    url = source.get("url") if source.get("type") == "url" else None
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(where: str, block: dict[str, Any]) -> str:
@@ -178,16 +194,19 @@ def _text(where: str, block: dict[str, Any]) -> str:
     if kind == "document" and isinstance(source := block.get("source"), dict) and source.get("type") == "text":
         kind, text = "text", source.get("data")
     if kind != "text" or not isinstance(text, str):
-        raise ApiError(f"{where} has a block of type {str(kind)[:50]!r}; this model reads text only.", param="messages")
+        raise ApiError(
+            f"{where} has a block of type {str(kind)[:50]!r}; expected text, or an image with a source.",
+            param="messages",
+        )
     return text
 
 
-def _result(where: str, block: dict[str, Any]) -> str:
+def _result(where: str, block: dict[str, Any]) -> str | list[Json]:
     content = block.get("content") or ""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if not all(isinstance(each, dict) for each in blocks):
         raise ApiError(f"{where} has a tool_result whose content is no text and no list of blocks.", param="messages")
-    return "\n".join(_text(where, each) for each in blocks)
+    return _joined([_part(where, each) for each in blocks], "\n")
 
 
 class MessagesForm(Form[Message]):

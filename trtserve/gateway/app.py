@@ -31,6 +31,7 @@ from trtserve.gateway.asgi import (
 )
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.errors import TOKENS, error_content, error_event
+from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.page import page_router
@@ -235,6 +236,7 @@ class Gateway:
             tokenizer=settings.tokenizer,
             timeout=settings.limits.request_seconds,
             replicas=self._replicas,
+            images=ImageSources(folder=settings.image_folder, hosts=settings.image_hosts),
         )
         require = self._require_model if settings.own else None
         routes.include_router(openai_router(backend, self._measures, require=require, folder=self._shared_folder))

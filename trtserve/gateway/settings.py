@@ -107,6 +107,10 @@ class GatewaySettings:
     """Sites whose pages may use the server, or * for all."""
     open_apis: tuple[str, ...] = ()
     """Groups of Triton's protocol that are closed by default and open here."""
+    image_folder: Path | None = None
+    """Folder below which clients may name files of images."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts from which images are fetched."""
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     @property

@@ -107,6 +107,8 @@ def plan_gateway(
         private_key=private_key,
         certificate_name=named,
         allow_origins=spec.allow_origin,
+        image_folder=_absolute(spec.image_folder),
+        image_hosts=spec.image_host,
         open_apis=spec.open_api,
         admin_key_file=folder / f"{number}.admin-key",
         processes=spec.gateway_processes,

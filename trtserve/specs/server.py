@@ -156,6 +156,16 @@ class ServerSpec(InContainer):
         separator=",",
         panel=ACCESS,
     )
+    image_folder: Path | None = option(
+        None, metavar="DIR", help="Let clients of /v1 name images below this folder as file:// URLs.", panel=ACCESS
+    )
+    image_host: tuple[str, ...] = option(
+        (),
+        metavar="HOST,…",
+        help="Fetch images that clients of /v1 name from these hosts; without it none are fetched.",
+        separator=",",
+        panel=ACCESS,
+    )
     raw_http: bool = option(
         False, help="Let Triton itself answer on --http-port; malformed requests can crash it.", panel=ACCESS
     )

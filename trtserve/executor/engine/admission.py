@@ -291,6 +291,8 @@ def check_outputs(request: GenerationRequest, limits: EngineLimits, *, generatio
         raise RuntimeError(
             "return_prompt_log_probs needs the vllm runtime; return_context_logits has all log-probabilities"
         )
+    if request.images:
+        raise RuntimeError("images need the vllm runtime, and a model that reads them")
     if request.return_generation_logits and not generation_logits:
         raise RuntimeError("return_generation_logits needs an engine that was built with gather_generation_logits")
 

@@ -115,6 +115,8 @@ class GenerationRequest:
     guide: GuideSource | None = None
     post_processor: PostProcessor | None = None
     retention: RetentionRules | None = None
+    images: SequenceOf[bytes] = ()
+    """Files of the images that the prompt has places for."""
     cache_salt: int | None = None
     priority: float = 0.5
     time_limit: float | None = None
@@ -184,6 +186,8 @@ class RequestOutput:
     """For each token the most likely ones, with their log-probabilities."""
     prompt_log_probs: PromptLogProbs | None = None
     """With the first output."""
+    prompt_tokens: int | None = None
+    """Of a prompt with images, which take the places of more tokens than were sent."""
     context_logits: Floats | None = None
     """f32[prompt, V]"""
     generation_logits: Floats | None = None

@@ -161,6 +161,7 @@ def engine_request(request: Request, named: Mapping[str, PostProcessor]) -> Gene
         return_log_probs=wanted.return_log_probs,
         top_log_probs=request.top_log_probs,
         prompt_log_probs=request.prompt_log_probs,
+        images=request.images,
         return_context_logits=wanted.return_context_logits,
         return_generation_logits=wanted.return_generation_logits,
         return_metrics=wanted.return_perf_metrics,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from datetime import timedelta
 from typing import Any
 
@@ -183,9 +184,12 @@ class Request(Record, writable=True, dynamic=True):
     """One generation request; `max_tokens` counts new tokens."""
 
     BATCHED_POST_PROCESSOR_NAME = "batched"
+    # No release has these attributes, which only the vllm runtime reads.
     top_log_probs = 0
+    """Most likely tokens to return with the log-probability of each token."""
     prompt_log_probs = False
-    """Most likely tokens to return with the log-probability of each token. No release has this attribute."""
+    images: SequenceOf[bytes] = ()
+    """Files of the images that the prompt has places for."""
 
     input_token_ids = Field[list[int]](TOKENS, check=not_empty, readonly=True)
     max_tokens = Field[int](INT, check=positive, readonly=True)

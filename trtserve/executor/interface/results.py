@@ -81,6 +81,7 @@ class Result:
     additional_outputs: list[Any] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] | None = None
     prompt_log_probs: PromptLogProbs | None = None
+    prompt_tokens: int | None = None
 
 
 class Response:
@@ -288,6 +289,7 @@ def response_of(output: RequestOutput) -> Response:
         log_probs=output.log_probs,
         top_log_probs=output.top_log_probs,
         prompt_log_probs=output.prompt_log_probs,
+        prompt_tokens=output.prompt_tokens,
         context_logits=output.context_logits,
         generation_logits=output.generation_logits,
         finish_reasons=output.reasons,

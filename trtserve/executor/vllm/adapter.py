@@ -100,6 +100,7 @@ def vllm_request(
     _check_prompt(prompt, limits, limits.vocab_size + rows)
     found: dict[str, Any] = {
         "prompt": prompt,
+        "images": list(request.images),
         "sampling": _sampling(request, limits),
         # Stop words of several tokens are found here, so their tokens are needed as they come.
         "stream": request.streaming or bool(request.stop_words),
@@ -215,6 +216,7 @@ class VllmOutput(msgspec.Struct):
     cached: int
     sequences: list[OutputSequence]
     prompt: PromptLogProbs | None = None
+    prompt_tokens: int | None = None
     times: tuple[float, float, float] | None = None
     """Monotonic seconds: first scheduled, first token, last token."""
 
@@ -329,6 +331,7 @@ class OpenRequest:
             is_last=final and self.ended,
             iterations=len(sequence.tokens),
             metrics=self._metrics(news) if request.return_metrics else None,
+            prompt_tokens=None if news is None else news.prompt_tokens,
         )
         if self._prompt is not None and not sequence.sent:
             output.prompt_log_probs = self._prompt

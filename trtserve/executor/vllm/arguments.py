@@ -39,7 +39,7 @@ def engine_arguments(config: EngineConfig, options: EngineOptions, model: Path, 
         "scheduling_policy": "priority",
         # Requests have all of their parameters; the defaults of generation_config.json are the gateway's matter.
         "generation_config": "vllm",
-        "skip_tokenizer_init": options.guides is None,
+        "skip_tokenizer_init": options.guides is None and not config.trtserve.reads_images,
         **_cache_size(config, options),
     }
     if mapping.ranks > 1:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ _LAST_SECONDS = 8.0
 # Of several nodes: how long a follower looks for its leader, and goes on without it after it was asked to end.
 _LONGEST_SEARCH, _LONGEST_END = 600.0, 60.0
 _LONGEST_FRAME = 1 << 20
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_MOST_PIXELS = 40_000_000  # 160 MB while it is decoded
 LEADER, NODE = "TRTSERVE_VLLM_LEADER", "TRTSERVE_VLLM_NODE"
 
 Message = list[Any]
@@ -145,13 +148,16 @@ class EngineSide:
             params, lora = _sampling_params(request), _lora(request.get("lora"))
             tops = request.get("tops", 0)
             prompt = _prompt(request, self._llm.vllm_config.model_config)
+            if images := request.get("images"):
+                prompt["multi_modal_data"] = {"image": await asyncio.to_thread(_images, images)}
             if "salt" in request:
                 prompt["cache_salt"] = request["salt"]
             answers = self._llm.generate(
                 prompt, params, str(number), lora_request=lora, priority=request.get("priority", 0)
             )
             async for answer in answers:
-                self._emit(["output", number, _texts(answer) if "text" in request else _output(answer, tops)])
+                made = _texts(answer) if "text" in request else _output(answer, tops, counts=bool(images))
+                self._emit(["output", number, made])
         except asyncio.CancelledError:
             pass
         except Exception as error:  # noqa: BLE001 - without an answer the client would wait for ever
@@ -394,6 +400,28 @@ def _prompt(request: dict[str, Any], model: Any) -> dict[str, Any]:
     return {"prompt_embeds": embeds, "prompt_token_ids": tokens, "prompt_is_token_ids": known}
 
 
+def _images(files: list[bytes]) -> list[Any]:
+    """Decode images. The size in the head of a file is checked before its content takes memory."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    made = []
+    for number, data in enumerate(files):
+        try:
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+                pixels = image.width * image.height
+                upright = ImageOps.exif_transpose(image) if pixels <= _MOST_PIXELS else None
+        except UnidentifiedImageError:
+            raise ValueError(f"image {number} cannot be read: it is damaged, or no image") from None
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"image {number} cannot be read: {error}") from None
+        if upright is None:
+            raise ValueError(f"image {number} has {pixels} pixels; at most {_MOST_PIXELS} are allowed")
+        if upright.has_transparency_data:  # it is seen on white
+            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
+        made.append(upright.convert("RGB"))
+    return made
+
+
 def _lora(given: Any) -> Any:
     if given is None:
         return None
@@ -402,12 +430,14 @@ def _lora(given: Any) -> Any:
     return LoRARequest(*given)
 
 
-def _output(answer: Any, tops: int) -> dict[str, Any]:
+def _output(answer: Any, tops: int, *, counts: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "finished": answer.finished,
         "cached": getattr(answer, "num_cached_tokens", None) or 0,
         "sequences": [_sequence(each, tops) for each in answer.outputs],
     }
+    if counts:
+        found["prompt_tokens"] = len(answer.prompt_token_ids)
     if (times := getattr(answer, "metrics", None)) is not None:
         found["times"] = [times.scheduled_ts, times.first_token_ts, times.last_token_ts]
     if getattr(answer, "prompt_logprobs", None):

@@ -21,6 +21,8 @@ from trtserve.specs.runtime import EngineNeeds, Limits, Runtime, resolve_limits
 _PROCESSES = 1_600 * 2**20
 _ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
 _ON_GPU = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
+# Keys of a config.json: where the parts of the model are that see, or what stands for an image in a prompt.
+_VISION = ("vision_config", "visual", "image_token_id", "image_token_index", "img_processor", "mm_vision_tower")
 _CONVERT = ("tp_size", "pp_size", "dtype", "quantize", "moe_ep_size", "gpu_sm", "trtllm_examples", "trtllm_version")
 _BUILD = (
     "max_batch_size",
@@ -113,9 +115,17 @@ def vllm_engine_config(
             "vllm": installation.version,
             "vllm_python": str(installation.python) if named else "",
             "engine_arguments": arguments,
+            "reads_images": _reads_images(hf, arguments),
         },
     }
     return EngineConfig.of(content)
+
+
+def _reads_images(hf: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+    """Return whether a model reads images, unless vLLM is told to leave that out."""
+    limits = arguments.get("limit_mm_per_prompt") or {}
+    off = bool(arguments.get("language_model_only")) or limits.get("image") == 0
+    return not off and any(key in each for each in (hf, hf.get("thinker_config") or {}) for key in _VISION)
 
 
 def _require_defaults(spec: BuildSpec | ConvertSpec, known: tuple[str, ...]) -> None:

@@ -332,7 +332,7 @@ class ChatBody(Sampling):
 
     @field_validator("messages")
     @classmethod
-    def _text_only(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _as_templates_expect(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [_message(number, message) for number, message in enumerate(messages)]
 
     @model_validator(mode="after")
@@ -345,7 +345,8 @@ class ChatBody(Sampling):
             raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message continues the last message; leave add_generation_prompt out")
-        if self.continue_final_message and not self.messages[-1]["content"].strip():
+        last = self.messages[-1]["content"]
+        if self.continue_final_message and not (isinstance(last, str) and last.strip()):
             raise ValueError("continue_final_message needs a text in the last message")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice is 'required', but there are no tools")
@@ -366,6 +367,12 @@ class ChatBody(Sampling):
             named["reasoning_effort"] = self.reasoning_effort
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return {**named, **self.chat_template_kwargs, **({} if opens else {"add_generation_prompt": False})}
+
+    @property
+    def image_urls(self) -> list[str]:
+        """The URLs of the images, in their order."""
+        contents = [message["content"] for message in self.messages if isinstance(message["content"], list)]
+        return [part["image_url"]["url"] for parts in contents for part in parts if "image_url" in part]
 
     @property
     def separates_thoughts(self) -> bool:
@@ -463,11 +470,11 @@ def chat_body(asked: dict[str, Any]) -> ChatBody:
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates expect it: its content a text, the arguments of its calls objects."""
+    """Return a message as chat templates expect it: its content a text or parts, the arguments of calls objects."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")  # noqa: TRY004 - pydantic reports ValueError
     made = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
-    made["content"] = _text(number, message.get("content"))
+    made["content"] = _content(number, message.get("content"))
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise ValueError(f"the tool_calls of message {number} must be a list")
@@ -475,23 +482,31 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _text(number: int, content: Any) -> str:
+def _content(number: int, content: Any) -> str | list[dict[str, Any]]:
+    """Return the text of a message, or its parts if there are images among them."""
     if content is None:
         return ""
     if isinstance(content, list):
-        return "".join(_part(number, part) for part in content)
+        parts = [_part(number, part) for part in content]
+        return parts if any("image_url" in part for part in parts) else "".join(part["text"] for part in parts)
     if not isinstance(content, str):
         raise ValueError(f"the content of message {number} must be a text or a list of parts")  # noqa: TRY004
     return content
 
 
-def _part(number: int, part: Any) -> str:
-    """Return the text of a part: what somebody said, or why an assistant refused to answer."""
+def _part(number: int, part: Any) -> dict[str, Any]:
+    """Return a part: what somebody said, why an assistant refused to answer, or an image."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     text = part.get(kind) if kind in ("text", "refusal") else None
-    if not isinstance(text, str):
-        raise ValueError(f"message {number} has a part of type {str(kind)[:50]!r}; this model reads text only")  # noqa: TRY004
-    return text
+    if isinstance(text, str):
+        return {"type": "text", "text": text}
+    if kind != "image_url":
+        raise ValueError(f"message {number} has a part of type {str(kind)[:50]!r}; expected text or image_url")
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    if not isinstance(url, str):
+        raise ValueError(f"message {number} has an image without a url")  # noqa: TRY004 - pydantic reports ValueError
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _call(number: int, call: Any) -> dict[str, Any]:

@@ -111,6 +111,8 @@ class _IdsReader:
                 )
             self._generated += len(new)
             ids += new
+            if self._request.prompt.images:
+                self._usage.prompt_tokens = next(iter(_numbers(reply, "num_input_tokens")), self._usage.prompt_tokens)
             piece.finish_reason = _finish_reason(reply) or piece.finish_reason
         self._usage.add_output(len(ids))
         piece.ids = ids

@@ -20,6 +20,7 @@ from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import AllowedTools, ChatBody, Sampling
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.schemas import bounded
 from trtserve.gateway.openai.served import ServedModel
 from trtserve.programs.preprocessing.word_lists import Encode, Spellings, word_list
@@ -110,6 +111,8 @@ async def engine_requests(
         tensors |= context.scalar(body.min_p, "min_p")
     if named:
         tensors |= context.scalar(True, _PROMPT)
+    if prompt.images:
+        tensors |= {"images": served.model.tensor("images", prompt.images)}
     if tops and served.names_tops:
         tensors |= context.scalar(tops, "num_top_log_probs")
     if adapter is not None and served.adapters is not None:
@@ -271,6 +274,8 @@ class Prompt:
     """Whether the answer begins inside a thought."""
     untrained: bool = False
     """Whether it is the last message of a conversation with a model that has no chat template."""
+    images: tuple[bytes, ...] = ()
+    """Files of the images that it has places for."""
     tokens: int | None = None
     """How many tokens it has, as far as that is known here."""
 
@@ -287,7 +292,7 @@ async def completion_prompt(served: ServedModel, prompt: str | list[int]) -> Pro
     return await _text_prompt(served, files.decode(prompt), special=served.adds_special)
 
 
-async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
+async def chat_prompt(served: ServedModel, body: ChatBody, images: ImageSources) -> Prompt:
     """Return the conversation in the model's chat template.
 
     A model without a template gets the last message alone: it continues texts and follows no conversation.
@@ -306,11 +311,13 @@ async def chat_prompt(served: ServedModel, body: ChatBody) -> Prompt:
         chat=True,
         thinks=body.separates_thoughts and served.dialect.thinks(text),
         marks=served.mark_ids(served.dialect.marks(tools=bool(body.usable_tools), thoughts=body.separates_thoughts)),
+        images=await images.load(body.image_urls),
     )
 
 
 async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
     """Return the conversation as the chat template renders it, or None for a model without one. Raises ApiError."""
+    served.require_reading(body.image_urls)
     files = served.require_tokenizer("A conversation")
     assert served.encoder is not None
     shown = body.tools if isinstance(body.tool_choice, AllowedTools) else body.usable_tools
@@ -320,12 +327,14 @@ async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
     except UsageError as error:
         raise ApiError(error.message) from None
     if template is None:
+        if body.image_urls:
+            raise ApiError("The model has no chat template, which says where its images are.", param="messages")
         return None
     tokens = files.special_tokens()
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice
     variables = {**body.template_variables, **({"tools": tools, "tool_choice": choice} if tools else {})}
     try:
-        text = await served.encoder.render(template, body.messages, tokens, variables)
+        text = await _rendered(served.encoder, template, body, tokens, variables, parts=served.reads_images)
     except UsageError as error:
         raise ApiError(error.message, param="messages") from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -336,6 +345,34 @@ async def chat_text(served: ServedModel, body: ChatBody) -> str | None:
         text = served.dialect.without_thoughts(text)
     served.require_room(text)
     return text
+
+
+async def _rendered(
+    encoder: Encoder,
+    template: str,
+    body: ChatBody,
+    tokens: Mapping[str, str],
+    variables: Mapping[str, Any],
+    *,
+    parts: bool,
+) -> str:
+    """Return the conversation in a template; with `parts` as lists, unless it shows them bare."""
+    if parts:
+        messages = [_with_parts(message) for message in body.messages]
+        text = await encoder.render(template, messages, tokens, variables)
+        if not any(str(part) in text for message in messages for part in message["content"]):
+            return text
+        if body.image_urls:
+            raise ApiError("The model's chat template has no places for images.", param="messages")
+    return await encoder.render(template, body.messages, tokens, variables)
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with a list of parts, which templates with images expect; these know only where images are."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    return {**message, "content": [{"type": "image"} if "image_url" in part else part for part in content]}
 
 
 def _up_to_the_end_of(content: str, text: str) -> str:

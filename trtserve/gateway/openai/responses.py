@@ -152,7 +152,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Json]:
     for number, item in enumerate(items):
         kind, where = item.get("type", "message"), f"item {number} of the input"
         if kind == "message":
-            made.append({"role": item.get("role"), "content": _text(where, item.get("content"))})
+            made.append({"role": item.get("role"), "content": _content(where, item.get("content"))})
         elif kind == "function_call":
             call = {"id": item.get("call_id"), "type": "function"}
             call["function"] = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
@@ -160,7 +160,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Json]:
                 made.append({"role": "assistant", "content": ""})
             made[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _text(where, item.get("output"))
+            content = _content(where, item.get("output"))
             made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif kind == "reasoning":
             thoughts += _text(where, item.get("content") or item.get("summary") or "")
@@ -175,17 +175,30 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Json]:
 
 
 def _text(where: str, content: Any) -> str:
+    parts = _content(where, content)
+    if not isinstance(parts, str):
+        raise ApiError(f"{where} has an image, which is expected in messages and outputs of functions.", param="input")
+    return parts
+
+
+def _content(where: str, content: Any) -> str | list[Json]:
+    """Return the text of an item, or its parts as those of a chat if there are images among them."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    texts: list[str] = []
-    for part in parts:
+    made: list[Json] = []
+    for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
-        if not isinstance(text, str):
-            raise ApiError(f"{where} has a part of type {str(kind)[:50]!r}; this model reads text only.", param="input")
-        texts.append(text)
-    return "".join(texts)
+        if isinstance(text, str):
+            made.append({"type": "text", "text": text})
+        elif kind == "input_image" and isinstance(part.get("image_url"), str):
+            made.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+        else:
+            raise ApiError(
+                f"{where} has a part of type {str(kind)[:50]!r}; expected input_text or input_image.",
+                param="input",
+            )
+    return made if any("image_url" in part for part in made) else "".join(part["text"] for part in made)
 
 
 @dataclass(frozen=True, kw_only=True)

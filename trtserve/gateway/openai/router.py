@@ -163,7 +163,7 @@ class Paths:
     async def conversation(self, request: Request, body: ChatBody) -> AskedConversation:
         """Return what any API needs to answer a conversation."""
         served, adapter = await self._find(request, body.model)
-        prompt = await chat_prompt(served, body)
+        prompt = await chat_prompt(served, body, self._backend.images)
         length = len(prompt.ids)
         room = CHAT_TOKENS if served.max_seq_len is None else max(1, served.max_seq_len - length)
         max_tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, room)
@@ -200,7 +200,7 @@ class Paths:
     async def count_tokens(self, body: CountBody) -> Response:
         """Count the tokens of a conversation."""
         served, _ = await self._backend.find(body.model)
-        prompt = await chat_prompt(served, await asyncio.to_thread(body.chat))
+        prompt = await chat_prompt(served, await asyncio.to_thread(body.chat), self._backend.images)
         return JSONResponse({"input_tokens": prompt.tokens})
 
     async def tokenize(self, body: TokenizeBody) -> Response:
@@ -322,6 +322,7 @@ def _described(served: ServedModel) -> list[Json]:
         "created_at": datetime.fromtimestamp(served.created, timezone.utc).isoformat(),
         "max_model_len": served.max_seq_len,
         "system_messages": served.takes_system,
+        "input_modalities": ["text", "image"] if served.reads_images else ["text"],
     }
     parents = {name: None if name == served.name else served.name for name in served.names}
     return [{"id": name, "display_name": name, **head, "parent": parent} for name, parent in parents.items()]

@@ -31,6 +31,7 @@ from trtserve.gateway.openai.answers import Token
 from trtserve.gateway.openai.dialects import Dialect, dialect_of
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
+from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.replicas import Replicas
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 from trtserve.programs.shared.lora_names import LoraNames
@@ -79,6 +80,7 @@ class ServedModel:
     """Whether the engine draws at random for requests without a seed."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """What `generation_config.json` says about sampling."""
+    reads_images: bool = False
     takes_system: bool = False
     """Whether its chat template has a place for a system message."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -141,6 +143,15 @@ class ServedModel:
             raise ApiError(f"{what} needs the model's tokenizer; start `trtserve gateway` with --tokenizer DIR.")
         return self.files
 
+    def require_reading(self, images: Sequence[str]) -> None:
+        """Raise ApiError for images that the model cannot read."""
+        if images and not self.reads_images:
+            raise ApiError(
+                f"The model `{self.name}` reads text only, and this conversation has images. A model that reads them "
+                "is served with --runtime vllm.",
+                param="messages",
+            )
+
     def require_room(self, prompt: str | Sequence[int]) -> None:
         """Raise ApiError for a prompt that is certainly too long, before any work on it."""
         if self.max_seq_len is None or self.encoder is None:
@@ -166,11 +177,13 @@ class Backend:
         tokenizer: Path | None = None,
         timeout: float = 600.0,
         replicas: Replicas | None = None,
+        images: ImageSources | None = None,
     ) -> None:
         """`replicas` serve the models of `endpoint`, which is one of them."""
         self._endpoint = endpoint
         self._given = replicas
         self._tokenizer = tokenizer
+        self.images = images or ImageSources()
         self._lock = asyncio.Lock()
         self._served: tuple[ServedModel, ...] = ()
         self.timeout = timeout
@@ -298,6 +311,10 @@ def _describe(
         draws_without_seed=core is not None and core.parameters.get("executor") in _DRAWING,
         adapters=None if endpoint.repository is None else LoraNames(endpoint.repository, table),
         sampling={} if files is None else _sampling(files),
+        reads_images=ids
+        and core is not None
+        and core.has("images")
+        and engine.get("trtserve", {}).get("reads_images", False),
         takes_system=files is not None and takes_system(files),
     )
 

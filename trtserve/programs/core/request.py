@@ -195,6 +195,9 @@ class RequestFactory:
 
     def _request(self, row: Row) -> Any:
         keywords, tops, prompt = self._keywords(row), self._tops(row), self._named(row, "return_prompt_log_probs")
+        images = row.array("images")
+        if images is not None and self._module.torch is not None:
+            raise ValueError("images needs the vllm runtime.")
         ids = row.array("decoder_input_ids")
         if ids is not None and bool(np.any(ids != row.scalar("pad_id", 0))):
             raise ValueError("decoder_input_ids (decoder_text_input) was given, but this is a decoder-only model.")
@@ -210,6 +213,8 @@ class RequestFactory:
             request.top_log_probs = tops
         if prompt:
             request.prompt_log_probs = True
+        if images is not None:
+            request.images = images.reshape(-1).tolist()
         return request
 
     def _named(self, row: Row, name: str) -> int:

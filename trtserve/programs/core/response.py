@@ -148,6 +148,6 @@ def generated_tokens(result: Any, wanted: Wanted) -> int:
 
 def _add_counts(outputs: Outputs, result: Any, wanted: Wanted, earlier: Sequence[int]) -> None:
     if wanted.count_input:
-        outputs["num_input_tokens"] = _number(wanted.prompt_length)
+        outputs["num_input_tokens"] = _number(getattr(result, "prompt_tokens", None) or wanted.prompt_length)
     if wanted.count_output:
         outputs["num_output_tokens"] = _number(generated_tokens(result, wanted) + len(earlier))

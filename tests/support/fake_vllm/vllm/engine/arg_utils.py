@@ -22,6 +22,7 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
+    limit_mm_per_prompt: Any = None
     quantization: str | None = None
     model_impl: str = "auto"
     tensor_parallel_size: int = 1
