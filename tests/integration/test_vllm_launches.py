@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ from tests.doubles.slurm_options import SBATCH, SRUN, parse, script_options
 from tests.support.cluster_jobs import documents, srun_lines
 from tests.support.counting_vllm import gpu_repository
 from trtserve.artifacts import ModelRepository
+from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.nvidia.containers import image_of, vllm_image_of
+from trtserve.pipeline.world_size import repository_for
 from trtserve.server.launch.commands import FOLLOWER, PACKAGE_FOLDER
 from trtserve.server.launch.kubernetes import KubernetesSpec
 from trtserve.server.launch.kubernetes import plan_job as plan_kubernetes
@@ -48,16 +51,48 @@ def test_a_container_has_the_package_the_repository_and_its_own_vllm(
 ) -> None:
     plan = plan_server(repository, ServerSpec(container="26.08", gpus=(0, 1, 2, 3)), store=Store(tmp_path))
     (instance,) = plan.instances
-    run = parse_run(list(instance.launch.command.argv[2:]))
-    assert run.image == IMAGE
-    assert run.command[:2] == ["/opt/tritonserver/bin/tritonserver", f"--model-repository={repository.path}"]
-    assert {f"PYTHONPATH={PACKAGE_FOLDER.parent}", "TRTSERVE_VLLM_PYTHON=/usr/bin/python3"} <= set(run.options["env"])
-    assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in run.options["env"]
-    assert run.options["shm-size"] == ["4g"]
-    mounts = [parse_mount(each) for each in run.options["volume"]]
+    words = parse_run(list(instance.launch.command.argv[2:]))
+    own = set(words.options["env"])
+    assert words.image == IMAGE
+    assert words.command[:2] == ["/opt/tritonserver/bin/tritonserver", f"--model-repository={repository.path}"]
+    assert {f"PYTHONPATH={PACKAGE_FOLDER.parent}", "TRTSERVE_VLLM_PYTHON=/usr/bin/python3"} <= own
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in own
+    assert words.options["shm-size"] == ["4g"]
+    mounts = [parse_mount(each) for each in words.options["volume"]]
     check_mounts(mounts)
     assert {str(PACKAGE_FOLDER), str(repository.path)} <= {str(mount.source) for mount in mounts}
-    assert all(each.endswith(":ro") for each in run.options["volume"])
+    assert all(each.endswith(":ro") for each in words.options["volume"])
+
+
+def test_instances_have_gpus_and_ports_of_their_own(repository: ModelRepository, tmp_path: Path) -> None:
+    spec = ServerSpec(container="26.08", instances=2, gpus=tuple(range(8)))
+    instances = plan_server(repository, spec, store=Store(tmp_path)).instances
+    runs = [parse_run(list(each.launch.command.argv[2:])) for each in instances]
+    shown = [each for words in runs for each in words.options["env"] if each.startswith("CUDA_VISIBLE_DEVICES")]
+    assert shown == ["CUDA_VISIBLE_DEVICES=0,1,2,3", "CUDA_VISIBLE_DEVICES=4,5,6,7"]
+    assert len({each.address.grpc_port for each in instances}) == 2
+    with pytest.raises(UsageError, match="--gpus names 4 GPUs; 2 instances of 4 ranks need 8"):
+        plan_server(repository, ServerSpec(container="26.08", instances=2, gpus=(0, 1, 2, 3)), store=Store(tmp_path))
+
+
+def test_another_world_size_makes_the_repository_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
+    made = gpu_repository(tmp_path)
+    spec = ServerSpec(world_size=2, container="26.08")
+    changed = repository_for(made, spec, on_this_machine=False)
+    assert changed.path != made.path
+    content = json.loads((changed.path / "tensorrt_llm/1/config.json").read_text())
+    assert content["pretrained_config"]["mapping"]["tp_size"] == 2
+    assert repository_for(made, ServerSpec(world_size=1, container="26.08")).path == made.path
+    with pytest.raises(UsageError, match=r"--world-size 2 needs it assembled again \(tp 2\)"):
+        repository_for(made, spec, rebuild=False)
+    assert run(["inspect", "tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM" in printed
+    assert "arguments  max_model_len -1" in printed
+    assert "model/model.safetensors" in printed
 
 
 def test_the_executor_of_a_container_needs_no_package_that_the_image_may_lack() -> None:

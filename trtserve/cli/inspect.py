@@ -64,6 +64,7 @@ def _lines(found: Description) -> list[tuple[str, str]]:
         ("ranks", f"{parallel['world_size']} ({_pairs({k: v for k, v in parallel.items() if k != 'world_size'})})"),
         ("KV cache", ", ".join(filter(None, (cache, tokens)))),
         ("plugins", _pairs(found.plugins)),
+        ("arguments", _pairs(found.arguments)),
         ("built by", _pairs(found.versions) or "unknown"),
         ("built on", _built_on(found)),
         ("built at", found.created or ""),

@@ -15,7 +15,7 @@ from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.memory import kv_bytes_per_token
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from trtserve.executor.loaders import embedded_runtime, engine_files
-from trtserve.files import read_json_object
+from trtserve.files import is_weights, read_json_object
 from trtserve.nvidia.engine_files import tensorrt_version
 from trtserve.nvidia.releases.options import speculative_mode
 from trtserve.progress import SILENT, Progress
@@ -65,6 +65,7 @@ class Description:
     features: tuple[str, ...]  # beyond plain decoding, in words
     plugins: Mapping[str, Any]
     kv_cache: Mapping[str, Any]  # `bytes_per_token` is for all ranks together
+    arguments: Mapping[str, Any]  # of vLLM's engine
     versions: Mapping[str, str]
     built_on: Mapping[str, Any]  # `gpu` and its `sm`, or the `machine` of a CPU engine
     created: str | None
@@ -86,10 +87,13 @@ def describe(text: str, *, store: Store | None = None, progress: Progress = SILE
     known = any(looks_like(kind, folder) for kind in (Engine, Checkpoint, ModelRepository))
     if folder.is_dir() and (folder.name != text or known):
         return tuple(_described(each) for each in _engines(folder.absolute()))
+    store = store or Store()
     try:
-        folder = (store or Store()).find(Engine, text, progress=progress).path
+        folder = store.find(Engine, text, progress=progress).path
     except ModelNotFoundError:
-        if not folder.is_dir():
+        if text in (made := store.by_name(ModelRepository)):  # a Hugging Face model that is served as it is
+            folder = made[text].path
+        elif not folder.is_dir():
             raise
     return tuple(_described(each) for each in _engines(folder.absolute()))
 
@@ -120,9 +124,10 @@ def _engines_of(repository: Path, what: str, model: str | None) -> list[Path]:
 
 
 def _hint_without_engine(repository: Path, cores: Sequence[CoreModel]) -> str:
-    hugging_face = [core for core in cores if core.uses_llmapi]
-    if hugging_face:
-        return f"{hugging_face[0].name} loads the model {hugging_face[0].settings.get('model')} with the LLM API."
+    hugging_face = next((core for core in cores if core.settings), None)
+    if hugging_face is not None:
+        loader = "the LLM API" if hugging_face.uses_llmapi else "vLLM"
+        return f"{hugging_face.name} loads the model {hugging_face.settings.get('model')} with {loader}."
     if cores:
         return f"gpt_model_path of {cores[0].name} names a folder that is not an engine on this machine."
     return f"Inspect the repository to find the models that run an engine: trtserve inspect {repository}"
@@ -160,6 +165,8 @@ def _engine(folder: Path, config: EngineConfig) -> Description:
     plugins: Mapping[str, Any] = build.get("plugin_config") or {}
     if (runtime := embedded_runtime(config)) is not None:
         names = engine_files(config, runtime)
+        if config.trtserve.weights_bytes:  # those of a Hugging Face model
+            names += sorted(f"model/{path.name}" for path in (folder / "model").iterdir() if is_weights(path.name))
     else:
         names = [f"rank{rank}.engine" for rank in range(model.mapping.ranks)]
     files = _files(folder, [*names, *sorted(path.name for path in folder.glob("*_managed_weights.safetensors"))])
@@ -175,6 +182,7 @@ def _engine(folder: Path, config: EngineConfig) -> Description:
         features=tuple(_features(config.build)),
         plugins=_set({name: value for name, value in plugins.items() if name not in ("dtype", "tokens_per_block")}),
         kv_cache=_kv_cache(config, manifest),
+        arguments=config.trtserve.engine_arguments,
         versions=_versions(config, manifest, folder / names[0]),
         built_on=_built_on(config.trtserve.machine, manifest),
         created=manifest.created if manifest else None,
@@ -196,6 +204,7 @@ def _checkpoint(folder: Path, model: CheckpointConfig) -> Description:
         features=(),
         plugins={},
         kv_cache=_kv_cache(EngineConfig(model=model), None),
+        arguments={},
         versions=dict(manifest.tools) if manifest else {},
         built_on={},
         created=manifest.created if manifest else None,

@@ -40,8 +40,8 @@ class Rebuild:
 
     @property
     def work(self) -> str:
-        """What is repeated; for the LLM API only the repository."""
-        return "assembled" if self.served.uses_llmapi else "converted and built"
+        """What is repeated; where a Hugging Face model is served as it is, only the repository."""
+        return "assembled" if self.served.uses_llmapi or self.served.starts_workers else "converted and built"
 
     def require_allowed(self, *, rebuild: bool) -> None:
         """Raise UsageError unless `rebuild`; the hint has the command that repeats the import."""

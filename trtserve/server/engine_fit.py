@@ -124,8 +124,8 @@ def require_world_size(served: ServedRepository, spec: ServerSpec, repository: M
 
 
 def wants_rebuild(served: ServedRepository, spec: ServerSpec) -> bool:
-    """Return whether --world-size needs another engine: never where one process merges all shards."""
-    fixed = served.runtime is None or served.merges_ranks or spec.multi_model
+    """Return whether --world-size needs another engine: never where one process merges all shards in main memory."""
+    fixed = served.runtime is None or (served.merges_ranks and not served.starts_workers) or spec.multi_model
     return not fixed and spec.world_size not in (None, served.world_size)
 
 

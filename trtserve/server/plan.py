@@ -141,7 +141,10 @@ def plan_server(
         common = in_this_python(common, triton, store, None if bindings is None else bindings.programs)
     elif served.starts_workers:
         common = in_vllm_image(common)
-    setups = [common] if alone else _instance_setups(common, served.world_size, spec, addresses, ranks * spec.instances)
+    several = not alone or spec.instances > 1
+    setups = (
+        _instance_setups(common, served.world_size, spec, addresses, ranks * spec.instances) if several else [common]
+    )
     instances = []
     for number, setup in enumerate(setups, start=1):
         launch = mode.compose(setup, served, spec)

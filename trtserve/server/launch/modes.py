@@ -15,6 +15,7 @@ from trtserve.errors import RepositoryError, UsageError, counted
 from trtserve.executor.vllm.arguments import follower_port
 from trtserve.executor.vllm.installation import VARIABLE as VLLM_PYTHON
 from trtserve.executor.vllm.installation import find_installation, require_installation
+from trtserve.executor.vllm.model_json import MODEL_JSON
 from trtserve.host.gpus import count_gpus
 from trtserve.nvidia.releases.converters import LLMAPI_LAUNCH, ORCHESTRATOR, SPAWN_PROCESSES, launcher_facts
 from trtserve.repository.served import CoreModel, ServedRepository
@@ -73,7 +74,7 @@ class Single(LaunchMode):
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
         on_gpus = served.starts_workers
         given = {
-            "--instances": spec.instances > 1,
+            "--instances": spec.instances > 1 and not on_gpus,
             "--multi-model": spec.multi_model,
             "--gpus": bool(spec.gpus) and not on_gpus,
             "--container": spec.container is not None and not on_gpus,
@@ -84,13 +85,15 @@ class Single(LaunchMode):
         if flag is not None and on_gpus:
             raise UsageError(
                 f"{flag} does not work with the {served.runtime} runtime, whose engine starts its workers itself.",
-                hint=f"Leave {flag} out; for further copies start further servers, with --gpus and --auto-ports.",
+                hint=f"Leave {flag} out; --instances N starts further copies.",
             )
         if on_gpus and spec.world_size not in (None, served.world_size):
             raise UsageError(
                 f"--world-size is {spec.world_size}; the engine of the {served.runtime} runtime starts its workers "
                 f"itself, {served.world_size} in this repository.",
-                hint=f"Leave it out, or make the repository again with --tp-size {spec.world_size}.",
+                hint=f"Leave it out, or set tensor_parallel_size to {spec.world_size} in {MODEL_JSON}."
+                if served.backend == "vllm"
+                else f"Leave it out, or make the repository again with --tp-size {spec.world_size}.",
             )
         if flag is not None:
             raise UsageError(
