@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.support.counting_vllm import counting_python
-from trtserve.errors import MissingDependencyError
+from tests.support.counting_vllm import PACKAGES, counting_python
+from trtserve.cli import run
+from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.executor.vllm.installation import VARIABLE, find_installation, require_installation
 
 
@@ -44,3 +47,38 @@ def test_an_old_vllm_is_refused(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(MissingDependencyError, match=r"vLLM 0.11.2 .* is too old; the vllm runtime needs 0.13"):
         require_installation(str(python))
+
+
+def write_wheel(folder: Path) -> None:
+    """Write the counting vLLM as a wheel."""
+    folder.mkdir()
+    own = {
+        "METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(folder / "vllm-0.32.0-py3-none-any.whl", "w") as wheel:
+        for path in PACKAGES.rglob("*.py"):
+            wheel.write(path, path.relative_to(PACKAGES))
+        for name, text in own.items():
+            wheel.writestr(f"vllm-0.32.0.dist-info/{name}", text)
+
+
+def test_an_environment_of_its_own_is_made_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_wheel(tmp_path / "index")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    words = ["import", "demo", "--runtime", "vllm", "--install-vllm"]
+    assert run([*words, "0.32 --pre"]) == UsageError.code
+    assert run([*words, "0.99.0"]) == MissingDependencyError.code
+    assert "vLLM 0.99.0 cannot be installed" in capsys.readouterr().err
+    assert run([*words, "0.32.0"]) == 0
+    found = require_installation()  # of the store, where no other one is named
+    assert (found.version, found.python) == ("0.32.0+cpu", tmp_path / "home" / "vllm" / "bin" / "python")
+    (core,) = (tmp_path / "home" / "repositories").glob("*/tensorrt_llm/1/config.json")
+    assert json.loads(core.read_text())["trtserve"]["vllm_python"] == str(found.python)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,6 +54,15 @@ def import_(
     discard_intermediate: Annotated[
         bool, typer.Option("--discard-intermediate", help="Remove the checkpoint once the repository exists.")
     ] = False,
+    install_vllm: Annotated[
+        str | None,
+        typer.Option(
+            "--install-vllm",
+            metavar="VERSION",
+            help="Install this vLLM, or the newest, into an environment of its own, for --runtime vllm.",
+            rich_help_panel=REPOSITORY,
+        ),
+    ] = None,
     out: OutOption = None,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
@@ -72,6 +81,10 @@ def import_(
 
     require_one_place(out, into)
     progress = TerminalProgress(quiet=quiet)
+    if install_vllm is not None and not dry_run:
+        from trtserve.executor.vllm.installation import install_vllm as install
+
+        repository = replace(repository, vllm_python=str(install(install_vllm, progress)))
     spec = resolve_import(
         source,
         name=name,

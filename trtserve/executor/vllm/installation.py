@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ import msgspec
 
 from trtserve import process
 from trtserve.errors import MissingDependencyError, TrtserveError, UnsupportedModelError, UsageError, did_you_mean
+from trtserve.files import locked
 from trtserve.process import Command
+from trtserve.progress import SILENT, Progress
+from trtserve.store import Store
 
 OPTION = "--vllm-python"
 VARIABLE = "TRTSERVE_VLLM_PYTHON"
@@ -26,6 +30,7 @@ FIRST = (0, 13)
 
 _QUESTION = "import importlib.util as u; s = u.find_spec('vllm'); print(s.origin if s and s.origin else '')"
 _SECONDS = 60.0
+_INSTALLING = 7200.0
 # Lists of the registry whose models answer a text with a text.
 _LISTS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 
@@ -135,7 +140,7 @@ class SomeRelease(VllmInstallation):
 
 
 def find_installation(python: str | None = None) -> VllmInstallation | None:
-    """Return the vLLM of `python`, else of the interpreter that the environment names, else of this one.
+    """Return the vLLM of `python`, else of the one that the environment names, else of this one, else of the store.
 
     `python` is an interpreter, or the folder of a virtual environment. Returns None when nothing was named and there is
     none here. Raises MissingDependencyError when the interpreter that was named has none.
@@ -144,7 +149,41 @@ def find_installation(python: str | None = None) -> VllmInstallation | None:
     if named:
         return _of(named)
     spec = importlib.util.find_spec("vllm")
-    return None if spec is None or spec.origin is None else _installation(Path(sys.executable), Path(spec.origin))
+    if spec is not None and spec.origin is not None:
+        return _installation(Path(sys.executable), Path(spec.origin))
+    made = next(_own_folder().glob("lib/python*/site-packages/vllm/__init__.py"), None)
+    return None if made is None else _installation(_own_folder() / "bin" / "python", made)
+
+
+def _own_folder() -> Path:
+    return Store().root / "vllm"
+
+
+def install_vllm(version: str, progress: Progress = SILENT) -> Path:
+    """Install vLLM into an environment of its own in the store, which is made if there is none; return its folder.
+
+    `version` is one such as 0.27.1, or `newest`. pip takes the index that the user has configured. Raises UsageError
+    for another word, and MissingDependencyError, with pip's reason, when it cannot be installed.
+    """
+    if version != "newest" and not re.fullmatch(r"\d[\w.+]*", version):
+        raise UsageError(f"--install-vllm is {version!r}; expected a version such as 0.27.1, or newest.")
+    folder = _own_folder()
+    python = folder / "bin" / "python"
+    what = ["--upgrade", "vllm"] if version == "newest" else [f"vllm=={version}"]
+    progress.step(f"Installing vLLM ({version}) into {folder}: several GB, which takes minutes")
+    with locked(folder.with_name("vllm.lock")):
+        for words in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", *what]):
+            if words[0] == sys.executable and python.exists():
+                continue
+            ended = process.run(Command(argv=tuple(words), env={"PYTHONPATH": ""}), timeout=_INSTALLING)
+            if ended.code:
+                reason = (ended.stderr.strip() or ended.stdout.strip() or "no reason").splitlines()[-1]
+                raise MissingDependencyError(
+                    f"vLLM {version} cannot be installed into {folder}: {reason}",
+                    hint=f"To see all of it: {shlex.join(words)}. An environment of your own is named by {OPTION}.",
+                )
+    _of.cache_clear()
+    return folder
 
 
 def require_installation(python: str | None = None) -> VllmInstallation:
@@ -153,8 +192,8 @@ def require_installation(python: str | None = None) -> VllmInstallation:
     if found is None:
         raise MissingDependencyError(
             "The vllm runtime needs vLLM, which is not installed here.",
-            hint="Make an environment for it, python3 -m venv ~/vllm && ~/vllm/bin/pip install vllm, and name it: "
-            f"{OPTION} ~/vllm (or {VARIABLE}).",
+            hint="Let `trtserve import MODEL --runtime vllm --install-vllm newest` make an environment for it, or name "
+            f"one that you have: {OPTION} ~/vllm (or {VARIABLE}).",
         )
     return found
 
