@@ -84,5 +84,5 @@ def test_logits_of_int4_engines(name: str, overrides: dict[str, Any], tmp_path: 
     plain, same = originals(folder)
     assert np.median(shares(ours, same)) < OF_THE_SAME_WEIGHTS
     # A router that hesitates sends a token to another expert.
-    assert (shares(ours, same) > 0.2).mean() < 0.05
+    assert (shares(ours, same) > 0.2).mean() < 0.08
     assert 0.05 < np.median(shares(ours, plain)) < FAMILIES[name].int4

@@ -198,7 +198,12 @@ def _swap_layers(tensors: Tensors, config: CheckpointConfig) -> Tensors:
         first, second = ".layers.0.", ".layers.1."
         return name.replace(first, second) if first in name else name.replace(second, first)
 
-    return {name: tensors[partner(name)] for name in tensors}
+    def other(name: str) -> Array:
+        """Return the other layer's tensor; a layer without experts keeps what the other has not, or not like this."""
+        found = tensors.get(partner(name), tensors[name])
+        return found if found.shape == tensors[name].shape else tensors[name]
+
+    return {name: other(name) for name in tensors}
 
 
 def _swap_ranks(checkpoint: Path) -> None:

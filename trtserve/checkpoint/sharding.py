@@ -192,9 +192,9 @@ def _tensor_parallel_problem(config: CheckpointConfig, tp_size: int, ep_size: in
         return f"its {kv_heads} key/value heads do not divide by {tp_size}"
     if kv_heads < tp_size and tp_size % kv_heads:
         return f"its {kv_heads} key/value heads cannot be repeated evenly over {tp_size} ranks"
-    if config.moe.num_experts:
-        return _experts_problem(config, tp_size, ep_size)
-    inner = config.intermediate_size
+    if config.moe.num_experts and (problem := _experts_problem(config, tp_size, ep_size)):
+        return problem
+    inner = 0 if config.moe.num_experts and not config.dense_layers else config.intermediate_size
     return f"its intermediate size {inner} does not divide by {tp_size}" if inner % tp_size else None
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from tests.support.families.family import Config, Family
 from tests.support.families.llama_like import LLAMA_LIKE
-from tests.support.families.mixtures import MIXTURES
+from tests.support.families.mixtures import MIXTURE_FAMILIES
 from tests.support.families.ours import OURS
 from tests.support.families.own_names import OWN_NAMES
 
 __all__ = ["FAMILIES", "Config", "Family", "cases"]
 
-FAMILIES: dict[str, Family] = LLAMA_LIKE | MIXTURES | OWN_NAMES | OURS
+FAMILIES: dict[str, Family] = LLAMA_LIKE | MIXTURE_FAMILIES | OWN_NAMES | OURS
 
 
 def cases(field: str) -> list[tuple[str, Config]]:

@@ -1,4 +1,4 @@
-"""Families of experts that TensorRT-LLM's checkpoints lack: gpt-oss."""
+"""Families of experts that TensorRT-LLM's checkpoints lack."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.families import expected
-from tests.support.families.expected import EXPERTS, LAYER_WINDOWS, ROPE_BASE
+from tests.support.families.expected import EXPERTS, LAYER_WINDOWS, ROPE_BASE, ROPE_SIZE
 from tests.support.families.family import Family, Shapes
 from tests.support.families.llama_like import LLAMA, YARN, llama_tensors
-from tests.support.families.shards import llama_ranks
+from tests.support.families.shards import MIXTURES, llama_ranks
 
 _COMMON: dict[str, Any] = expected.SIZES | {
     "num_key_value_heads": 2,
@@ -22,9 +22,50 @@ _COMMON: dict[str, Any] = expected.SIZES | {
 }
 
 
+def _tensors(config: Mapping[str, Any]) -> Shapes:
+    """Yield the tensors of a model with the names in `shards.MIXTURES`."""
+    names, hidden = MIXTURES[config["model_type"]], config["hidden_size"]
+    count = next(config[key] for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in config)
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    sparse = [layer for layer in range(config["num_hidden_layers"]) if layer >= config.get("first_k_dense_replace", 0)]
+    for name, shape in _without_experts(config):
+        if not any(name.startswith(f"model.layers.{layer}.mlp.") for layer in sparse):
+            yield name, shape
+    for layer in sparse:
+        prefix = f"model.layers.{layer}."
+        yield f"{prefix}{names.router}.weight", (count, hidden)
+        if names.correction is not None:
+            yield prefix + names.correction, (count,)
+        gate, up, down = names.parts or ("", "", "")
+        for expert in range(count):
+            place = prefix + names.experts.format(expert)
+            yield f"{place}{gate}.weight", (inner, hidden)
+            yield f"{place}{up}.weight", (inner, hidden)
+            yield f"{place}{down}.weight", (hidden, inner)
+        if shared := inner * config.get("n_shared_experts", 0):
+            yield f"{prefix}{names.shared}.gate_proj.weight", (shared, hidden)
+            yield f"{prefix}{names.shared}.up_proj.weight", (shared, hidden)
+            yield f"{prefix}{names.shared}.down_proj.weight", (hidden, shared)
+
+
+def _without_experts(config: Mapping[str, Any]) -> Shapes:
+    """Yield the tensors of a Llama, and the norms of queries and keys."""
+    plain = {key: value for key, value in config.items() if key != "num_experts_per_tok"}
+    kind, size = config["model_type"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    for name, shape in llama_tensors(plain):
+        if kind != "glm4_moe" or not name.endswith("o_proj.bias"):
+            yield name, shape
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            norm = f"{name.removesuffix('proj.weight')}norm.weight"
+            if kind in ("minimax_m2", "olmoe"):
+                yield norm, shape[:1]
+            elif kind == "dots1" or config.get("use_qk_norm"):
+                yield norm, (size,)
+
+
 def _gpt_oss_tensors(config: Mapping[str, Any]) -> Shapes:
     hidden, inner, count = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
-    for name, shape in llama_tensors({key: value for key, value in config.items() if key != "num_experts_per_tok"}):
+    for name, shape in _without_experts(config):
         if ".mlp." not in name:
             yield name, shape
     for layer in range(config["num_hidden_layers"]):
@@ -78,4 +119,130 @@ GPT_OSS = Family(
     constants=ROPE_BASE | EXPERTS | LAYER_WINDOWS,
 )
 
-MIXTURES: dict[str, Family] = {"gpt_oss": GPT_OSS}
+_ROUTED = expected.DENSE | {"num_experts": 8, "top_k": 3, "normalization_mode": 1}
+_DEEPSEEK = {
+    "moe": _ROUTED | {"shared_expert_intermediate_size": 32},
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "shared_expert_gate": False,
+    "scoring_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "dense_layers": [0],
+    "superset": ["sigmoid routers"],
+}
+
+GLM4_MOE = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    expected=_COMMON
+    | _DEEPSEEK
+    | {"head_size": 32, "rotary_embedding_dim": 16, "rotary_pct": 0.5, "attn_bias": True, "use_qk_norm": False},
+    nvidia=False,
+    shards=({"vocab_size": 323}, {"num_key_value_heads": 1, "use_qk_norm": True, "attention_bias": False}),
+    logits=(
+        {},
+        {"use_qk_norm": True, "attention_bias": False, "norm_topk_prob": False, "first_k_dense_replace": 0},
+        {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "num_hidden_layers": 3, "partial_rotary_factor": 0.25},
+    ),
+    constants=ROPE_BASE | ROPE_SIZE | EXPERTS,
+)
+
+DOTS1 = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config={key: value for key, value in GLM4_MOE.config.items() if key != "partial_rotary_factor"}
+    | {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        "attention_bias": False,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+    },
+    expected=_COMMON
+    | _DEEPSEEK
+    | {"head_size": 32, "rotary_embedding_dim": 32, "attn_bias": False, "max_attention_window": [None, 24]},
+    nvidia=False,
+    logits=({}, {"sliding_window": None, "n_group": 2, "first_k_dense_replace": 0}),
+    constants=ROPE_BASE | EXPERTS | LAYER_WINDOWS,
+    real={"sliding_window": 4096, "max_position_embeddings": 32768},
+)
+
+MINIMAX_M2 = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 64,
+    },
+    expected=_COMMON
+    | {
+        "head_size": 32,
+        "rotary_embedding_dim": 16,
+        "rotary_pct": 0.5,
+        "intermediate_size": 64,
+        "moe": _ROUTED,
+        "scoring_func": "sigmoid",
+        "superset": ["sigmoid routers", "norms over all heads"],
+    },
+    nvidia=False,
+    shards=({"vocab_size": 323}, {"num_key_value_heads": 1}),
+    logits=({}, {"rotary_dim": 32, "num_key_value_heads": 4}),
+    constants=ROPE_BASE | ROPE_SIZE | EXPERTS,
+)
+
+OLMOE = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 64,
+        "norm_topk_prob": False,
+    },
+    expected=_COMMON
+    | {
+        "intermediate_size": 64,
+        "moe": _ROUTED | {"normalization_mode": 0},
+        "attn_bias": False,
+        "superset": ["norms over all heads"],
+    },
+    nvidia=False,
+    logits=({}, {"norm_topk_prob": True, "num_key_value_heads": 1}),
+    constants=ROPE_BASE | EXPERTS,
+)
+
+MIXTURE_FAMILIES: dict[str, Family] = {
+    "gpt_oss": GPT_OSS,
+    "glm4_moe": GLM4_MOE,
+    "dots1": DOTS1,
+    "minimax_m2": MINIMAX_M2,
+    "olmoe": OLMOE,
+}

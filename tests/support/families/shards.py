@@ -33,10 +33,20 @@ class Mixture:
     correction: str | None = None
 
 
+_DEEPSEEK = Mixture(shared="mlp.shared_experts", correction="mlp.gate.e_score_correction_bias")
 MIXTURES = {
     "mixtral": Mixture(
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", parts=("w1", "w3", "w2")
     ),
+    "minimax_m2": Mixture(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts.{}.",
+        parts=("w1", "w3", "w2"),
+        correction="block_sparse_moe.e_score_correction_bias",
+    ),
+    "olmoe": Mixture(),
+    "glm4_moe": _DEEPSEEK,
+    "dots1": _DEEPSEEK,
     "gpt_oss": Mixture(router="mlp.router", experts="mlp.experts.", parts=None),
 }
 

@@ -15,7 +15,7 @@ from trtserve.checkpoint.architectures.parts.positions import uniform_window
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
-_EXPERTS = ExpertNames(
+EXPERTS = ExpertNames(
     router="block_sparse_moe.gate",
     gate="block_sparse_moe.experts.{}.w1",
     up="block_sparse_moe.experts.{}.w3",
@@ -47,4 +47,4 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 def names(config: CheckpointConfig) -> SourceNames:
     del config
-    return replace(llama.NAMES, experts=_EXPERTS)
+    return replace(llama.NAMES, experts=EXPERTS)

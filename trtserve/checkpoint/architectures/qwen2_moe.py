@@ -14,7 +14,9 @@ from trtserve.checkpoint.architectures.base import (
     SourceNames,
     moe_object,
     require_activation,
+    require_sizes,
     required,
+    superset,
 )
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.llama import expert_decoder as decoder
@@ -53,27 +55,29 @@ def qwen_moe_config(
     `normalization_mode` follows the model's `norm_topk_prob`. Upstream always writes 0, which makes the experts of a
     normalising Qwen3-MoE too weak (decision 0009).
     """
-    _require_experts_everywhere(hf)
+    dense = _dense_layers(hf)
     require_activation(hf.get("hidden_act", "silu"), "silu")
     experts, chosen = expert_counts(hf, "num_experts")
     mode = RENORMALIZED if hf.get("norm_topk_prob") else NOT_NORMALIZED
+    common = qwen_config(hf, qwen_type=qwen_type, attn_bias=attn_bias, windows=windows)
     return {
-        **qwen_config(hf, qwen_type=qwen_type, attn_bias=attn_bias, windows=windows),
+        **common,
         "hidden_act": "swiglu",
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=mode, shared_size=shared_size),
         "moe_intermediate_size": required(hf, "moe_intermediate_size")["moe_intermediate_size"],
         "moe_shared_expert_intermediate_size": shared_size,
+        **({"dense_layers": dense} if dense else {}),
+        **superset(*common.get("superset", ()), *["layers without experts"] * bool(dense)),
     }
 
 
-def _require_experts_everywhere(hf: HfConfig) -> None:
-    """Raise UnsupportedModelError when only some layers have experts: TensorRT-LLM needs them in all or none."""
-    dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-    if dense or step != 1:
-        raise UnsupportedModelError(
-            f"config.json has mlp_only_layers = {dense} and decoder_sparse_step = {step}: some layers have no "
-            "experts, which a TensorRT-LLM checkpoint cannot express.",
-        )
+def _dense_layers(hf: HfConfig) -> list[int]:
+    """Return the layers that have no experts."""
+    given, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    require_sizes({"decoder_sparse_step": step}, "decoder_sparse_step")
+    if not isinstance(given, list):
+        raise UnsupportedModelError(f"config.json has mlp_only_layers = {given!r}; expected a list of layers.")
+    return [layer for layer in range(hf["num_hidden_layers"]) if layer in given or (layer + 1) % step]
 
 
 def _windows(hf: HfConfig) -> list[int | None]:

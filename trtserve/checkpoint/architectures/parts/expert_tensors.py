@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig, MixtureOfExperts
-from trtserve.checkpoint.architectures.base import ExpertNames, Experts, HfConfig, Target, expert_size, required
+from trtserve.checkpoint.architectures.base import (
+    ExpertNames,
+    Experts,
+    HfConfig,
+    Target,
+    expert_size,
+    moe_object,
+    require_numbers,
+    require_sizes,
+    required,
+)
 from trtserve.errors import UnsupportedModelError
 
 # Keys for the number of experts in Hugging Face configs.
 _COUNTS = ("num_experts", "num_local_experts")
 # TensorRT-LLM's ExpertScaleNormalizationMode.
 NOT_NORMALIZED, RENORMALIZED = 0, 1
+_GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0}
 
 
 def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> Iterator[Target]:
@@ -109,6 +121,43 @@ def expert_counts(hf: HfConfig, count: str) -> tuple[int, int]:
     return experts, chosen
 
 
+def deepseek_experts(hf: HfConfig) -> dict[str, Any]:
+    """Return the keys of experts as in DeepSeek V3, with the names of its config; absent ones have V3's defaults.
+
+    Sigmoid routers choose within the best groups, and the first layers have no experts. Raises UnsupportedModelError
+    for numbers of groups that do not fit each other.
+    """
+    hf = {"norm_topk_prob": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, **hf}
+    experts, chosen = expert_counts(hf, "n_routed_experts")
+    groups, chosen_groups, shared = (hf.get(key) or least for key, least in _GROUPS.items())
+    require_sizes({"n_group": groups, "topk_group": chosen_groups, "n_shared_experts": shared or 1}, *_GROUPS)
+    require_numbers(hf, "routed_scaling_factor")
+    members = experts // groups
+    if experts % groups or chosen_groups > groups or chosen > chosen_groups * members or (groups > 1 and members < 2):
+        raise UnsupportedModelError(
+            f"config.json has n_routed_experts = {experts}, n_group = {groups}, topk_group = {chosen_groups} and "
+            f"num_experts_per_tok = {chosen}; expected equal groups, and enough experts in the chosen ones.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    if (scores := hf.get("scoring_func", "sigmoid")) != "sigmoid":
+        raise UnsupportedModelError(f"config.json has scoring_func = {scores!r}; this family's is sigmoid.")
+    dense, inner = hf["first_k_dense_replace"] or 0, required(hf, "moe_intermediate_size")["moe_intermediate_size"]
+    if type(dense) is not int or not 0 <= dense <= hf["num_hidden_layers"]:
+        raise UnsupportedModelError(f"config.json has first_k_dense_replace = {dense!r}; expected a number of layers.")
+    mode = RENORMALIZED if hf["norm_topk_prob"] else NOT_NORMALIZED
+    return {
+        "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=mode, shared_size=shared * inner),
+        "moe_intermediate_size": inner,
+        "moe_shared_expert_intermediate_size": shared * inner,
+        "shared_expert_gate": False,
+        "scoring_func": "sigmoid",
+        "n_group": groups,
+        "topk_group": chosen_groups,
+        "routed_scaling_factor": float(hf["routed_scaling_factor"]),
+        "dense_layers": list(range(dense)),
+    }
+
+
 def _moe(config: CheckpointConfig) -> MixtureOfExperts:
     """Return the `moe` object of a checkpoint's config. Raises UnsupportedModelError for a model without experts."""
     moe = config.moe
@@ -126,7 +175,6 @@ def experts_of(config: CheckpointConfig) -> Experts:
     Raises UnsupportedModelError for a normalisation that no supported family uses.
     """
     moe = _moe(config)
-    dense = config.own("first_k_dense_replace", 0)
     mode = moe.normalization_mode
     if mode not in (NOT_NORMALIZED, RENORMALIZED):
         raise UnsupportedModelError(
@@ -142,5 +190,5 @@ def experts_of(config: CheckpointConfig) -> Experts:
         groups=config.own("n_group", 1),
         chosen_groups=config.own("topk_group", 1),
         scale=config.own("routed_scaling_factor", 1.0),
-        dense_layers=frozenset(range(dense)),
+        dense_layers=frozenset(config.dense_layers),
     )

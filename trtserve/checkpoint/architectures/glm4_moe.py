@@ -1,0 +1,53 @@
+"""GLM-4.5, 4.6 and 4.7: sigmoid routers with corrections, a shared expert, dense first layers, half a head rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import Decoder, ExpertNames, HfConfig, SourceNames, superset
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts
+from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+
+EXPERTS = ExpertNames(
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
+    shared="mlp.shared_experts",
+    correction="mlp.gate.e_score_correction_bias",
+)
+_DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's sizes, the experts, and what the attention has."""
+    common = llama.common_config({**_DEFAULTS, **hf}, longest=131072, partial=True)
+    return {
+        **common,
+        **deepseek_experts(hf),
+        "attn_bias": bool(hf.get("attention_bias", False)),
+        "use_qk_norm": bool(hf.get("use_qk_norm", False)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        **superset(*common.get("superset", ()), "sigmoid routers"),
+    }
+
+
+def names(config: CheckpointConfig) -> SourceNames:
+    """Return the names of the source tensors; the layer after the last one predicts more tokens and is not used."""
+    return replace(
+        llama.NAMES,
+        biases=frozenset({"qkv"} if config.own("attn_bias", False) else ()),
+        head_norms=HEAD_NORMS if config.own("use_qk_norm", False) else {},
+        experts=EXPERTS,
+        unused=(*llama.NAMES.unused, f"model.layers.{config.num_hidden_layers}.*"),
+    )
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    return replace(llama.expert_decoder(config), qk_norm="heads" if config.own("use_qk_norm", False) else None)

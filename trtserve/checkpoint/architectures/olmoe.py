@@ -1,0 +1,41 @@
+"""OLMoE: Llama with experts, and queries and keys normalised over all heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, moe_object, superset
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, RENORMALIZED, expert_counts
+from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS
+from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's sizes and the experts."""
+    if hf.get("clip_qkv") is not None:
+        raise UnsupportedModelError(f"config.json has clip_qkv = {hf['clip_qkv']}: clipped queries are not supported.")
+    experts, chosen = expert_counts({"num_experts": 64, "num_experts_per_tok": 8, **hf}, "num_experts")
+    mode = RENORMALIZED if hf.get("norm_topk_prob") else NOT_NORMALIZED
+    common = llama.common_config({"rms_norm_eps": 1e-5, **hf}, longest=4096)
+    return {
+        **common,
+        "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=mode),
+        "attn_bias": bool(hf.get("attention_bias", False)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        **superset(*common.get("superset", ()), "norms over all heads"),
+    }
+
+
+def names(config: CheckpointConfig) -> SourceNames:
+    return replace(llama.names(config), head_norms=HEAD_NORMS, head_norm_weights="row", experts=EXPERTS)
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    return replace(llama.expert_decoder(config), qk_norm="all")
