@@ -43,8 +43,13 @@ class RunningGateway:
 
 
 @contextmanager
-def running_gateway(folder: Path, http_port: int, *, grpc_port: int = 1, **settings: Any) -> Iterator[RunningGateway]:
-    """A gateway for the Triton on these ports; `settings` are further fields of GatewaySettings."""
+def running_gateway(
+    folder: Path, http_port: int, *, grpc_port: int = 1, live: bool = True, **settings: Any
+) -> Iterator[RunningGateway]:
+    """A gateway for the Triton on these ports; `settings` are further fields of GatewaySettings.
+
+    `live`: wait until Triton answers it over HTTP too.
+    """
     (port,) = free_ports(HOST, 1)
     GatewaySettings(
         name="gateway",
@@ -59,7 +64,7 @@ def running_gateway(folder: Path, http_port: int, *, grpc_port: int = 1, **setti
     log = folder / "gateway.log"
     gateway = RunningGateway(port, spawn(command, log=log), log)
     try:
-        wait_until(lambda: gateway.status("/v2/health/live") == 200)
+        wait_until(lambda: gateway.status("/v2/health/live") in ((200,) if live else (200, 503)))
         yield gateway
     finally:
         stop(gateway.process, grace=0)
