@@ -26,6 +26,7 @@ BENCHMARKS = (
     "serving",
     "text",
     "endpoint",
+    "gateway",
     "protocols",
     "repeats",
     "convert",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from ..shared.tokenizer import decode, encode
+from ..shared.tokenizer import decode_function, encode
 
 _REMEMBERED = 16384
 
@@ -19,8 +19,7 @@ class AnchoredDecoder:
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = decode_function(tokenizer, skip_special_tokens=skip_special_tokens)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._anchor = encode(tokenizer, "a", special=False)
         self._anchor_text = self._decode(self._anchor)
@@ -41,6 +40,3 @@ class AnchoredDecoder:
 
     def _is_beginning(self, ids: list[int]) -> bool:
         return bool(ids) and ids[0] in self._special_ids
-
-    def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids, skip_special_tokens=self._skip_special_tokens)

@@ -6,7 +6,7 @@ import base64
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -142,6 +142,11 @@ def _growth(part: Any) -> int:
     return 1
 
 
+_UNDECODABLE = "The tokenizer cannot decode these tokens"
+# Classes of transformers 4 and 5 that hand decoding to the library of Rust and then only clean up.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
 def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     """Return the ids of `text`. Raises ValueError when the tokenizer fails."""
     with _failures("The tokenizer cannot encode this text"):
@@ -151,9 +156,24 @@ def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
 
 def decode(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """Return the text of `ids`. Raises ValueError when the tokenizer fails."""
-    with _failures("The tokenizer cannot decode these tokens"):
+    with _failures(_UNDECODABLE):
         text: str = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
     return text
+
+
+def decode_function(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Return `decode` for one tokenizer; without transformers' wrappers, a fifth of the cost, where they do nothing."""
+    quick = getattr(tokenizer, "backend_tokenizer", None)
+    first = next((each.__name__ for each in type(tokenizer).__mro__ if {"_decode", "decode"} & vars(each).keys()), "")
+    if quick is None or first not in _PLAIN or tokenizer.clean_up_tokenization_spaces:
+        return lambda ids: decode(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+
+    def quickly(ids: list[int]) -> str:
+        with _failures(_UNDECODABLE):
+            text: str = quick.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    return quickly
 
 
 @contextmanager
