@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -92,7 +93,7 @@ def gateways(work: Path, counts: tuple[int, ...]) -> Iterator[list[RunningGatewa
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             options = {"own": False, "model": "", "tokenizer": tokenizer, "processes": count}
             gateway = stack.enter_context(running_gateway(folder, port, grpc_port=port, live=False, **options))
-            wait_until(lambda port=gateway.port: answers(port))
+            wait_until(partial(answers, gateway.port))
             found.append(gateway)
         yield found
 
