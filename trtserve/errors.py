@@ -32,7 +32,7 @@ TrtserveError
 ├── BenchmarkError             50   a benchmark could not be carried out
 ├── DoubtfulResultError        51   a benchmark's verdict is not `valid` (bench --strict)
 ├── RegressionError            52   a result is worse than an earlier one (bench compare)
-└── MissedLimitError           53   figures do not meet the limits of a setup file (up, tune)
+└── MissedLimitError           53   figures do not meet their limits (up, tune, plan --fleet)
 """
 
 from __future__ import annotations

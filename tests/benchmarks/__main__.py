@@ -32,6 +32,8 @@ BENCHMARKS = (
     "convert",
     "plan",
     "demo",
+    "tune",
+    "fleet",
 )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.options import Fields, JsonOption, QuietOption, gpus, models, sources
+from trtserve.cli.options import Fields, JsonOption, QuietOption, gpus, models, paths, sources
 from trtserve.cli.output import (
     TerminalProgress,
     count,
@@ -218,16 +219,43 @@ _BUILD = Fields(
 _NOT_MEASURED = "not measured yet"
 
 
+FLEET = "A fleet on paper"
+
+
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
             help="Folder, name of an import, alias, or org/name[@revision] of the hub.",
             autocompletion=sources,
         ),
-    ],
+    ] = None,
     *,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(
+            "--fleet",
+            metavar="FILE",
+            help="Plan the replicas of this fleet file instead, and simulate a day of them.",
+            autocompletion=paths,
+            rich_help_panel=FLEET,
+        ),
+    ] = None,
+    hours: Annotated[
+        int,
+        typer.Option("--hours", min=0, max=168, help="Hours to simulate; 0: none.", rich_help_panel=FLEET),
+    ] = 24,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="DIR",
+            help="Write Kubernetes objects, a Slurm script or llm-d's values for it.",
+            autocompletion=paths,
+            rich_help_panel=FLEET,
+        ),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -253,7 +281,17 @@ def plan(
     Examples:
         trtserve plan llama-2-7b
         trtserve plan llama-2-7b --gpu h100-80gb --tp-size 2 --max-batch-size 64
+        trtserve plan --fleet fleet.yaml --write handed-over
     """
+    if (model is None) == (fleet is None):
+        raise UsageError("Name a model, or a fleet file with --fleet.", hint="`trtserve models` lists short names.")
+    if model is None:
+        from trtserve.cli.fleet import plan_fleet
+
+        plan_fleet(fleet, hours=hours, write=write, json=json, progress=TerminalProgress(quiet=quiet))
+        return
+    if write is not None:
+        raise UsageError("--write is for the plan of a fleet; give --fleet.")
     from trtserve.pipeline.estimate import Question, plan_needs, require_fit
 
     chosen = _gpu(gpu, gpu_memory)

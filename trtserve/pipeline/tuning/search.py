@@ -147,7 +147,7 @@ class Search:
         own = next((lane for lane in ranked if not lane[0]), None)
         if own is not None and own not in racers:
             racers.append(own)
-        self._race(racers, own)
+        self._race(racers, own, first)
         return self.outcome
 
     def _distinct(self, lanes: Sequence[Lane]) -> list[Lane]:
@@ -245,9 +245,11 @@ class Search:
 
     # Racing
 
-    def _race(self, racers: Sequence[Lane], own: Lane | None) -> None:
+    def _race(self, racers: Sequence[Lane], own: Lane | None, first: Race[Lane]) -> None:
         """Measure the racers again, in turns, and drop those that are significantly worse."""
-        race, left, last = Race[Lane](comparisons=max(1, len(racers) - 1)), list(racers), dict(self._explored)
+        race, last = Race[Lane](comparisons=max(1, len(racers) - 1)), dict(self._explored)
+        # The server that runs goes first.
+        left = sorted(racers, key=lambda lane: lane[0] != self.trials.done[-1].candidate.values)
         misses: dict[Lane, list[float]] = {}
         for turn in range(1, _ROUNDS + 1):
             if len(left) == 1 and turn > 1:
@@ -268,6 +270,9 @@ class Search:
             left = [lane for lane in race.survivors() if lane in left and self._holds(misses[lane])] or left[:1]
             if turn > 1 and len(left) > 1 and own not in left:
                 break  # which of those is best makes no difference that can be seen
+        if not race.runs:  # what explored has to do: the best one must be far better
+            race, left = first, [lane for lane in racers if lane == own or own is None or first.beats(lane, own)]
+            misses = {lane: [0.0] for lane in left}
         self._decide(race, left, own, last, misses)
 
     @staticmethod
@@ -284,11 +289,6 @@ class Search:
         misses: Mapping[Lane, Sequence[float]],
     ) -> None:
         outcome = self.outcome
-        if not race.runs:  # the budget ended before the race
-            leader = own or max((lane for lane in last if self._meets(last[lane].report)), key=self._explored_rate)
-            outcome.best, outcome.value = last[leader], self._rate(last[leader].report)
-            outcome.own = None if own is None else outcome.value
-            return
         if not any(self._holds(each) for each in misses.values()):
             self._none_meets()
             return

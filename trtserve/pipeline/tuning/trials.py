@@ -34,6 +34,7 @@ from trtserve.specs import BenchSpec, ServerSpec
 from trtserve.store import Store
 
 _TRIAL = "trial.json"
+_ENDING = 60.0
 _SLUG = re.compile(r"[^A-Za-z0-9.]+")
 
 
@@ -77,11 +78,21 @@ class Bench:
             stop_server(self._name, store=self._store)
         self._running = self._what = None
 
+    def _wait_for_name(self) -> None:
+        """Wait for the server of a search that was killed, which ends a moment after it."""
+        end = time.monotonic() + _ENDING
+        while time.monotonic() < end:
+            other = recorded_server(self._name, self._store)
+            if other is None or not other.alive():
+                return
+            time.sleep(0.2)
+
     def measure(self, plan: ImportPlan, server: ServerSpec, spec: BenchSpec) -> BenchReport:
         """Measure a server, which is started unless it runs. Raises what building, starting and measuring raise."""
         made = run_import(plan, record=False, progress=self._progress)
         if self._what is None or self._what[0].path != made.path or self._what[1] != server:
             self.stop()
+            self._wait_for_name()
             self._progress.step(f"Starting {self._name}")
             # One more than it needs would disturb the figures: no page, and ports that are free.
             asked = with_free_ports(replace(server, name=self._name, ui=False))

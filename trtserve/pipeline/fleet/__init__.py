@@ -1,0 +1,1 @@
+"""Plan a fleet on paper: how many replicas of which shape on which nodes, checked by a simulation in virtual time."""

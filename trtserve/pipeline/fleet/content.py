@@ -1,0 +1,172 @@
+"""What a fleet file says: GPUs and their prices, shapes of a replica with their speed, traffic, failures, updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from msgspec import Meta
+
+from trtserve.bench.targets import read_goal
+from trtserve.errors import UsageError, did_you_mean
+from trtserve.files import decode_as, read_text
+
+_Some = Annotated[int, Meta(ge=1, le=1_000_000)]
+_Time = Annotated[float, Meta(gt=0, le=1e9)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Amount = Annotated[float, Meta(ge=0, le=1e9)]
+Hours = Annotated[tuple[_Amount, ...], Meta(min_length=24, max_length=24)]
+_FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuKind:
+    """Nodes with one kind of GPU."""
+
+    nodes: _Some
+    per_node: Annotated[int, Meta(ge=1, le=64)] = 8
+    price: _Amount = 0.0
+    """Of a GPU for an hour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedFigures:
+    """What a replica takes, in milliseconds; `measured` results give the same."""
+
+    step_ms: _Time
+    sequence_ms: _Amount
+    prompt_token_ms: _Amount
+    request_ms: _Amount = 0.0
+    error: _Share = 0.1
+    """How far these figures may be off, as a part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeOption:
+    """One way to serve the model: a replica on some GPUs of one kind."""
+
+    gpu: str
+    gpus: _Some = 1
+    max_batch_size: Annotated[int, Meta(ge=1, le=4096)]
+    measured: tuple[Path, ...] = ()
+    """Results of `bench` of one replica, at two or more loads."""
+    speed: SpeedFigures | None = None
+    load_seconds: _Amount = 120.0
+    """From the start of a replica to its first answer."""
+    manifest: Path | None = None
+    """What `start --kubernetes` wrote for one replica, from which the objects of the fleet are made."""
+    job: Path | None = None
+    """What `start --slurm` wrote for one replica."""
+    model: str | None = None
+    """Model of the hub, for llm-d's chart."""
+    model_size: str = "200Gi"
+    """Room for its files there."""
+    image: str = "vllm/vllm-openai:latest"
+    """What serves it there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetTraffic:
+    """What arrives."""
+
+    requests_per_second: _Time
+    """In the busiest hour."""
+    day: Hours = (1.0,) * 24
+    """Of each hour, as a part of the busiest one."""
+    input_tokens: _Time
+    output_tokens: _Time
+    variation: _Amount = 0.5
+    """Standard deviation of lengths ÷ their mean."""
+    burstiness: Annotated[float, Meta(ge=1, le=1000)] = 1.0
+    """Variance of the requests in a second ÷ their mean; 1 is Poisson."""
+    shared_prefix: _Share = 0.0
+    """Part of a prompt that other requests begin with too."""
+    prefixes: _Some = 100
+    """How many such prefixes there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRate:
+    """How often nodes fail."""
+
+    node_hours: _Time = 5000.0
+    """Mean time between failures of one node."""
+    repair_minutes: _Amount = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollingUpdate:
+    """A new version, replica by replica."""
+
+    hour: Annotated[float, Meta(ge=0, lt=24)] = 10.0
+    at_once: _Share = 0.05
+    """Part of the replicas that are updated together."""
+    drain_seconds: _Amount = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """What a fleet file says."""
+
+    goal: str
+    gpus: Mapping[str, GpuKind]
+    shapes: Mapping[str, ShapeOption]
+    traffic: FleetTraffic
+    failures: FailureRate | None = None
+    update: RollingUpdate | None = None
+    limits_ms: Mapping[str, float] = field(default_factory=dict)
+    """The goal, as it was read."""
+
+
+def read_fleet(path: Path) -> Fleet:
+    """Read a fleet file. Raises UsageError for anything that it should not say."""
+    hint = "docs/how-to/fleet.md shows one."
+    try:
+        content: Any = yaml.safe_load(read_text(path, UsageError))
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist.", hint=hint) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"{path} is not YAML: {str(error).splitlines()[0]}.", hint=hint) from None
+    if isinstance(content, dict):
+        content.pop("limits_ms", None)
+    fleet = decode_as(content, Fleet, "a fleet", path, UsageError, hint=hint)
+    _require_known(content, fleet, str(path))
+    limits = read_goal(fleet.goal)
+    for name in limits:
+        if name not in _FIGURES:
+            raise UsageError(f"{path}: the goal has {name}.", hint=f"A fleet is planned for {', '.join(_FIGURES)}.")
+    shapes = {}
+    for name, shape in fleet.shapes.items():
+        if shape.gpu not in fleet.gpus:
+            hint = did_you_mean(shape.gpu, fleet.gpus, f"The file has: {', '.join(fleet.gpus)}.")
+            raise UsageError(f"{path}: shapes.{name}.gpu is {shape.gpu!r}, which is not under gpus.", hint=hint)
+        if bool(shape.measured) == (shape.speed is not None):
+            raise UsageError(f"{path}: shapes.{name} needs either `measured` or `speed`.", hint=hint)
+        shapes[name] = _beside(shape, path.parent)
+    return replace(fleet, shapes=shapes, limits_ms=limits)
+
+
+def _require_known(content: Any, read: object, place: str) -> None:
+    """Raise UsageError for a key, at any depth, that nothing was read from."""
+    if isinstance(content, dict) and is_dataclass(read):
+        known = [each.name for each in fields(read)]
+        for key, below in content.items():
+            if key not in known:
+                raise UsageError(f"{place} has no key {key!r}.", hint=did_you_mean(str(key), known, ", ".join(known)))
+            _require_known(below, getattr(read, key), f"{place}: {key}")
+    elif isinstance(content, dict) and isinstance(read, Mapping):
+        for key, below in content.items():
+            _require_known(below, read[key], f"{place}.{key}")
+
+
+def _beside(shape: ShapeOption, folder: Path) -> ShapeOption:
+    """Return the shape with paths that start at the file's folder."""
+    return replace(
+        shape,
+        measured=tuple(folder / each for each in shape.measured),
+        manifest=None if shape.manifest is None else folder / shape.manifest,
+        job=None if shape.job is None else folder / shape.job,
+    )
