@@ -276,6 +276,29 @@ def test_prompts_of_a_file_are_requests_of_their_own(
     assert [(each["request_id"], each["sequences"][0]["prompt"]) for each in answers] == [("r", 0), ("r-1", 1)]
 
 
+def test_answers_are_lines_of_a_file_and_are_not_asked_for_again(
+    server: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text("one\ntwo\nthree\n")
+    out = tmp_path / "answers.jsonl"
+    asked = ["--input-file", str(tmp_path / "prompts"), "--output-file", str(out), "--model", "echo"]
+    assert run(["query", *asked, *address(server)]) == 0
+    whole = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(whole[1] + whole[2][:9])  # an interruption cuts the last line
+    assert run(["query", *asked, *address(server)]) == 0
+    assert "2 answers, 1 were there." in capsys.readouterr().err
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(each["prompt"], each["input"], each["text"]) for each in found] == [
+        (1, "two", "Echo: two"),
+        (0, "one", "Echo: one"),
+        (2, "three", "Echo: three"),
+    ]
+    assert [each["sequences"][0]["prompt"] for each in found] == [1, 0, 2]
+    (tmp_path / "prompts").write_text("one\n2\n")
+    assert run(["query", *asked, *address(server)]) == 2
+    assert "has answers to other prompts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_any_input_by_its_name(server: Endpoint, protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
     further = ["--input", "top_k=3", "--input", 'stop_words=["a", "b, c"]', "--input", "seed=18446744073709551615"]

@@ -58,8 +58,17 @@ def query(
         typer.Option(
             "--input-file",
             metavar="FILE",
-            help="Prompts: one per line, or a JSON list of texts; - is stdin.",
+            help="Prompts: one per line, or a JSON list of texts; - is stdin. Or requests in OpenAI's batch format.",
             rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-file",
+            metavar="FILE",
+            help="Write one JSON line per answer as it comes; what the file has already is not asked again.",
+            rich_help_panel=SAVING,
         ),
     ] = None,
     input_tokens_csv: Annotated[
@@ -119,12 +128,21 @@ def query(
         trtserve query "What is ML?"
         trtserve query --stream --temperature 0.7 --top-p 0.9 "Tell me a story"
         cat prompts.txt | trtserve query --input-file - --json
+        trtserve query --input-file requests.jsonl --output-file answers.jsonl
     """
     found = None
     if _asks_locally(engine, local, connection):
         found = _local_engine(engine, spec.tokenizer, dry_run=dry_run)
     if found is not None and found.is_worker():
         _run_worker(found)
+        return
+    if input_file is not None and _is_batch(input_file):
+        if dry_run or found is not None or request.given():
+            raise UsageError(
+                "The requests of a batch file go to a server as they are.",
+                hint="Leave --dry-run, --local and the options of requests out.",
+            )
+        _send_batch(input_file, output_file, find_endpoint(connection, "http"), spec)
         return
     texts, token_ids = read_prompts(prompt, prompts=prompts, file=input_file, tokens=input_tokens_csv)
     spec = _complete(spec, request, inputs or [], prompts=texts, token_ids=token_ids)
@@ -144,6 +162,9 @@ def query(
     with place as endpoint:
         if dry_run:
             query_output.describe(spec, endpoint)
+            return
+        if output_file is not None:
+            _write_answers(spec, endpoint, output_file)
             return
         # Without a stream there is no first token to time.
         _ask(replace(spec, stream=spec.stream or verbose), endpoint, sink)
@@ -224,6 +245,51 @@ def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
     return folder
 
 
+def _is_batch(path: Path) -> bool:
+    from trtserve.client.batch import is_batch
+
+    return is_batch(path)
+
+
+def _send_batch(path: Path, out: Path | None, endpoint: Endpoint, spec: QuerySpec) -> None:
+    """Send a batch file; without a file for the answers they are printed."""
+    from trtserve.client.batch import AnswerFile, read_batch, send_batch
+
+    requests = read_batch(path)
+    with nullcontext() if out is None else AnswerFile(out) as answers:
+        done = set() if answers is None else {line["custom_id"] for line in answers.lines}
+        left = [request for request in requests if request.custom_id not in done]
+        write = answers.write if answers is not None else lambda line: output.print_data(json.dumps(line))
+        failed = send_batch(path, left, endpoint, write, model=spec.model, timeout=spec.timeout)
+    before = f", {len(requests) - len(left)} were there" if len(left) < len(requests) else ""
+    output.say(f"{len(left)} answers{before}; {failed} of them are errors.")
+
+
+def _write_answers(spec: QuerySpec, endpoint: Endpoint, out: Path) -> None:
+    """Write a line for each prompt that has none yet."""
+    from trtserve.client.batch import AnswerFile
+    from trtserve.client.query import generate_each
+
+    if spec.batch:
+        raise UsageError("--batch asks for all answers at once, and --output-file writes them as they come.")
+    prompts = [*spec.prompts, *map(list, spec.token_ids)]
+    with AnswerFile(out) as answers:
+        done = {line["prompt"]: line["input"] for line in answers.lines}
+        if any(number not in range(len(prompts)) or prompts[number] != text for number, text in done.items()):
+            raise UsageError(f"--output-file: {out} has answers to other prompts.", hint="Name another file.")
+        left = [number for number in range(len(prompts)) if number not in done]
+        asked = replace(
+            spec,
+            prompts=tuple(spec.prompts[number] for number in left) if spec.prompts else (),
+            token_ids=tuple(spec.token_ids[number] for number in left) if spec.token_ids else (),
+        )
+        for number, generation in zip(left, generate_each(asked, endpoint) if left else (), strict=True):
+            for sequence in generation.sequences:
+                sequence.prompt = number
+            answers.write({"prompt": number, "input": prompts[number], **query_output.as_json(generation, {})})
+    output.say(f"{len(left)} answers, {len(done)} were there.")
+
+
 def _ask(spec: QuerySpec, endpoint: Endpoint, sink: query_output.Sink) -> None:
     from trtserve.client.query import generate_each
 
@@ -241,6 +307,8 @@ TokenIds = tuple[tuple[int, ...], ...]
 
 _STDIN = Path("-")
 _CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query"
+_BINARY = "It looks like a binary file, such as a table or an archive. Give text: one prompt per line, or a JSON list."
+_SPLIT = "Split it (split -l 10000 FILE), or write it in OpenAI's batch format, which is read line by line."
 # Start of a JSON list or object; "[INST] …", "[1] …" and "{name} …" are prompts.
 _LIST = re.compile(r"""\s*(\[\s*(["'{]|$)|\{\s*("|$))""")
 
@@ -290,16 +358,24 @@ def _decoded(content: bytes) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(
             f"The prompt is not UTF-8 text: {error.reason} at byte {error.start}.",
-            hint=_CONVERT,
+            hint=_text_hint(content),
         ) from None
+
+
+def _text_hint(content: bytes) -> str:
+    return _BINARY if b"\0" in content[:4096] else _CONVERT
 
 
 def _of_file(path: Path) -> Prompts:
     """Return the texts of a JSON list, or the non-empty lines of any other file."""
     try:
-        text = _decoded(_stdin()) if path == _STDIN else read_text(path, UsageError, hint=_CONVERT, pipes=True)
+        text = _decoded(_stdin()) if path == _STDIN else read_text(path, UsageError, hint=_SPLIT, pipes=True)
     except FileNotFoundError as error:
         raise UsageError(f"--input-file: {path} cannot be read: {error.strerror}.") from None
+    except UsageError as error:
+        if isinstance(damage := error.__cause__, UnicodeDecodeError):
+            error.hint = _text_hint(damage.object)
+        raise
     prompts = _json_texts(text, path)
     if prompts is None:
         prompts = tuple(line for line in text.splitlines() if line.strip())

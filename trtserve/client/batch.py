@@ -1,0 +1,223 @@
+"""Files of many requests: OpenAI's batch format, and answers that are written as they come and not asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from trtserve.client.endpoint import Endpoint, unreachable
+from trtserve.client.http_pool import HttpAnswer, HttpPool, http_request
+from trtserve.client.http_transport import tls_context
+from trtserve.errors import UsageError
+from trtserve.files import parse_json, writing
+
+_MOST_REQUESTS = 1_000_000
+_LONGEST_LINE = 8 << 20  # bytes; a gateway takes no larger body
+_URL = re.compile(r"/v1/[a-z_/]{1,100}")
+_AT_ONCE = 16
+_BUSY = (429, 503)
+_PAUSES = (0.5, 1, 2, 4, 8, 16)  # seconds before a busy or silent server is asked again
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRequest:
+    """One line of a batch file."""
+
+    custom_id: str
+    url: str
+    at: int
+    """Where the line begins, in bytes: bodies are read when they are sent."""
+
+
+def is_batch(path: Path) -> bool:
+    """Return whether the first line of a regular file is a request of a batch."""
+    if not path.is_file():
+        return False
+    with suppress(OSError, ValueError, UsageError), path.open("rb") as file:
+        first = next(_lines(file, path), (0, 0, b""))[2]
+        found = parse_json(first)
+        return isinstance(found, dict) and "custom_id" in found
+    return False
+
+
+def read_batch(path: Path) -> list[BatchRequest]:
+    """Return the requests of a file. Raises UsageError with the number of the first line that is none."""
+    found: dict[str, BatchRequest] = {}
+    with path.open("rb") as file:
+        for number, at, line in _lines(file, path):
+            request, where = _request(line, f"{path}, line {number}"), f"--input-file: {path}, line {number}"
+            custom_id, url = request.get("custom_id"), request.get("url")
+            if not isinstance(custom_id, str) or custom_id in found:
+                raise UsageError(f"{where} needs a custom_id, a text that no other line has.")
+            if not isinstance(url, str) or not _URL.fullmatch(url) or request.get("method", "POST") != "POST":
+                raise UsageError(f"{where} is no POST to a url below /v1, such as /v1/chat/completions.")
+            if not isinstance(request.get("body"), dict) or request["body"].get("stream"):
+                raise UsageError(f"{where} needs a body, an object without stream: answers are written as a whole.")
+            if len(found) == _MOST_REQUESTS:
+                raise UsageError(f"--input-file: {path} has more than {_MOST_REQUESTS} requests.", hint="Split it.")
+            found[custom_id] = BatchRequest(custom_id=custom_id, url=url, at=at)
+    return list(found.values())
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the number, the place and the content of each line that is not empty."""
+    number = at = 0
+    while line := file.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+            raise UsageError(f"--input-file: {path}, line {number} has more than {_LONGEST_LINE >> 20} MiB.")
+        if line.strip():
+            yield number, at, line
+        at += len(line)
+
+
+def _request(line: bytes, where: str) -> Line:
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        raise UsageError(f"--input-file: {where} is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"--input-file: {where} is no JSON object.")
+    return found
+
+
+class AnswerFile:
+    """A file with a JSON line for each answer. What an earlier run wrote is kept; a line that it began is removed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError for a file that cannot be written, or holds something else."""
+        self._path = path
+        self.lines: list[Line] = []
+        """What is there already, without the texts of answers."""
+        if path.exists() and not path.is_file():
+            raise UsageError(f"--output-file: {path} is not a regular file.", hint="Name a file, or leave it out.")
+        with writing(path), path.open("a+b") as file:
+            whole = file.seek(0)
+            for line in iter(file.readline, b""):
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                self.lines.append(self._known(line))
+            file.truncate(whole)
+        self._file = path.open("ab")
+
+    def _known(self, line: bytes) -> Line:
+        try:
+            found = parse_json(line)
+            return {name: found.get(name) for name in ("custom_id", "prompt", "input")}
+        except (ValueError, AttributeError):
+            raise UsageError(
+                f"--output-file: {self._path} has lines that are no answers; they are not overwritten.",
+                hint="Name another file.",
+            ) from None
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, line: Line) -> None:
+        """Add an answer; it is in the file when this returns."""
+        with writing(self._path):
+            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+
+
+def send_batch(
+    path: Path,
+    requests: Sequence[BatchRequest],
+    endpoint: Endpoint,
+    write: Callable[[Line], None],
+    *,
+    model: str | None,
+    timeout: float,
+) -> int:
+    """Send the requests, 16 at a time, and hand over each answer as OpenAI's batches have it. Returns the failed ones.
+
+    `model` replaces that of the bodies. A request that the server refuses is an answer too. Raises
+    ServerUnreachableError when the server is gone.
+    """
+    return asyncio.run(_send_all(path, deque(requests), endpoint, write, model, timeout))
+
+
+async def _send_all(
+    path: Path,
+    waiting: deque[BatchRequest],
+    endpoint: Endpoint,
+    write: Callable[[Line], None],
+    model: str | None,
+    timeout: float,
+) -> int:
+    pool = HttpPool(
+        endpoint.host,
+        endpoint.http_port,
+        tls=None if endpoint.tls is None else tls_context(endpoint.tls),
+        timeout=timeout,
+        connect_timeout=min(timeout, endpoint.connect_timeout),
+    )
+    failed = 0
+
+    async def work(file: BinaryIO) -> None:
+        nonlocal failed
+        while waiting:
+            request = waiting.popleft()
+            file.seek(request.at)
+            body = _request(file.readline(_LONGEST_LINE), str(path))["body"]
+            content = json.dumps(body if model is None else {**body, "model": model}).encode()
+            line = _answer_line(request, await _ask(pool, endpoint, request.url, content))
+            failed += line["error"] is not None or line["response"]["status_code"] != 200
+            write(line)
+
+    with path.open("rb") as file:
+        workers = [asyncio.ensure_future(work(file)) for _ in range(min(_AT_ONCE, len(waiting)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            await pool.close()
+    return failed
+
+
+async def _ask(pool: HttpPool, endpoint: Endpoint, url: str, body: bytes) -> HttpAnswer | None:
+    """Return the answer, or None when none came in time. Raises ServerUnreachableError."""
+    message = http_request(endpoint.http, url, body, endpoint.http_headers)
+    for pause in (*_PAUSES, None):
+        try:
+            answer = await pool.send(message)
+        except asyncio.TimeoutError:
+            return None
+        except OSError as error:
+            if pause is None:
+                raise unreachable(endpoint.http, str(error)) from None
+        else:
+            if pause is None or answer is None or answer.status not in _BUSY:
+                return answer
+        await asyncio.sleep(pause)
+    return None
+
+
+def _answer_line(request: BatchRequest, answer: HttpAnswer | None) -> Line:
+    line: Line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
+    if answer is None:
+        return {**line, "error": {"code": "request_timeout", "message": "No answer came within --timeout."}}
+    try:
+        body = parse_json(answer.body)
+    except ValueError:
+        return {**line, "error": {"code": "invalid_response", "message": "The answer is no JSON."}}
+    request_id = answer.headers.get(b"x-request-id", b"").decode("latin-1")
+    return {**line, "response": {"status_code": answer.status, "request_id": request_id, "body": body}, "error": None}
