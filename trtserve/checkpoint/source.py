@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.checkpoint.architectures.gemma3 import VISION
+from trtserve.checkpoint.architectures.parts.text_halves import VISION
 from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, Entry, PickledFile, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
 from trtserve.files import LARGEST_TEXT, is_below, read_json_object
@@ -28,6 +28,7 @@ _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
 )
 
 _AGAIN = "Import the model again, or download the file again."

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target
 from trtserve.checkpoint.architectures.parts.named_tensors import named_targets
+from trtserve.checkpoint.architectures.parts.text_halves import VISION, WITH_IMAGES, text_config
 from trtserve.errors import UnsupportedModelError
 
 __all__ = [
@@ -41,7 +42,6 @@ FAMILIES: dict[str, str] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForConditionalGeneration": "gemma3",
     "Gemma3ForCausalLM": "gemma3",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
@@ -80,8 +80,8 @@ FAMILIES: dict[str, str] = {
     "CwmForCausalLM": "ministral",
 }
 
-# TensorRT-LLM's name for checkpoints of GPT-2.
-_CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2"}
+# Other names in TensorRT-LLM's checkpoints.
+_CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2", "Gemma3ForConditionalGeneration": "gemma3"}
 
 # The first Llama exports use this spelling; transformers goes by their model_type.
 _RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
@@ -93,7 +93,7 @@ class UnknownArchitectureError(UnsupportedModelError):
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
         super().__init__(
-            f"Architecture {architecture} is not supported. Supported: {', '.join(FAMILIES)}.",
+            f"Architecture {architecture} is not supported. Supported: {', '.join([*FAMILIES, *sorted(WITH_IMAGES)])}.",
             hint="Choose a model with one of these in its config.json.",
         )
 
@@ -113,10 +113,8 @@ def text_model(hf: HfConfig) -> HfConfig:
     Its architecture has the name that transformers and TensorRT-LLM use.
     """
     architecture = architecture_of(hf)
-    if FAMILIES.get(architecture) == "gemma3":
-        from trtserve.checkpoint.architectures import gemma3
-
-        return gemma3.text_config(hf) if architecture == gemma3.WITH_VISION else hf
+    if architecture in WITH_IMAGES:
+        return text_config(hf)
     return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
 
 
@@ -132,7 +130,7 @@ def unused_tensors(config: CheckpointConfig) -> Sequence[str]:
     """Return patterns (fnmatch) of source tensors that a checkpoint does not need; `config` is `described`."""
     names = family(config.architecture).names(config)
     # Some exports store a copy of a tied embedding under the head's name.
-    return (*names.unused, *([f"{names.head}.weight"] if shares_embedding(config) else []))
+    return (*names.unused, *VISION, *([f"{names.head}.weight"] if shares_embedding(config) else []))
 
 
 def shares_embedding(config: CheckpointConfig) -> bool:

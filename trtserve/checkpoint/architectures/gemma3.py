@@ -1,7 +1,6 @@
 """Gemma 3 (text model): Gemma 2 with normalised queries and keys, and a separate rotation in layers with a window.
 
-In multimodal models (4B and larger) the config is `text_config`, tensor names have a prefix, and the vision tensors
-(`vision_tower`, `multi_modal_projector`) are skipped.
+In models with images (4B and larger) it is the text half (`parts/text_halves.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +29,6 @@ from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
-WITH_VISION = "Gemma3ForConditionalGeneration"
-# Patterns (fnmatch) of vision tensors: as published, and as transformers 4.52 and later name them.
-VISION = ("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*")
-_TEXT = "Gemma3ForCausalLM"
 
 FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
 """Key of ours for the scaling of the layers without a window; TensorRT-LLM's `rotary_scaling` is one of all layers."""
@@ -82,22 +77,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def text_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the text model's config of a multimodal model. Raises UnsupportedModelError when there is none.
-
-    Types, tied embeddings and quantisation of the outer config apply to the text model.
-    """
-    text = hf.get("text_config")
-    if not isinstance(text, Mapping):
-        raise UnsupportedModelError(
-            f"config.json of this {WITH_VISION} has text_config = {text!r}; expected an object.",
-            hint="Take config.json from the model's own repository.",
-        )
-    keys = ("torch_dtype", "dtype", "tie_word_embeddings", "quantization_config")
-    whole = {key: hf[key] for key in keys if hf.get(key) is not None}
-    return {**text, **whole, "architectures": [_TEXT], "model_type": "gemma3_text"}
-
-
 def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
     """Return base and scaling of the layers without a window, and the base of the layers with one."""
     nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
@@ -138,9 +117,7 @@ def _kinds(pattern: int, layers: int) -> list[str]:
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors; those of a vision model are not needed."""
-    plain = gemma2.names(config)
-    return replace(plain, head_norms=HEAD_NORMS, unused=(*plain.unused, *VISION))
+    return replace(gemma2.names(config), head_norms=HEAD_NORMS)
 
 
 def full_attention_scaling(config: CheckpointConfig) -> Mapping[str, Any] | None:
@@ -156,7 +133,8 @@ def engine_problem(config: CheckpointConfig) -> str | None:
 
     TensorRT-LLM builds the rotary tables of all layers from one scaling (Attention.register_rope_params).
     """
-    if config.architecture not in (WITH_VISION, _TEXT) or not (scaling := full_attention_scaling(config)):
+    scaling = full_attention_scaling(config)
+    if not config.architecture.startswith("Gemma3For") or not scaling:
         return None
     return (
         f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) only in layers without a window, and "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
-from trtserve.checkpoint.architectures.gemma3 import WITH_VISION
+from trtserve.checkpoint.architectures.parts.text_halves import WITH_IMAGES
 from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_hf_config, read_source
 from trtserve.checkpoint.supported import SourceQuantization, source_quantization
@@ -255,19 +255,20 @@ def _load(folder: Path) -> Any:
             "would initialise them randomly.",
             hint=_OTHER_ORIGINAL,
         )
-    return _text_part(model).eval()
+    return _text_part(model, architecture_of(hf)).eval()
 
 
-def _text_part(model: Any) -> Any:
-    """Return the text model of a multimodal one, named like its own class, without vision tensors."""
-    if type(model).__name__ != WITH_VISION:
+def _text_part(model: Any, architecture: str) -> Any:
+    """Return the text half of a model with images, a model of its own `architecture` without vision tensors."""
+    if type(model).__name__ not in WITH_IMAGES:
         return model
     import torch
-    from transformers import Gemma3ForCausalLM
+    import transformers
 
     with torch.device("meta"):
-        text = Gemma3ForCausalLM(model.config.get_text_config())
-    text.model, text.lm_head = model.model.language_model, model.lm_head
+        text = getattr(transformers, architecture)(model.config.get_text_config())
+    inner = model.model
+    text.model, text.lm_head = getattr(inner, "language_model", None) or inner.text_model, model.lm_head
     return text
 
 
