@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import runpy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.gateways import running_gateway
 from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
 from tests.support.peft_adapters import write_adapter
 from tests.support.stages import convert_adapter
@@ -180,3 +182,45 @@ def test_an_id_alone_is_not_found_once_it_was_evicted(crowded: ModelServer, feat
         answers(crowded, "tensorrt_llm", alone)
     (sent_again,) = answers(crowded, "tensorrt_llm", asked | tensors)
     assert sent_again["output_ids"].tolist() == first["output_ids"].tolist()
+
+
+def test_an_adapter_is_loaded_and_unloaded_by_a_call(
+    features: ModelServer, features_root: Path, features_adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    keys = {name: tmp_path / name for name in ("key", "admin")}
+    for name, file in keys.items():
+        file.write_text(f"{name}-0123456789abcdef\n")
+        file.chmod(0o600)
+    repository = features_root / "repository"
+    address, before = features.address, text(features, "left")
+    settings: dict[str, Any] = {
+        "own": False,
+        "model": "",
+        "repository": repository,
+        "key_file": keys["key"],
+        "admin_key_file": keys["admin"],
+    }
+    with running_gateway(tmp_path, address.http_port, grpc_port=address.grpc_port, **settings) as gateway:
+
+        def call(path: str, key: str = "admin", **body: Any) -> tuple[int, str]:
+            headers = {"Authorization": f"Bearer {key}-0123456789abcdef", "Content-Type": "application/json"}
+            with gateway.connected() as connection:
+                connection.request("POST", path, json.dumps(body), headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode()
+
+        folder = str(features_adapters["left"])
+        for key in ("key", "nobody"):
+            assert call("/v1/load_lora_adapter", key, lora_name="later", lora_path=folder)[0] == 401
+        assert call("/v1/load_lora_adapter", lora_name="later", lora_path=folder)[0] == 200
+        try:
+            asked: dict[str, Any] = {"model": "later", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            status, answer = call("/v1/completions", "key", **asked)
+            assert (status, json.loads(answer)["choices"][0]["text"]) == (200, before)
+            assert text(features, "later") == before  # over gRPC, by a model that has run all the time
+            status, answer = call("/v1/load_lora_adapter", lora_name="later", lora_path=folder)
+            assert (status, "is taken on this server" in answer) == (400, True)
+        finally:
+            assert call("/v1/unload_lora_adapter", lora_name="later")[0] == 200
+        assert call("/v1/completions", "key", **asked)[0] == 404
+        assert call("/v1/unload_lora_adapter", lora_name="later")[0] == 404

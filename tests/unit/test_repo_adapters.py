@@ -17,7 +17,7 @@ from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UnsupportedModelError, UsageError
 from trtserve.programs.shared.lora_names import LoraNames
-from trtserve.repository.adapters import find_adapters
+from trtserve.repository.adapters import add_adapter, find_adapters, remove_adapter
 from trtserve.repository.assembling import plan_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
@@ -185,3 +185,49 @@ def test_a_peft_folder_is_converted(engine: Engine, tokenizer: Path, tmp_path: P
     (peft / "adapter_model.safetensors").unlink()
     with pytest.raises(RepositoryError, match=r"the folder has no adapter_model\.safetensors"):
         plan_repository(engine, tokenizer, replace(SPEC, lora={"poet": peft}))
+
+
+def test_adapters_are_added_and_removed_while_a_repository_is_served(
+    engine: Engine, tokenizer: Path, tmp_path: Path
+) -> None:
+    made = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path.rename(tmp_path / "served")
+    names = LoraNames(made)
+
+    def known() -> list[str]:
+        return list(names.names)
+
+    assert known() == []
+    poet = write_adapter(tmp_path / "poet")
+    add_adapter(made, "tensorrt_llm", "lora.json", "poet", poet)
+    assert known() == ["poet"]
+    first = names.task_id("poet")
+    assert names.tensors("poet")[0].shape == (1, 2, 256)
+    assert LoraNames(made).task_id("poet") == first  # after a restart
+    for name, folder, error in (
+        ("poet", poet, "is there already"),
+        ("../x", poet, "cannot be a name"),
+        ("bad", write_adapter(tmp_path / "bad", rows=((Q, 7, 2),)), "the engine has 2 layers"),
+        ("none", tmp_path / "nowhere", "has no model.lora_weights.npy"),
+    ):
+        with pytest.raises((UsageError, RepositoryError), match=error):
+            add_adapter(made, "tensorrt_llm", "lora.json", name, folder)
+    remove_adapter(made, "lora.json", "poet")
+    assert known() == []
+    assert not list(made.rglob("model.lora_weights.npy"))
+    with pytest.raises(UsageError, match="There is no adapter poet; there are: none"):
+        remove_adapter(made, "lora.json", "poet")
+    add_adapter(made, "tensorrt_llm", "lora.json", "poet", write_adapter(tmp_path / "other", value=3))
+    assert names.task_id("poet") != first
+    assert names.tensors("poet")[0][0, 0, 0] == 3
+    (made / "lora.json").write_text("[]")
+    assert known() == ["poet"]  # a broken table changes nothing
+
+
+def test_adapters_of_vllm_are_not_added_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_engine(tmp_path / "tensorrt_llm")
+    (tmp_path / "tensorrt_llm").rename(tmp_path / "1")
+    (tmp_path / "tensorrt_llm").mkdir()
+    (tmp_path / "1").rename(tmp_path / "tensorrt_llm" / "1")
+    monkeypatch.setattr("trtserve.repository.adapters.takes_peft", lambda _: True)
+    with pytest.raises(UsageError, match="vLLM gets its adapters when it starts"):
+        add_adapter(tmp_path, "tensorrt_llm", "lora.json", "poet", tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,10 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.lora_adapter import PEFT_CONFIG, PEFT_WEIGHTS, peft_arrays, peft_config, peft_pairs
 from trtserve.errors import CorruptFileError, RepositoryError, TrtserveError, UsageError
 from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, lora_modules
-from trtserve.executor.loaders import embedded_runtime
+from trtserve.executor.loaders import embedded_runtime, read_engine_config
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE
-from trtserve.files import read_json_object
+from trtserve.files import child, is_below, locked, read_json_object, write_json, writing
 from trtserve.programs.shared.arrays import read_array
 from trtserve.repository.engines import own_files
 from trtserve.repository.profiles import CORE
@@ -130,6 +131,54 @@ def _resolve_peft(folders: Mapping[str, Path], config: EngineConfig) -> tuple[Na
             )
         adapters.append(_named(name, folder, b"".join(path.read_bytes() for path in files)))
     return tuple(adapters)
+
+
+def add_adapter(repository: Path, core: str, table: str, name: str, folder: Path) -> None:
+    """Add an adapter to a repository that is being served; its models find it in their table.
+
+    Raises UsageError for a name that is taken or cannot be one, and for engines that read adapters only when they
+    start; RepositoryError for an adapter that does not fit the engine.
+    """
+    import numpy as np
+
+    config = read_engine_config(repository / core / VERSION)
+    if takes_peft(config):
+        raise UsageError(
+            "vLLM gets its adapters when it starts.", hint=f"Make the repository with --lora {name}={folder}"
+        )
+    place = f"{core}/{VERSION}/{ADAPTER_FOLDER}"
+    with locked(repository / f".{table}.change"):
+        adapters = _table(repository / table)
+        if name in adapters:
+            raise UsageError(f"The adapter {name} is there already.", hint="Unload it first.")
+        (adapter,) = resolve_adapters({name: folder}, config)
+        weights, rows = _read(name, folder)
+        target = child(repository / place, name)
+        shutil.rmtree(target, ignore_errors=True)  # left by an interrupted call
+        with writing(target):
+            target.mkdir(parents=True)
+            np.save(target / WEIGHTS, weights)
+            np.save(target / CONFIG, rows)
+        entry = {"task_id": adapter.task_id, "folder": f"{place}/{name}"}
+        write_json(repository / table, {"adapters": {**adapters, name: entry}})
+
+
+def remove_adapter(repository: Path, table: str, name: str) -> None:
+    """Remove an adapter from a repository that is being served. Raises UsageError if it is not there."""
+    with locked(repository / f".{table}.change"):
+        adapters = _table(repository / table)
+        if name not in adapters:
+            raise UsageError(f"There is no adapter {name}; there are: {', '.join(adapters) or 'none'}.")
+        entry = adapters.pop(name)
+        write_json(repository / table, {"adapters": adapters})
+        folder = (repository / str(entry["folder"])).resolve()
+        if is_below(entry["folder"]) and folder.is_relative_to(repository.resolve()) and folder.name == name:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _table(path: Path) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = read_json_object(path)["adapters"] if path.exists() else {}
+    return dict(found)
 
 
 def write_adapters(

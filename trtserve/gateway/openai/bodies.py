@@ -428,6 +428,21 @@ class ChatBody(Sampling):
         return "json_schema", self._schema({"anyOf": calls, "$defs": definitions})
 
 
+class LoadAdapterBody(Body):
+    """An adapter that is loaded while the server runs, as in vLLM."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(Body):
+    """An adapter that is unloaded; vLLM's `lora_int_id` has no meaning here."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_int_id: int | None = None
+
+
 class TokenizeBody(Body):
     """`POST /tokenize`: a text or a conversation."""
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
+from trtserve.errors import TrtserveError, UsageError
 from trtserve.gateway.anthropic import CountBody, MessagesBody, MessagesForm
 from trtserve.gateway.openai.answering import Answering, ChoicesForm, Form, Measures, Sequenced
 from trtserve.gateway.openai.answers import ChatAnswer, Completion, Envelope, Json, Message
@@ -21,10 +22,12 @@ from trtserve.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    LoadAdapterBody,
     NamedTool,
     Sampling,
     StreamOptions,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from trtserve.gateway.openai.errors import ApiError, OpenAIRoute
 from trtserve.gateway.openai.reading import reader_of
@@ -39,6 +42,7 @@ from trtserve.gateway.openai.request import (
 from trtserve.gateway.openai.responses import ResponsesBody, ResponsesForm, ResponseStore
 from trtserve.gateway.openai.served import Backend, ServedModel
 from trtserve.programs.shared.tokenizer import decode
+from trtserve.repository.adapters import add_adapter, remove_adapter
 
 COMPLETION_TOKENS = 16
 """Most tokens of a completion that does not say, as in OpenAI's API."""
@@ -85,6 +89,8 @@ def openai_router(
     router.add_api_route("/v1/messages", paths.messages, methods=["POST"])
     router.add_api_route("/v1/messages/count_tokens", paths.count_tokens, methods=["POST"])
     router.add_api_route("/v1/embeddings", paths.embeddings, methods=["POST"])
+    router.add_api_route("/v1/load_lora_adapter", paths.load_adapter, methods=["POST"])
+    router.add_api_route("/v1/unload_lora_adapter", paths.unload_adapter, methods=["POST"])
     router.add_api_route("/tokenize", paths.tokenize, methods=["POST"])
     router.add_api_route("/detokenize", paths.detokenize, methods=["POST"])
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -202,6 +208,42 @@ class Paths:
         served, _ = await self._backend.find(body.model)
         prompt = await chat_prompt(served, await asyncio.to_thread(body.chat), self._backend.images)
         return JSONResponse({"input_tokens": prompt.tokens})
+
+    async def load_adapter(self, body: LoadAdapterBody) -> Response:
+        """Add a LoRA adapter of a folder on this machine to the repository, where it stays."""
+        served, repository, table = await self._adapters()
+        known = [each for model in await self._backend.models() for each in model.names]
+        replaced = body.load_inplace and served.adapters is not None and body.lora_name in served.adapters.names
+        if body.lora_name in known and not replaced:
+            raise ApiError(f"The name `{body.lora_name}` is taken on this server.", param="lora_name")
+        assert served.core is not None
+        try:
+            if replaced:
+                await asyncio.to_thread(remove_adapter, repository, table, body.lora_name)
+            core, folder = served.core.name, Path(body.lora_path).expanduser()
+            await asyncio.to_thread(add_adapter, repository, core, table, body.lora_name, folder)
+        except TrtserveError as error:
+            raise ApiError(" ".join(filter(None, (error.message, error.hint))), param="lora_path") from error
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
+        """Remove an adapter from the repository; requests that have begun go on."""
+        _, repository, table = await self._adapters()
+        try:
+            await asyncio.to_thread(remove_adapter, repository, table, body.lora_name)
+        except UsageError as error:
+            raise ApiError(error.message, status=404, param="lora_name") from error
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _adapters(self) -> tuple[ServedModel, Path, str]:
+        """Return the model that adapters belong to, its repository, and the name of its table."""
+        served, *others = await self._backend.models()
+        repository = self._backend.repository
+        if repository is None or served.adapters is None or served.core is None:
+            raise ApiError("Adapters are loaded into a repository on this machine: start with --repository DIR.")
+        if others:
+            raise ApiError("This server has several models; adapters are loaded where there is one.")
+        return served, repository, served.adapters.table
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Return the token ids of a text, or of a conversation in the chat template, as vLLM does."""

@@ -32,22 +32,44 @@ class LoraNames:
     """Adapter name → task id and tensors; thread-safe.
 
     `lora.json` is `{"adapters": {name: {"task_id": number, "folder": relative path}}}`; without the file there are no
-    named adapters.
+    named adapters. A table that is replaced is read again. One that is broken then changes nothing.
     """
 
     def __init__(self, repository: Path, table: str = "lora.json") -> None:
         """Read the table; the adapters are read on first use. Raises ValueError for a broken file."""
-        self._repository = repository
-        self._adapters = _adapters(repository / table)
+        self._repository, self._path = repository, repository / table
+        self._written = _written(self._path)
+        self._adapters = _adapters(self._path)
         self._tensors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         self._lock = threading.Lock()
 
     @property
+    def table(self) -> str:
+        """Name of the table's file."""
+        return self._path.name
+
+    @property
     def names(self) -> tuple[str, ...]:
+        self._look()
         return tuple(sorted(self._adapters))
+
+    def _look(self) -> None:
+        """Read the table again if it was replaced."""
+        if (written := _written(self._path)) == self._written:
+            return
+        with self._lock:
+            self._written = written
+            try:
+                adapters = _adapters(self._path)
+            except ValueError:
+                return
+            known = self._adapters
+            self._tensors = {name: each for name, each in self._tensors.items() if adapters.get(name) == known[name]}
+            self._adapters = adapters
 
     def task_id(self, name: str) -> int:
         """Return the id under which the core model caches the adapter; ValueError lists the known names."""
+        self._look()
         if name not in self._adapters:
             known = f"it has {', '.join(self.names)}" if self._adapters else "it has none"
             raise ValueError(f"lora_name is {name!r}, which this repository does not know; {known}.")
@@ -72,6 +94,15 @@ class LoraNames:
         except ValueError as error:
             raise ValueError(f"The files of the LoRA adapter {name} cannot be read: {error}") from error
         return weights.astype(np.float16, copy=False), config.astype(np.int32, copy=False)
+
+
+def _written(path: Path) -> tuple[int, int]:
+    """Return what changes when a file is replaced."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
 
 
 def _adapters(path: Path) -> dict[str, dict[str, Any]]:
