@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.quantised_forms import CONFIGS, FORMS, pack_in_order
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 
 Array = npt.NDArray[Any]
@@ -38,7 +39,17 @@ EXPERT_SIZES: dict[str, Any] = {
 ROUTERS = r"gate\.weight$"
 GROUP = 64
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
-_CODES = {"float16": "F16", "float32": "F32", "int32": "I32", "float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16"}
+_CODES = {
+    "float16": "F16",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int8": "I8",
+    "uint8": "U8",
+}
 
 AWQ: dict[str, Any] = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
@@ -92,7 +103,9 @@ def write_quantised_model(
             continue
         parts, weights[name] = _quantise(scheme, tensor.astype(np.float32))
         stored |= {f"{stem}.{ending}": value for ending, value in parts.items()}
-    quantised = _copy(original, folder / "quantised", config | {"quantization_config": SCHEMES[scheme]}, stored)
+    quantised = _copy(
+        original, folder / "quantised", config | {"quantization_config": (SCHEMES | CONFIGS)[scheme]}, stored
+    )
     plain = _copy(original, folder / "dequantised", config | {"dtype": "float32", "torch_dtype": "float32"}, weights)
     return QuantisedModel(folder=quantised, dequantised=plain, weights=weights)
 
@@ -148,6 +161,8 @@ def read_any_safetensors(path: Path) -> dict[str, Array]:
 
 
 def _quantise(scheme: str, weight: Array) -> tuple[dict[str, Array], Array]:
+    if scheme in FORMS:
+        return FORMS[scheme].quantise(weight)
     if scheme in ("fp8", "float_quantized"):
         return _fp8(weight, scalar=scheme == "fp8")
     symmetric = scheme == "gptq"
@@ -186,14 +201,6 @@ def pack_awq(codes: Array) -> Array:
     words = np.zeros((codes.shape[0], codes.shape[1] // 8), dtype=np.uint32)
     for place, output in enumerate(_AWQ_OUTPUTS):
         words |= codes[:, output::8].astype(np.uint32) << np.uint32(4 * place)
-    return words.view(np.int32)
-
-
-def pack_in_order(codes: Array) -> Array:
-    """[n, m] codes as [n, m / 8] numbers, neighbours together."""
-    words = np.zeros((codes.shape[0], codes.shape[1] // 8), dtype=np.uint32)
-    for place in range(8):
-        words |= codes[:, place::8].astype(np.uint32) << np.uint32(4 * place)
     return words.view(np.int32)
 
 

@@ -291,7 +291,7 @@ def float_types(sources: Mapping[str, SourceTensor]) -> set[str]:
 
 
 def dequantized(
-    sources: Mapping[str, SourceTensor], quantization: SourceQuantization
+    sources: Mapping[str, SourceTensor], quantization: SourceQuantization | None
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Yield every weight of the model as float32."""
     import ml_dtypes
@@ -299,9 +299,13 @@ def dequantized(
 
     for name, tensor in sources.items():
         stem, _, ending = name.rpartition(".")
+        if tensor.encoding is not None:
+            shape = tensor.entry.shape
+            yield name, tensor.encoding.rows(0, math.prod(shape[:-1])).reshape(shape)
+            continue
         if ending in _BESIDE or tensor.entry.code in _MASKS:
             continue
-        if ending == "qweight":
+        if quantization is not None and ending == "qweight":
             parts = {part: sources[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales")}
             yield f"{stem}.weight", _Int4Source(parts, quantization).floats()
         elif tensor.entry.code == "F8_E4M3":

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.checkpoint.architectures.parts.text_halves import VISION
+from trtserve.checkpoint.encodings import Encoding, Stored, Widening, encoded
+from trtserve.checkpoint.supported import widened_by
 from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, Entry, PickledFile, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
 from trtserve.files import LARGEST_TEXT, is_below, read_json_object
@@ -39,18 +41,15 @@ _FOREIGN = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.nemo", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceTensor:
+class SourceTensor(Stored):
     """A source tensor: its name in the model, and its file and entry.
 
-    `indexed` is False when the index does not list it. With `scales` the entry holds MXFP4: two codes of four bits in a
-    byte; its type and shape are those of the values.
+    `indexed` is False when the index does not list it. With an `encoding` the type and shape of the entry are those of
+    the values, and its place is that of the codes.
     """
 
-    name: str
-    file: TensorFile
-    entry: Entry
     indexed: bool = True
-    scales: SourceTensor | None = None
+    encoding: Encoding | None = None
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -97,7 +96,8 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
     values.
     """
     stored = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
-    tensors = [each for tensor in _widened(stored) for each in _of_each_expert(tensor)]
+    config = read_hf_config(folder) if (folder / "config.json").is_file() else {}
+    tensors = [each for tensor in _widened(stored, widened_by(config)) for each in _of_each_expert(tensor)]
     bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
     named: dict[str, SourceTensor] = {}
     twice = []
@@ -115,33 +115,19 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
 
 
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?$")
-_CODES, _SCALES = "_blocks", "_scales"
-# Values that share a scale, two in a byte.
-_GROUP = 32
 
 
-def _widened(tensors: Iterable[SourceTensor]) -> Iterator[SourceTensor]:
-    """Return MXFP4's codes u8[…, groups, 16] and scales u8[…, groups] as one tensor of values […, 32 · groups]."""
+def _widened(tensors: Iterable[SourceTensor], quantization: Widening | None) -> Iterator[SourceTensor]:
+    """Return each quantised matrix as one tensor of floats, without the tensors that belong to it."""
     found = {tensor.name: tensor for tensor in tensors}
+    matrices, used = encoded(found, quantization)
     for name, tensor in found.items():
-        codes = found.get(name.removesuffix(_SCALES) + _CODES) if name.endswith(_SCALES) else None
-        scales = found.get(name.removesuffix(_CODES) + _SCALES) if name.endswith(_CODES) else None
-        if codes is None and scales is None:
+        if name in matrices:
+            matrix, encoding = matrices[name]
+            entry = replace(tensor.entry, code=encoding.code, shape=encoding.shape)
+            yield replace(tensor, name=matrix, entry=entry, encoding=encoding)
+        elif name not in used:
             yield tensor
-        if scales is None:
-            continue
-        *outer, groups, size = tensor.entry.shape
-        kinds = {tensor.entry.code, scales.entry.code}
-        wanted = ", ".join(map(str, (*outer, groups, _GROUP // 2)))
-        if (*outer, groups) != scales.entry.shape or 2 * size != _GROUP or kinds - {"U8", "F8_E8M0"}:
-            raise CorruptFileError(
-                f"{tensor.file.path}: {name} is {list(tensor.entry.shape)} and {scales.name} "
-                f"{list(scales.entry.shape)}; expected bytes [{wanted}] and "
-                "one scale for each group.",
-                hint=_AGAIN,
-            )
-        entry = replace(tensor.entry, code="BF16", shape=(*outer, groups * _GROUP))
-        yield replace(tensor, name=name.removesuffix(_CODES), entry=entry, scales=scales)
 
 
 def _of_each_expert(tensor: SourceTensor) -> Iterator[SourceTensor]:
@@ -150,7 +136,8 @@ def _of_each_expert(tensor: SourceTensor) -> Iterator[SourceTensor]:
     if found is None or len(tensor.entry.shape) < 2:
         yield tensor
         return
-    (count, *shape), scales = tensor.entry.shape, tensor.scales
+    count, *shape = tensor.entry.shape
+    encoding = tensor.encoding
     column, kind = ((1,), "bias") if found["bias"] else ((), "weight")
 
     def of_expert(entry: Entry, expert: int, shape: tuple[int, ...]) -> Entry:
@@ -162,9 +149,7 @@ def _of_each_expert(tensor: SourceTensor) -> Iterator[SourceTensor]:
             tensor,
             name=f"{found['prefix']}.{expert}.{found['part']}.{kind}",
             entry=of_expert(tensor.entry, expert, (*shape, *column)),
-            scales=None
-            if scales is None
-            else replace(scales, entry=of_expert(scales.entry, expert, scales.entry.shape[1:])),
+            encoding=encoding and replace(encoding, first_row=expert * shape[0]),
         )
 
 

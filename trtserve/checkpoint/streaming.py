@@ -178,13 +178,13 @@ def buffered_bytes(move: Move, dtype: str, processes: int) -> int:
     casts = 0 if before == after else changed + cast_bytes(before, after)
     part = changed if _has_columns(move) else 0
     whole = move.source.entry.size if move.transpose else 0
-    if move.source.scales is not None:  # codes, exponents, values in float32 and bfloat16
+    if move.source.encoding is not None:  # codes, scales, zero points and values in float32
         read *= 16
     return whole + processes * (read + casts + part)
 
 
 def _unchanged(move: Move, dtype: str) -> bool:
-    plain = not move.transpose and not move.offset and move.source.scales is None
+    plain = not move.transpose and not move.offset and move.source.encoding is None
     return plain and move.source.entry.code == CODES[dtype]
 
 
@@ -197,7 +197,7 @@ def _copied(move: Move, dtype: str) -> list[Block]:
 
     Returns None when several blocks need the same values changed: those are changed once for all blocks.
     """
-    if move.transpose or move.source.scales or not (_unchanged(move, dtype) or _are_apart(move.blocks)):
+    if move.transpose or move.source.encoding or not (_unchanged(move, dtype) or _are_apart(move.blocks)):
         return []
     return [block for block in move.blocks if block.columns == move.shape[1]]
 
@@ -347,8 +347,8 @@ class _JobRunner:
             return
         for first in range(job.first_row, job.first_row + job.rows, step):
             rows = min(step, job.first_row + job.rows - first)
-            if move.source.scales is not None:
-                yield first, _from_mxfp4(descriptor, move, move.source.scales, first, rows)
+            if move.source.encoding is not None:
+                yield first, move.source.encoding.rows(first, rows).astype(kind, copy=False)
                 continue
             values = self._array("read", (rows, move.shape[1]), kind)
             read_into(descriptor, values, entry.begin + first * _row_bytes(move), _named(move.source))
@@ -364,28 +364,6 @@ class _JobRunner:
         if not self._casts[kinds].into(values, cast):
             raise _not_finite(source, values, cast)
         return cast
-
-
-# e2m1: a sign, two bits of exponent, one of mantissa.
-_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_SCALE_BIAS = 127
-_NO_NUMBER = 255
-
-
-def _from_mxfp4(descriptor: int, move: Move, scales: SourceTensor, first: int, rows: int) -> npt.NDArray[Any]:
-    """Return rows of MXFP4 as bfloat16, which holds them exactly: two codes in a byte, 32 of them × 2^(scale − 127)."""
-    import numpy as np
-
-    groups = scales.entry.shape[-1]
-    codes, exponents = np.empty((rows, groups, 16), np.uint8), np.empty((rows, groups, 1), np.uint8)
-    read_into(descriptor, codes, move.source.entry.begin + first * _row_bytes(move), _named(move.source))
-    with scales.file.opened() as beside:
-        read_into(beside, exponents, scales.entry.begin + first * groups, _named(scales))
-    if (exponents == _NO_NUMBER).any():
-        raise ConversionError(f"{_named(move.source)} has values that are no numbers.", hint="Fetch the model again.")
-    values = np.asarray(_MXFP4, np.float32)[np.stack([codes & 15, codes >> 4], -1).reshape(rows, groups, -1)]
-    wide = np.ldexp(values, exponents.astype(np.int32) - _SCALE_BIAS)
-    return wide.reshape(rows, -1).astype(numpy_dtype("BF16"))
 
 
 def _transposed(descriptor: int, move: Move, step: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:

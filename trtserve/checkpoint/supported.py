@@ -5,6 +5,7 @@
 | awq (AutoAWQ, version gemm, 4 bit)          | `X.qweight`, `X.qzeros`, `X.scales`          | W4A16_GPTQ   |
 | gptq (4 bit, groups, no desc_act)           | the same and `X.g_idx`                       | W4A16_GPTQ   |
 | fp8, modelopt, compressed-tensors (static)  | `X.weight`, `X.weight_scale`, `X.input_scale`| FP8          |
+| others that `encodings` reads               | see there                                    | floats       |
 
 Sources: AutoAWQ `WQLinear_GEMM`, AutoGPTQ `QuantLinear`, compressed-tensors' `float-quantized`, and TensorRT-LLM's
 `update_quant_config_from_hf`, which loads Hugging Face AWQ in GPTQ layout too."""
@@ -18,10 +19,12 @@ from typing import Any, Literal
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
 from trtserve.checkpoint.architectures.base import Architecture, HfConfig, require_numbers, require_sizes
+from trtserve.checkpoint.encodings import Widening, refused, widening
 from trtserve.checkpoint.quantized import FP8, GPTQ
 from trtserve.errors import UnsupportedModelError
 
 Method = Literal["awq", "gptq", "fp8"]
+_PARTS = ("weights", "input_activations")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,106 +56,57 @@ class SourceQuantization:
 
 
 def source_quantization(hf: HfConfig) -> SourceQuantization | None:
-    """Return how a model is quantised, or None; UnsupportedModelError names what cannot be converted."""
+    """Return how the codes of a model are kept; None for floats and for a model that `widened_by` describes.
+
+    UnsupportedModelError names what cannot be converted.
+    """
     config = hf.get("quantization_config")
     if not config:
         return None
     if not isinstance(config, Mapping):
-        raise _refused(f"quantization_config of config.json is {config!r}")
-    method = str(config.get("quant_method", "unknown method"))
-    if method == "awq":
-        return _awq(config)
-    if method == "gptq":
-        return _gptq(config)
-    if method == "mxfp4":  # read as floats, which have the same values (`source.read_source`)
+        raise refused(f"quantization_config of config.json is {config!r}")
+    read = widening(config)
+    if read.method == "awq" or read.method == "gptq":
+        kept = read.bits == 4 and read.group > 0 and not config.get("desc_act")
+        zero = read.stored_zero
+        return SourceQuantization(method=read.method, group_size=read.group, stored_zero=zero) if kept else None
+    if not _is_static_fp8(config):
         return None
-    if method in ("fp8", "modelopt", "compressed-tensors"):
-        _require_static_fp8(method, config)
-        # 8-bit KV cache: `kv_cache_quant_algo` (ModelOpt) or `kv_cache_scheme`.
-        inner = config.get("quantization")
-        deeper = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
-        return SourceQuantization(
-            method="fp8",
-            narrow_cache=bool(deeper or config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")),
-        )
-    if method == "fbgemm_fp8":
-        raise _refused("FP8 with one scale per row (fbgemm_fp8)")
-    raise _refused(f"quantised ({method})")
-
-
-def _awq(config: Mapping[str, Any]) -> SourceQuantization:
-    version, backend = str(config.get("version", "gemm")).lower(), str(config.get("backend", "autoawq"))
-    if version != "gemm" or backend != "autoawq":
-        raise _refused(f"AWQ version {version} ({backend}); only AutoAWQ's gemm is supported")
-    if not config.get("zero_point", True):
-        raise _refused("AWQ without zero points")
-    _require_bits("AWQ", config.get("bits", config.get("w_bit", 4)))
+    # 8-bit KV cache: `kv_cache_quant_algo` (ModelOpt) or `kv_cache_scheme`.
+    inner = config.get("quantization")
+    deeper = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
     return SourceQuantization(
-        method="awq", group_size=_group_size("AWQ", config.get("group_size", config.get("q_group_size", 128)))
+        method="fp8",
+        narrow_cache=bool(deeper or config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")),
     )
 
 
-def _gptq(config: Mapping[str, Any]) -> SourceQuantization:
-    if config.get("desc_act"):
-        raise _refused("GPTQ with desc_act", "TensorRT-LLM does not support it either; choose another model.")
-    _require_bits("GPTQ", config.get("bits"))
-    layout = str(config.get("checkpoint_format", "gptq"))
-    if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        raise _refused(f"GPTQ in the format {layout if layout != 'gptq' else 'marlin'}")
-    group_size = _group_size("GPTQ", config.get("group_size", 128))
-    return SourceQuantization(method="gptq", group_size=group_size, stored_zero=1 if layout == "gptq" else 0)
+def widened_by(hf: HfConfig) -> Widening | None:
+    """Return how the matrices of a model are read as floats; None where their codes are kept, and for floats.
+
+    Raises as `source_quantization` does.
+    """
+    text = hf.get("text_config")
+    config = hf.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
+    if not config or source_quantization({"quantization_config": config}) is not None:
+        return None
+    return widening(config)
 
 
-def _require_bits(method: str, bits: object) -> None:
-    if bits != 4:
-        raise _refused(f"{method} with {bits!r} bits; only 4 is supported")
-
-
-def _group_size(method: str, size: object) -> int:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise _refused(f"{method} with group size {size!r}; only groups along the inputs are supported")
-    return size
-
-
-def _require_static_fp8(method: str, config: Mapping[str, Any]) -> None:
-    """Require TensorRT-LLM's FP8: one scale per matrix, and one calibrated scale for its inputs."""
+def _is_static_fp8(config: Mapping[str, Any]) -> bool:
+    """Return whether this is TensorRT-LLM's FP8: one scale per matrix, and one calibrated scale for its inputs."""
+    method = config.get("quant_method")
     if method == "fp8":
-        if config.get("weight_block_size"):
-            raise _refused("FP8 with one scale per block")
-        if config.get("activation_scheme") != "static":
-            raise _refused("FP8 without activation scales (activation_scheme is not static)")
-    elif method == "modelopt":
+        return not config.get("weight_block_size") and config.get("activation_scheme") == "static"
+    if method == "modelopt":
         inner = config.get("quantization")
-        algorithm = config.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
-        if algorithm != "FP8":
-            raise _refused(f"quantised by ModelOpt with {algorithm}; only FP8 is supported")
-    else:
-        _require_float_quantized(config)
-
-
-def _require_float_quantized(config: Mapping[str, Any]) -> None:
-    layout = config.get("format")
-    if layout != "float-quantized":
-        raise _refused(f"compressed-tensors in format {layout}; only float-quantized is supported")
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise _refused("compressed-tensors whose config_groups is not an object")
-    for name, group in groups.items():
-        for part in ("weights", "input_activations"):
-            if not isinstance(scheme := group.get(part), Mapping):
-                raise _refused(f"compressed-tensors whose {part} ({name}) are not quantised")
-            if scheme.get("strategy") != "tensor" or scheme.get("dynamic") or scheme.get("num_bits") != 8:
-                raise _refused(
-                    f"compressed-tensors whose {part} ({name}) are {scheme.get('num_bits')} bits by "
-                    f"{scheme.get('strategy')}{', dynamic' if scheme.get('dynamic') else ''}; only 8 bits with one "
-                    "static scale per tensor are supported"
-                )
-
-
-def _refused(what: str, hint: str | None = None) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"The model has an unsupported quantisation: {what}.",
-        hint=hint or "Choose the original model and quantise with --quantize, or convert with --converter upstream.",
+        return "FP8" in (config.get("quant_algo"), inner.get("quant_algo") if isinstance(inner, Mapping) else None)
+    if method != "compressed-tensors" or config.get("format") != "float-quantized":
+        return False
+    schemes = [group.get(part) for group in config["config_groups"].values() for part in _PARTS]
+    return all(
+        isinstance(scheme, Mapping) and scheme.get("strategy") == "tensor" and not scheme.get("dynamic")
+        for scheme in schemes
     )
 
 

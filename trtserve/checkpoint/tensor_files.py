@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in DTYPES.items()} | {"float8_e4m3": "F8_E4M3"}
 # NumPy types of quantised tensors; FP8 values are read as their bits.
-_STORED = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "F8_E4M3": "uint8"}
+_STORED = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}
+_STORED |= dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), "uint8")
 # All types of the format, with the bits of a value, by which sizes are checked.
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "BOOL": 8,

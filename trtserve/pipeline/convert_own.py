@@ -28,7 +28,7 @@ from trtserve.checkpoint.streaming import (
     needs_numpy,
     process_count,
 )
-from trtserve.checkpoint.supported import SourceQuantization, source_quantization
+from trtserve.checkpoint.supported import SourceQuantization, source_quantization, widened_by
 from trtserve.checkpoint.tensor_files import DTYPES, TensorFile
 from trtserve.checkpoint.unified import HEAD
 from trtserve.errors import ConversionError, UsageError, counted, listing
@@ -163,6 +163,11 @@ class OwnConversion:
                 "transformers 5. Earlier releases, TensorRT-LLM's converters and vLLM use the embedding; for the same "
                 "answers everywhere set tie_word_embeddings to false in config.json, or remove the head."
             )
+        if any(move.source.encoding is not None for move in self.moves) and not reused:
+            progress.step(
+                f"The model's quantised matrices are read exactly and stored as {self.spec.dtype} (--quantize int8 or "
+                "int4 makes the engine small again)"
+            )
         if self.narrow_cache:
             progress.step(
                 f"The model's 8-bit KV cache is left out: keys and values of a GPU engine are {self.spec.dtype}"
@@ -219,6 +224,7 @@ def plan_own_conversion(
         spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
     config = checkpoint_config(hf, spec)
     sources = read_source(files, base_prefix)
+    read = widened_by(hf)
     described, untied = architectures.described(hf, config), False
     if not headers_only and _has_other_head(architectures.checkpoint_targets(described), sources):
         hf, untied = {**hf, "tie_word_embeddings": False}, True
@@ -239,6 +245,8 @@ def plan_own_conversion(
         packed=packed,
     )
     unused = architectures.unused_tensors(described)
+    if read is not None and read.method == "gptq" and not headers_only:
+        moved = _without_zero_biases(targets, moved, unused)
     moved, left_out = _without_unused(targets, moved, unused, spec.ignore_tensors)
     narrow_cache = False
     if stored is not None:
@@ -308,6 +316,15 @@ def _split_targets(
     return list(targets), packed, sources, config
 
 
+def _without_zero_biases(
+    targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused: Sequence[str]
+) -> dict[str, SourceTensor]:
+    """Return the sources without the biases of zeros that AutoGPTQ gives to matrices that have none."""
+    unknown = {name for name in unknown_sources(targets, sources, unused) if name.endswith(".bias")}
+    zeros = {name for name in unknown if not sources[name].values().any()}
+    return {name: tensor for name, tensor in sources.items() if name not in zeros}
+
+
 def _without_unused(
     targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused: Sequence[str], ignored: Sequence[str]
 ) -> tuple[dict[str, SourceTensor], list[str]]:
@@ -357,7 +374,8 @@ def _report_releases(plan: OwnConversion, progress: Progress) -> None:
 
 def _report_cast(plan: OwnConversion, progress: Progress) -> None:
     """Report weights whose type changes because config.json names another one."""
-    types = sorted({DTYPES[move.source.entry.code] for move in plan.moves if move.dtype is None})
+    plain = (move.source for move in plan.moves if move.dtype is None and move.source.encoding is None)
+    types = sorted({DTYPES[source.entry.code] for source in plain})
     if not types or types == [plan.spec.dtype]:
         return
     wide = types[0] if len(types) == 1 else "float32"

@@ -15,7 +15,7 @@ from trtserve.checkpoint.architectures import architecture_of, family, text_mode
 from trtserve.checkpoint.architectures.parts.text_halves import WITH_IMAGES
 from trtserve.checkpoint.repacking import dequantized
 from trtserve.checkpoint.source import read_hf_config, read_source
-from trtserve.checkpoint.supported import SourceQuantization, source_quantization
+from trtserve.checkpoint.supported import SourceQuantization, source_quantization, widened_by
 from trtserve.errors import CorruptFileError, MissingDependencyError, TrtserveError, UsageError, listing
 from trtserve.files import parse_json, read_text
 from trtserve.host.machine import give_memory_back, install_command
@@ -237,9 +237,10 @@ def _load(folder: Path) -> Any:
     }
     hf = text_model(read_hf_config(folder))
     quantization = source_quantization(hf)
+    read = widened_by(hf)
     try:
         with _quiet():
-            if quantization is None:
+            if quantization is None and (read is None or read.method == "mxfp4"):  # which transformers reads
                 model, report = AutoModelForCausalLM.from_pretrained(
                     folder, trust_remote_code=False, local_files_only=True, **settings
                 )
@@ -273,7 +274,7 @@ def _text_part(model: Any, architecture: str) -> Any:
 
 
 def _dequantized(
-    folder: Path, architecture: str, quantization: SourceQuantization, settings: Mapping[str, Any]
+    folder: Path, architecture: str, quantization: SourceQuantization | None, settings: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Return a quantised model with dequantised floats, and transformers' loading report."""
     import transformers
