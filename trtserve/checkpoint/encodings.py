@@ -1,13 +1,13 @@
 """Quantised matrices as they are published, read a few rows at a time as the floats that they stand for.
 
-| Class    | Tensors of a matrix `X` [out, in]                                 | Published by                         |
-|----------|-------------------------------------------------------------------|--------------------------------------|
-| Scaled   | `weight` FP8 or int8; `weight_scale`, `weight_scale_inv` or `SCB` | DeepSeek, Qwen, fbgemm, ModelOpt,    |
-|          | for the matrix, per row, per group of inputs, or per block        | compressed-tensors, bitsandbytes     |
-| Packed   | `weight_packed` I32 [out, words], `weight_scale` [out, groups]    | compressed-tensors (pack-quantized)  |
-| Columns  | `qweight` I32, `qzeros`, `scales` [groups, out], `g_idx`          | GPTQ [words, out], AWQ [in, words]   |
-| Fp4      | `weight` or `weight_packed` U8 [out, in / 2], scales per 16 or 32 | ModelOpt, compressed-tensors, MXFP4  |
-| Codebook | `weight` U8 [n, 1], `weight.absmax`, `weight.quant_map`           | bitsandbytes (nf4, fp4)              |
+| Class      | Tensors of a matrix `X` [out, in]                                 | Published by                        |
+|------------|-------------------------------------------------------------------|-------------------------------------|
+| Scaled     | `weight` FP8 or int8; `weight_scale`, `weight_scale_inv` or `SCB` | DeepSeek, Qwen, fbgemm, ModelOpt,   |
+|            | for the matrix, per row, per group of inputs, or per block        | compressed-tensors, bitsandbytes    |
+| PackedRows | `weight_packed` I32 [out, words], `weight_scale` [out, groups]    | compressed-tensors (pack-quantized) |
+| Columns    | `qweight` I32, `qzeros`, `scales` [groups, out], `g_idx`          | GPTQ [words, out], AWQ [in, words]  |
+| Fp4        | `weight` or `weight_packed` U8 [out, in / 2], scales per 16 or 32 | ModelOpt, compressed-tensors, MXFP4 |
+| Codebook   | `weight` U8 [n, 1], `weight.absmax`, `weight.quant_map`           | bitsandbytes (nf4, fp4)             |
 
 Values are calculated in float32 as the tools do: bfloat16 or float16 checkpoints round them once. Sources: the formats'
 published descriptions, and the READMEs of AutoAWQ, AutoGPTQ, compressed-tensors and bitsandbytes.
@@ -46,7 +46,7 @@ _LARGEST_STATE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredTensor:
     """A tensor as it lies in a file."""
 
     name: str
@@ -79,7 +79,7 @@ class Stored:
         entry = self.entry
         return np.memmap(self.file.path, stored_dtype(entry.code), mode="r", offset=entry.begin, shape=entry.shape)
 
-    def seen_as(self, *shape: int) -> Stored:
+    def seen_as(self, *shape: int) -> StoredTensor:
         """Return the same bytes in another shape."""
         return replace(self, entry=replace(self.entry, shape=shape))
 
@@ -88,7 +88,7 @@ class Stored:
 class Encoding(ABC):
     """How a stored matrix becomes floats; `first_row` is the stored row that is row 0 of this matrix."""
 
-    codes: Stored
+    codes: StoredTensor
     first_row: int = 0
 
     code = "F32"
@@ -117,9 +117,9 @@ class Encoding(ABC):
 class Scaled(Encoding):
     """FP8 or int8 [out, in], (codes − zeros) × scales × `factor`; `block` is the rows and columns of one scale."""
 
-    scales: Stored
+    scales: StoredTensor
     block: tuple[int, int]
-    zeros: Stored | None = None
+    zeros: StoredTensor | None = None
     factor: float = 1.0
 
     @property
@@ -133,7 +133,7 @@ class Scaled(Encoding):
         height, width = self.block
         low, high = first // height, -(-(first + count) // height)
 
-        def spread(tensor: Stored) -> Floats:
+        def spread(tensor: StoredTensor) -> Floats:
             tall = np.repeat(_floats(tensor, low, high - low), height, 0)[first - low * height :][:count]
             return np.repeat(tall, width, 1)[:, : values.shape[1]] if tall.shape[1] > 1 else tall
 
@@ -144,13 +144,13 @@ class Scaled(Encoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed(Encoding):
+class PackedRows(Encoding):
     """Words [out, in · bits / 32], lowest bits first; zero points [out · bits / 32, groups] are packed along `out`."""
 
-    scales: Stored
+    scales: StoredTensor
     bits: int
-    zeros: Stored | None
-    order: Stored | None
+    zeros: StoredTensor | None
+    order: StoredTensor | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -185,11 +185,11 @@ class Columns(Encoding):
     `stored_zero` is added to zero points; `order` I32 [in] names the group of each input.
     """
 
-    scales: Stored
-    zeros: Stored
+    scales: StoredTensor
+    zeros: StoredTensor
     bits: int
     stored_zero: int
-    order: Stored | None
+    order: StoredTensor | None
     awq: bool
 
     @property
@@ -227,9 +227,9 @@ class Columns(Encoding):
 class Fp4(Encoding):
     """e2m1 codes, two in a byte, low first, × scales of `group` inputs × `overall` (NVFP4) or 1 / `overall`."""
 
-    scales: Stored
+    scales: StoredTensor
     group: int
-    overall: Stored | None = None
+    overall: StoredTensor | None = None
     divides: bool = False
 
     @property
@@ -259,11 +259,11 @@ class Fp4(Encoding):
 class Codebook(Encoding):
     """bitsandbytes: two codes in a byte, high first, that index `values`, × the largest number of their block."""
 
-    largest: Stored
-    values: Stored
+    largest: StoredTensor
+    values: StoredTensor
     size: tuple[int, int]
     block: int
-    nested: tuple[Stored, Stored, int, float] | None  # largest numbers, their values, block and offset
+    nested: tuple[StoredTensor, StoredTensor, int, float] | None  # largest numbers, their values, block and offset
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -302,7 +302,7 @@ def unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     return codes.reshape(len(words), -1)
 
 
-def _order(order: Stored, columns: int, groups: int) -> npt.NDArray[Any]:
+def _order(order: StoredTensor, columns: int, groups: int) -> npt.NDArray[Any]:
     """Return the group of each input."""
     import numpy as np
 
@@ -314,7 +314,7 @@ def _order(order: Stored, columns: int, groups: int) -> npt.NDArray[Any]:
     return np.asarray(found)
 
 
-def _floats(tensor: Stored, first: int, count: int) -> Floats:
+def _floats(tensor: StoredTensor, first: int, count: int) -> Floats:
     """Read rows of floats, FP8, exponents or int8 as float32."""
     import ml_dtypes
     import numpy as np
@@ -477,7 +477,7 @@ _CACHE = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale")
 
 
 def encoded(
-    tensors: Mapping[str, Stored], config: Widening | None
+    tensors: Mapping[str, StoredTensor], config: Widening | None
 ) -> tuple[dict[str, tuple[str, Encoding]], frozenset[str]]:
     """Return name and encoding of each quantised matrix by the name of its codes, and all names that this uses up.
 
@@ -498,12 +498,12 @@ def encoded(
 class _Parts:
     """A tensor that may hold codes, and those with the same stem; what is asked for counts as used."""
 
-    def __init__(self, tensors: Mapping[str, Stored], codes: Stored, used: set[str]) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], codes: StoredTensor, used: set[str]) -> None:
         self.codes = codes
         self.stem, self.ending = codes.name[: codes.name.rfind(".") + 1], codes.name.rpartition(".")[2]
         self._tensors, self._used = tensors, used
 
-    def get(self, *endings: str) -> Stored | None:
+    def get(self, *endings: str) -> StoredTensor | None:
         """Return the first of these that the model has."""
         for name in (self.stem + each for each in endings):
             if name in self._tensors:
@@ -511,7 +511,7 @@ class _Parts:
                 return self._tensors[name]
         return None
 
-    def need(self, *endings: str) -> Stored:
+    def need(self, *endings: str) -> StoredTensor:
         """Return the first of these, or raise CorruptFileError."""
         if (found := self.get(*endings)) is None:
             raise CorruptFileError(f"{self.codes.where} is quantised but has no {' or '.join(endings)}.", hint=_AGAIN)
@@ -557,7 +557,7 @@ def _matrix(parts: _Parts, config: Widening) -> tuple[str, Encoding] | None:
     return None if made is None else (f"{parts.stem}weight", made)
 
 
-def _require(tensor: Stored, codes: frozenset[str] | set[str], dimensions: int) -> None:
+def _require(tensor: StoredTensor, codes: frozenset[str] | set[str], dimensions: int) -> None:
     if tensor.entry.code not in codes or len(tensor.entry.shape) != dimensions or not math.prod(tensor.entry.shape):
         raise CorruptFileError(
             f"{tensor.where} is {tensor.entry.code} {list(tensor.entry.shape)}; expected {' or '.join(sorted(codes))} "
@@ -566,7 +566,7 @@ def _require(tensor: Stored, codes: frozenset[str] | set[str], dimensions: int) 
         )
 
 
-def _misfit(tensor: Stored, *shapes: tuple[int, ...]) -> CorruptFileError:
+def _misfit(tensor: StoredTensor, *shapes: tuple[int, ...]) -> CorruptFileError:
     expected = " or ".join(str(list(shape)) for shape in shapes)
     return CorruptFileError(
         f"{tensor.where} is {list(tensor.entry.shape)}; its matrix and the quantisation config call for {expected}.",
@@ -574,12 +574,12 @@ def _misfit(tensor: Stored, *shapes: tuple[int, ...]) -> CorruptFileError:
     )
 
 
-def _scaled(codes: Stored, scales: Stored, zeros: Stored | None, config: Widening) -> Scaled:
+def _scaled(codes: StoredTensor, scales: StoredTensor, zeros: StoredTensor | None, config: Widening) -> Scaled:
     """Find out what one scale belongs to: the block of the config, or the matrix, a row, or a group of its inputs."""
     outputs, inputs = codes.entry.shape
     _require(codes, {codes.entry.code}, 2)
 
-    def spread(tensor: Stored, kinds: frozenset[str]) -> tuple[Stored, tuple[int, int]]:
+    def spread(tensor: StoredTensor, kinds: frozenset[str]) -> tuple[StoredTensor, tuple[int, int]]:
         shape = tensor.entry.shape
         if tensor.entry.code not in kinds:
             raise CorruptFileError(f"{tensor.where} is {tensor.entry.code}; expected {sorted(kinds)}.", hint=_AGAIN)
@@ -604,7 +604,7 @@ def _scaled(codes: Stored, scales: Stored, zeros: Stored | None, config: Widenin
     return Scaled(codes=codes, scales=held, block=block, zeros=None if points is None else points[0])
 
 
-def _packed(codes: Stored, parts: _Parts, config: Widening) -> Packed:
+def _packed(codes: StoredTensor, parts: _Parts, config: Widening) -> PackedRows:
     scales, zeros, order = parts.need("weight_scale"), parts.get("weight_zero_point"), parts.get("weight_g_idx")
     _require(codes, {"I32"}, 2)
     _require(scales, _FLOATS, 2)
@@ -615,10 +615,10 @@ def _packed(codes: Stored, parts: _Parts, config: Widening) -> Packed:
         raise _misfit(scales, (outputs, groups))
     if zeros is not None and zeros.entry.shape != (-(-outputs * bits // 32), groups):
         raise _misfit(zeros, (-(-outputs * bits // 32), groups))
-    return Packed(codes=codes, scales=scales, bits=bits, zeros=zeros, order=order)
+    return PackedRows(codes=codes, scales=scales, bits=bits, zeros=zeros, order=order)
 
 
-def _columns(codes: Stored, parts: _Parts, config: Widening) -> Columns:
+def _columns(codes: StoredTensor, parts: _Parts, config: Widening) -> Columns:
     zeros, scales, order = parts.need("qzeros"), parts.need("scales"), parts.get("g_idx")
     _require(codes, {"I32"}, 2)
     _require(zeros, {"I32"}, 2)
@@ -643,7 +643,7 @@ def _columns(codes: Stored, parts: _Parts, config: Widening) -> Columns:
     return made
 
 
-def _fp4(codes: Stored, parts: _Parts, overall: Stored, *, divides: bool) -> Fp4:
+def _fp4(codes: StoredTensor, parts: _Parts, overall: StoredTensor, *, divides: bool) -> Fp4:
     scales = parts.need("weight_scale")
     _require(codes, {"U8"}, 2)
     outputs, half = codes.entry.shape
@@ -655,7 +655,7 @@ def _fp4(codes: Stored, parts: _Parts, overall: Stored, *, divides: bool) -> Fp4
     return Fp4(codes=codes, scales=scales, group=group, overall=overall, divides=divides)
 
 
-def _codebook(codes: Stored, parts: _Parts) -> Codebook:
+def _codebook(codes: StoredTensor, parts: _Parts) -> Codebook:
     rows, columns, block, nested, offset = _state(
         parts.need("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
     )
@@ -680,7 +680,7 @@ def _codebook(codes: Stored, parts: _Parts) -> Codebook:
     )
 
 
-def _state(tensor: Stored) -> tuple[int, int, int, int, float]:
+def _state(tensor: StoredTensor) -> tuple[int, int, int, int, float]:
     """Return rows, columns, block, outer block (0 without) and offset from the JSON that bitsandbytes stores."""
     content: Any = None
     if tensor.entry.code == "U8" and math.prod(tensor.entry.shape) <= _LARGEST_STATE:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.checkpoint.architectures.parts.text_halves import VISION
-from trtserve.checkpoint.encodings import Encoding, Stored, Widening, encoded
+from trtserve.checkpoint.encodings import Encoding, StoredTensor, Widening, encoded
 from trtserve.checkpoint.supported import widened_by
 from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, Entry, PickledFile, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
@@ -41,7 +41,7 @@ _FOREIGN = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.nemo", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceTensor(Stored):
+class SourceTensor(StoredTensor):
     """A source tensor: its name in the model, and its file and entry.
 
     `indexed` is False when the index does not list it. With an `encoding` the type and shape of the entry are those of
