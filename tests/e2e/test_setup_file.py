@@ -51,3 +51,26 @@ def test_one_file_from_model_to_answer_and_back(tmp_path: Path) -> None:
         stopped = trtserve("down", str(file), home=home)
     assert stopped.stdout == "front\n"
     assert trtserve("down", str(file), home=home).stdout == ""
+
+
+def test_a_search_measures_real_servers_and_leaves_none(tmp_path: Path) -> None:
+    home, file = tmp_path / "home", tmp_path / "setup.yaml"
+    file.write_text(
+        "models:\n  demo:\n    source: demo\n    runtime: openvino\n    max_batch_size: 4\n"
+        "servers:\n  front:\n    model: demo\n    auto_ports: true\n"
+        "tune:\n  core:\n    server: front\n    model: tensorrt_llm\n    num_requests: 24\n    output_mean: 4\n"
+        "    warmup_requests: 0\n    calibrate: false\n    timeout: 3600\n    ranges: {concurrency: [1, 4]}\n",
+        encoding="utf-8",
+    )
+    line = ("tune", str(file), "--goal", "ttft p99 < 3600 s", "--budget", "60", "--json")
+    first = json.loads(trtserve(*line, home=home).stdout)["result"]
+    assert (first["values"], first["failed"]) == ({}, {})
+    assert first["rate"] > 0
+    trials = sorted((tmp_path / "core.tune" / "trials").iterdir())
+    assert all((trial / "report.json").is_file() for trial in trials)
+    assert "models:" in (tmp_path / "setup.tuned.yaml").read_text(encoding="utf-8")
+    states = json.loads(trtserve("status", "--json", home=home, check=False).stdout)["result"]
+    assert {state["state"] for state in states} <= {"stopped"}
+    again = json.loads(trtserve(*line, home=home).stdout)["result"]
+    assert (again["rate"], again["trials"]) == (first["rate"], first["trials"])  # everything was measured before
+    assert sorted((tmp_path / "core.tune" / "trials").iterdir()) == trials

@@ -21,6 +21,7 @@ SOURCES = {
         "kubernetes-sigs+gateway-api-inference-extension/repo",
         "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
     ),
+    "HTTPRoute": ("kubernetes-sigs+gateway-api/repo", "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml"),
     "ScaledObject": ("kedacore+keda/repo", "config/crd/bases/keda.sh_scaledobjects.yaml"),
     "LeaderWorkerSet": ("kubernetes-sigs+lws/repo", "config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml"),
     "llm-d-modelservice": ("llm-d-incubation+llm-d-modelservice/repo", "charts/llm-d-modelservice/values.schema.json"),
@@ -28,7 +29,17 @@ SOURCES = {
 DEPTH = 6
 PODS = ("leaderTemplate", "workerTemplate")
 """Kubernetes' own schema of pods, which `test_kubernetes.py` and `test_chart.py` compare."""
-UNUSED = ("accelerator", "requester", "tracing", "extraObjects", "initContainers", "volumes", "status", "advanced")
+UNUSED = (
+    "accelerator",
+    "requester",
+    "tracing",
+    "extraObjects",
+    "initContainers",
+    "volumes",
+    "status",
+    "advanced",
+    "filters",
+)
 
 
 def fields(schema: dict[str, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -67,6 +67,20 @@ def test_conversations_have_the_asked_turns_and_fit_the_engine() -> None:
     assert len(used) > 3
 
 
+def test_access_logs_are_traces(tmp_path: Path) -> None:
+    log = tmp_path / "access.jsonl"
+    lines = [
+        {"time": "2026-11-26T10:00:01.500Z", "status": 200, "usage": {"prompt_tokens": 12, "completion_tokens": 3}},
+        {"time": "2026-11-26T10:00:00+00:00", "prompt_tokens": 7, "completion_tokens": 5},
+        {"time": "2026-11-26T10:00:00+00:00", "status": 429},
+    ]
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    assert [(each.seconds, each.input_len, each.output_len) for each in read_trace(log)] == [(0.0, 7, 5), (1.5, 12, 3)]
+    log.write_text('{"prompt_tokens": 7, "completion_tokens": 5}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="no 'time'"):
+        read_trace(log)
+
+
 def test_mooncakes_traces_keep_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
     entries = [
         {"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]},

@@ -270,7 +270,7 @@ def test_kubernetes_objects_fit_the_published_schemas(tmp_path: Path, workload: 
     whole = large.replicas + large.spare
     assert objects[workload["kind"]]["spec"]["replicas"] == whole
     assert workload["spec"]["replicas"] == 1  # what was read is not changed
-    for kind in ("ScaledObject", "InferencePool", workload["kind"]):
+    for kind in ("ScaledObject", "InferencePool", "HTTPRoute", workload["kind"]):
         if kind in SCHEMAS:
             assert objects[kind]["apiVersion"] == SCHEMAS[kind]["version"]
             require_schema(objects[kind], kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ import yaml
 from tests.support.bench_records import answered, report_of
 from trtserve.bench.report import BenchReport
 from trtserve.bench.targets import goal_words, read_goal
+from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import headline, make_answer, pareto, write_answer
+from trtserve.pipeline.tuning.measuring import measure_speed
 from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, Offered, SpeedModel
 from trtserve.pipeline.tuning.search import Goal, Search
 from trtserve.pipeline.tuning.space import Candidate, Space, Values, find_space
@@ -212,6 +215,62 @@ def test_the_page_shows_the_front(tmp_path: Path) -> None:
     page = (tmp_path / "front.html").read_text(encoding="utf-8")
     for words in ("<svg", "The best under each goal", "a second machine, twice the load", "expected, not tried"):
         assert words in page
+
+
+def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's times, made with known overheads, give these overheads."""
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
+    monkeypatch.setattr("trtserve.executor.openvino.runtime.OpenvinoRuntime.matrix_speed", lambda _: (5e9, 7e11))
+    monkeypatch.setattr("trtserve.pipeline.tuning.measuring.plan_import", lambda spec, **_: spec)
+
+    class Demo(MadeUpBench):
+        def __init__(self, *_: object) -> None:
+            super().__init__({})
+
+        def measure(self, plan: Any, server: ServerSpec, spec: BenchSpec) -> BenchReport:
+            count = spec.concurrency or 1
+            step, first = 4 + 0.5 * count, 30.0
+            each = (first / count if count > 1 else first) + 64 * step / count
+            records = [
+                answered(number, intended=number * each, first=first, step=step, tokens=64)
+                for number in range(spec.num_requests)
+            ]
+            return report_of(records)
+
+    monkeypatch.setattr("trtserve.pipeline.tuning.measuring.Bench", Demo)
+    name, speed = measure_speed("openvino")
+    assert name == "openvino"
+    assert speed == MachineSpeed.read("openvino", Store())
+    assert (speed.bytes_per_second, speed.operations_per_second) == (5e9, 7e11)
+    assert speed.step_seconds == pytest.approx(0.004, rel=0.15)
+    assert speed.sequence_seconds == pytest.approx(0.0005, rel=0.5)
+    assert speed.request_seconds == pytest.approx(0.030, rel=0.1)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--goal", "ttft p99 < 9 s", "--max", "requests"]])
+def test_a_dry_run_lists_the_lanes(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "store"))
+    (tmp_path / "setup.yaml").write_text(TEXT, encoding="utf-8")
+    assert run(["tune", str(tmp_path / "setup.yaml"), "--dry-run", "--json", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert len(result["lanes"]) == 30
+    assert list(tmp_path.glob("*.tune")) == []
+
+
+def test_a_folder_belongs_to_one_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "store"))
+    file, folder = tmp_path / "setup.yaml", tmp_path / "demo.tune"
+    file.write_text(TEXT, encoding="utf-8")
+    folder.mkdir()
+    (folder / "question.json").write_text('{"sha256": "of another"}', encoding="utf-8")
+    assert run(["tune", str(file)]) == 2
+    assert "the trials of another model, server or load" in capsys.readouterr().err
+    assert run(["tune", str(file), "--search", "other"]) == 2
+    assert "has the searches demo" in capsys.readouterr().err
 
 
 def test_the_front() -> None:

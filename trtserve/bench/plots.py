@@ -358,7 +358,7 @@ def write_front(
     parts = [f"<h1>{html.escape(first)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in rest)]
     parts.append(f'<div class="plots">{drawn}</div>')
     for heading, columns, rows in tables:
-        parts.append(f"<h2>{html.escape(heading)}</h2>{_table(columns, rows)}")
+        parts += [] if not rows else [f"<h2>{html.escape(heading)}</h2>{_table(columns, rows)}"]
     staged = path.with_name(f".{path.name}.partial")
     with writing(path):
         staged.write_text(_document(title, parts), encoding="utf-8")

@@ -264,8 +264,8 @@ def dataset_traffic(
 
 BLOCK = 512
 _TRACES = (
-    "Expected Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids) or Azure's CSV (TIMESTAMP, "
-    "ContextTokens, GeneratedTokens)."
+    "Expected Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids), an access log's (time, "
+    "prompt_tokens, completion_tokens), or Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens)."
 )
 
 
@@ -303,6 +303,9 @@ def _mooncake(lines: list[str]) -> list[Arrival]:
     found = []
     for line in filter(None, map(str.strip, lines)):
         entry = parse_json(line)
+        if "input_length" not in entry and "timestamp" not in entry:
+            found += _logged(entry)
+            continue
         found.append(
             Arrival(
                 seconds=float(entry["timestamp"]) / 1000,
@@ -312,6 +315,19 @@ def _mooncake(lines: list[str]) -> list[Arrival]:
             )
         )
     return found
+
+
+def _logged(entry: dict[str, Any]) -> list[Arrival]:
+    """Return the request of a line of an access log, whose tokens may stand under `usage` as OpenAI has them.
+
+    Lines without tokens, such as those of refused requests, are no load.
+    """
+    usage = entry.get("usage") or entry
+    if not usage.get("prompt_tokens") or not usage.get("completion_tokens"):
+        return []
+    moment = entry["time"]
+    seconds = float(moment) if isinstance(moment, int | float) else _seconds(str(moment).replace("T", " "))
+    return [Arrival(seconds=seconds, input_len=int(usage["prompt_tokens"]), output_len=int(usage["completion_tokens"]))]
 
 
 def _azure(lines: list[str]) -> list[Arrival]:

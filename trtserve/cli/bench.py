@@ -154,7 +154,7 @@ def replay(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Mooncake's JSON lines or Azure's CSV, with times and lengths.",
+            help="Mooncake's JSON lines, Azure's CSV, or an access log's JSON lines.",
             autocompletion=paths,
         ),
     ],
