@@ -199,6 +199,7 @@ def test_an_adapter_is_loaded_and_unloaded_by_a_call(
         "repository": repository,
         "key_file": keys["key"],
         "admin_key_file": keys["admin"],
+        "request_log": tmp_path / "requests.jsonl",
     }
     with running_gateway(tmp_path, address.http_port, grpc_port=address.grpc_port, **settings) as gateway:
 
@@ -217,6 +218,12 @@ def test_an_adapter_is_loaded_and_unloaded_by_a_call(
             asked: dict[str, Any] = {"model": "later", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
             status, answer = call("/v1/completions", "key", **asked)
             assert (status, json.loads(answer)["choices"][0]["text"]) == (200, before)
+            log = tmp_path / "requests.jsonl"
+            wait_until(lambda: "/v1/completions" in log.read_text())
+            (line,) = (each for each in map(json.loads, log.read_text().splitlines()) if "completion_tokens" in each)
+            assert line["adapter"] == "later"
+            assert line["completion_tokens"] == json.loads(answer)["usage"]["completion_tokens"] > 0
+            assert line.keys().isdisjoint({"request", "answers"})
             assert text(features, "later") == before  # over gRPC, by a model that has run all the time
             status, answer = call("/v1/load_lora_adapter", lora_name="later", lora_path=folder)
             assert (status, "is taken on this server" in answer) == (400, True)

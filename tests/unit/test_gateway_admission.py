@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,41 @@ def test_pages_of_a_site_that_is_allowed(tmp_path: Path, allowed: tuple[str, ...
     assert not any("access-control-allow-credentials" in answer.headers for answer in answers)
     other = client.get("/version", headers={"origin": "https://other.example", **KEY})
     assert other.status_code == (200 if allowed == ("*",) else 403)
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_the_request_log_has_texts_only_when_asked(tmp_path: Path, texts: bool) -> None:
+    log = tmp_path / "requests.jsonl"
+    settings = GatewaySettings(
+        name="gateway",
+        host="127.0.0.1",
+        port=1,
+        triton_http="127.0.0.1:1",
+        triton_grpc="127.0.0.1:1",
+        metrics="127.0.0.1:1",
+        model="m",
+        request_log=log,
+        request_log_texts=texts,
+    )
+    client = TestClient(Gateway(settings), base_url="http://127.0.0.1")
+    with client:
+        assert client.get("/version").status_code == 200
+        assert client.post("/v1/nothing", json={"prompt": "a secret"}).status_code == 404
+        assert client.get("/version", headers={"host": "elsewhere"}).status_code == 421
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(each["path"], each["status"]) for each in found] == [
+        ("/version", 200),
+        ("/v1/nothing", 404),
+        ("/version", 421),
+    ]
+    assert found[1].get("request") == ({"prompt": "a secret"} if texts else None)
+    assert "elsewhere" in found[2]["refused"]
+    assert log.stat().st_mode & 0o077 == 0
+    log.rename(tmp_path / "older")
+    TestClient(Gateway(settings), base_url="http://127.0.0.1").get("/", headers={"host": "elsewhere"})
+    assert len(log.read_text().splitlines()) == 1  # begun again
+    with pytest.raises(UsageError, match="cannot be written: Is a directory"):
+        Gateway(replace(settings, request_log=tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of
 from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
+from trtserve.client.metrics import parse
 from trtserve.errors import RequestError
-from trtserve.gateway.openai.answering import Measures
+from trtserve.gateway.openai.answering import Measures, engine_page
 from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs, token_log_probs
 
 
@@ -514,6 +515,21 @@ def test_times_of_streams_are_measured(triton: ScriptedTriton) -> None:
     assert f"trtserve_openai_inter_token_seconds_count {pieces - 1}.0" in page
 
 
+def test_engines_are_shown_under_the_names_of_vllm() -> None:
+    page = engine_page(
+        b'nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 7\n'
+        b'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"} 25\n'
+        b'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 100\n'
+    )
+    found = {sample.name: (sample.labels, sample.value) for sample in parse(page.decode(), ("vllm:",))}
+    label = {"model_name": "tensorrt_llm"}
+    assert found == {
+        "vllm:num_requests_waiting": (label, 7),
+        "vllm:kv_cache_usage_perc": (label, 0.25),
+        "vllm:gpu_cache_usage_perc": (label, 0.25),
+    }
+
+
 def test_dashboards_of_vllm_find_their_names(triton: ScriptedTriton) -> None:
     measures = Measures()
     with endpoint_of(triton, measures=measures) as client:
@@ -522,6 +538,7 @@ def test_dashboards_of_vllm_find_their_names(triton: ScriptedTriton) -> None:
         triton.script = (RequestError("the engine failed"),)
         complete(client)
     page, label = measures.page().decode(), f'model_name="{NAME}"'
+    page = page.replace('adapter="",', "")
     assert f"vllm:time_to_first_token_seconds_count{{{label}}} 1.0" in page
     assert f"vllm:inter_token_latency_seconds_count{{{label}}} {pieces - 1}.0" in page
     assert f"vllm:e2e_request_latency_seconds_count{{{label}}} 3.0" in page

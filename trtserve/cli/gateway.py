@@ -114,6 +114,8 @@ def gateway(
             "image_host",
             "max_requests",
             "gateway_processes",
+            "request_log",
+            "request_log_texts",
         ),
     ],
 ) -> None:
@@ -166,6 +168,8 @@ def gateway(
         private_key=access.tls_key,
         allow_origins=access.allow_origin,
         processes=access.gateway_processes,
+        request_log=access.request_log,
+        request_log_texts=access.request_log_texts,
         servers_key_file=servers_key_file,
         servers_tls=tls,
         admin_key_file=admin_key_file,

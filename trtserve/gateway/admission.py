@@ -109,6 +109,8 @@ class Exchange:
     """The server that runs it."""
     sending_since: float | None = None
     """Since when the client has not read the last part that was sent, or None."""
+    log: dict[str, Any] = field(default_factory=dict)
+    """What the request log says of it."""
     refusal: RefusedError | None = None
     """Why the gateway ended it."""
     hang_up: Callable[[], None] | None = None

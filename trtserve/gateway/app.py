@@ -29,7 +29,7 @@ from trtserve.gateway.asgi import (
     replayed,
     send_answer,
 )
-from trtserve.gateway.openai.answering import Measures
+from trtserve.gateway.openai.answering import Measures, engine_page
 from trtserve.gateway.openai.errors import TOKENS, error_content, error_event
 from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.router import openai_router
@@ -37,6 +37,7 @@ from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.page import page_router
 from trtserve.gateway.relay import Relay
 from trtserve.gateway.replicas import ReplicaAddress, Replicas, SharedState, addresses_of
+from trtserve.gateway.request_log import RequestLog
 from trtserve.gateway.settings import GatewaySettings, read_key
 from trtserve.gateway.triton import TritonHealth, TritonHttp, TritonPath
 from trtserve.repository.profiles import POSTPROCESSING, PREPROCESSING
@@ -97,6 +98,8 @@ class Gateway:
         several = shared is not None and shared.processes > 1
         self.gate = Gate(settings.limits, None if shared is None else shared.requests, process)
         self._shared_folder = shared.folder if shared is not None and several else None
+        log = settings.request_log
+        self._log = None if log is None else RequestLog(log, texts=settings.request_log_texts)
         self._relay: Relay
         self._health: TritonHealth
         self._measures = Measures()
@@ -130,6 +133,8 @@ class Gateway:
         exchange = Exchange(task=task, hang_up=scope.get("extensions", {}).get(HANG_UP))
         answer = _Answer(exchange, send, scope["path"])
         with ExitStack() as stack:
+            if self._log is not None:
+                stack.callback(lambda: self._log.add(scope, exchange, answer.status) if self._log else None)
             stack.enter_context(self.gate.watch(exchange))
             try:
                 self._access.check(scope["path"], headers_of(scope))
@@ -162,6 +167,8 @@ class Gateway:
             self._health.require(exchange.needs)
         with self.gate.memory() as reserve:
             body = await receive_body(headers_of(scope), receive, self._json_limits, reserve)
+            if self._log is not None and self._log.texts:
+                exchange.log["request"] = self._log.body(body)
             await self._routes(scope, replayed(body, receive), send)
 
     @asynccontextmanager
@@ -212,7 +219,8 @@ class Gateway:
         async def metrics() -> Response:
             """Return the page of Triton's metrics port, and the times of streams that the gateway measures."""
             page = await routes.state.parts.triton.metrics()
-            return Response(page + self._measures.page(), media_type="text/plain; version=0.0.4")
+            ours = self._measures.page() + engine_page(page) + self._replicas.page()
+            return Response(page + ours, media_type="text/plain; version=0.0.4")
 
         @routes.get("/replicas")
         async def replicas() -> JSONResponse:
@@ -270,10 +278,12 @@ class _Answer:
         self._path = path
         self._begun = False
         self._events = False
+        self.status: int | None = None
+        """Status of the answer that has begun."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._begun = True
+            self._begun, self.status = True, message["status"]
             self._events = any(
                 name.lower() == b"content-type" and value.startswith(_EVENTS) for name, value in message["headers"]
             )

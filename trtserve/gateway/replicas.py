@@ -228,6 +228,21 @@ class Replicas:
             for number, each in sorted(self._all.items())
         ]
 
+    def page(self) -> bytes:
+        """Return metrics of the copies in Prometheus' text format, or nothing for a single one."""
+        if not self.several:
+            return b""
+        found = self.listed()
+        lines = []
+        for name, key in (("running_requests", "running"), ("outstanding_tokens", "tokens")):
+            lines += [f"# TYPE trtserve_replica_{name} gauge"]
+            lines += [f'trtserve_replica_{name}{{replica="{each["address"]}"}} {each[key]}' for each in found]
+        lines += ["# TYPE trtserve_replica_ready gauge"]
+        lines += [
+            f'trtserve_replica_ready{{replica="{each["address"]}"}} {int(each["state"] == "ready")}' for each in found
+        ]
+        return ("\n".join(lines) + "\n").encode()
+
     def change(self, action: Literal["add", "remove", "drain", "resume"], text: str) -> None:
         """Change the copies, for all processes. Raises UsageError for an address that is not there, or is already."""
         asked = ReplicaAddress.parse(text, "the replica")

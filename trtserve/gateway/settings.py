@@ -105,6 +105,10 @@ class GatewaySettings:
     """A name that the certificate is for, which clients of this machine expect instead of the host's."""
     allow_origins: tuple[str, ...] = ()
     """Sites whose pages may use the server, or * for all."""
+    request_log: Path | None = None
+    """File that gets a line for each request, or None."""
+    request_log_texts: bool = False
+    """Whether the lines have prompts and answers."""
     open_apis: tuple[str, ...] = ()
     """Groups of Triton's protocol that are closed by default and open here."""
     image_folder: Path | None = None

@@ -112,6 +112,8 @@ def plan_gateway(
         open_apis=spec.open_api,
         admin_key_file=folder / f"{number}.admin-key",
         processes=spec.gateway_processes,
+        request_log=_absolute(spec.request_log),
+        request_log_texts=spec.request_log_texts,
         limits=RequestLimits(
             requests=spec.max_requests,
             request_seconds=spec.request_timeout,

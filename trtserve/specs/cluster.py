@@ -130,6 +130,8 @@ _WITHOUT_TRTSERVE = (
     "raw_http",
     "max_requests",
     "gateway_processes",
+    "request_log",
+    "request_log_texts",
     "max_request_mib",
     "request_timeout",
     "proxy_port",

@@ -180,6 +180,13 @@ class ServerSpec(InContainer):
         maximum=64,
         panel=ACCESS,
     )
+    request_log: Path | None = option(
+        None,
+        metavar="FILE",
+        help="Write a line of JSON for each HTTP request: path, status, seconds, model, tokens.",
+        panel=ACCESS,
+    )
+    request_log_texts: bool = option(False, help="Write prompts and answers into it too.", panel=ACCESS)
     max_request_mib: int = option(
         64, metavar="MIB", help="Largest body of an HTTP request.", minimum=1, maximum=4096, panel=ACCESS
     )

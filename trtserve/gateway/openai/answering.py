@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import Receive, Scope, Send
 
+from trtserve.client.metrics import KV_BLOCKS, REQUESTS, core_metrics, parse
 from trtserve.errors import TrtserveError
 from trtserve.gateway.openai.answers import (
     DONE,
@@ -165,6 +166,8 @@ class Answering:
     served: ServedModel
     measures: Measures
     form: Form[Any]
+    note: dict[str, Any] = field(default_factory=dict)
+    """What the request log will say of it."""
 
     @property
     def sequences(self) -> Sequence[Sequenced[Any]]:
@@ -187,23 +190,47 @@ class Answering:
             return error.response
         return JSONResponse(self.form.whole(), headers=headers)
 
+    @property
+    def _labels(self) -> tuple[str, str]:
+        """The model and the adapter, or no text."""
+        return self.served.name, self.sequences[0].request.adapter or ""
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the answer, and note at its end what the request log says of it."""
+        try:
+            with self.measures.answer(self._labels, self.sequences):
+                yield
+        finally:
+            first = self.sequences[0]
+            self.note.update(id=self.form.id, model=self.served.name, adapter=first.request.adapter)
+            self.note.update(
+                prompt_tokens=sum(each.usage.prompt_tokens or 0 for each in self.sequences),
+                completion_tokens=sum(each.usage.completion_tokens or 0 for each in self.sequences),
+                finish_reason=first.answer.finish_reason or "abort",
+            )
+            if "request" in self.note:
+                self.note["answers"] = [each.answer.text for each in self.sequences]
+
     async def _collect(self) -> None:
-        with self.measures.answer(self.served.name, self.sequences):
+        with self._counted():
             async with aclosing(self._pieces()) as pieces:
                 async for sequence, piece in pieces:
                     self.form.collect(sequence, piece)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error is raised before the first event, and is an event after it."""
-        watches = {id(each): self.measures.stopwatch(model=self.served.name) for each in self.sequences}
-        begun = False
+        watches = {id(each): self.measures.stopwatch(labels=self._labels) for each in self.sequences}
+        began, begun = time.perf_counter(), False
         try:
-            with self.measures.answer(self.served.name, self.sequences):
+            with self._counted():
                 async with aclosing(self._pieces()) as pieces:
                     async for sequence, piece in pieces:
                         watches[id(sequence)].piece()
                         if events := self.form.events(sequence, piece):
-                            begun = True
+                            if not begun:
+                                begun = True
+                                self.note["first_text_seconds"] = round(time.perf_counter() - began, 4)
                             yield events
         except (ApiError, TrtserveError) as error:
             if not begun:
@@ -343,7 +370,7 @@ class Measures:
             for kind in ("openai", "generate")
         }
 
-        one: dict[str, Any] = {"labelnames": ["model_name"], "registry": self._registry}
+        one: dict[str, Any] = {"labelnames": ["model_name", "adapter"], "registry": self._registry}
         # The names that dashboards of vLLM read, for all APIs below /v1.
         self._first = Histogram(
             "vllm:time_to_first_token_seconds", "To the first streamed text.", buckets=_FIRST, **one
@@ -361,7 +388,7 @@ class Measures:
         self._ended = Counter(
             "vllm:request_success",
             "Answers that have ended.",
-            labelnames=["model_name", "finished_reason"],
+            labelnames=["model_name", "adapter", "finished_reason"],
             registry=self._registry,
         )
 
@@ -374,25 +401,49 @@ class Measures:
         return generate_latest(self._registry)
 
     @contextmanager
-    def answer(self, model: str, sequences: Sequence[Sequenced[Any]]) -> Iterator[None]:
+    def answer(self, labels: tuple[str, str], sequences: Sequence[Sequenced[Any]]) -> Iterator[None]:
         """Count an answer while it is made, and its tokens at its end."""
         began = time.perf_counter()
-        running = self._running.labels(model)
+        running = self._running.labels(*labels)
         running.inc()
         try:
             yield
         finally:
             running.dec()
-            self._whole.labels(model).observe(time.perf_counter() - began)
+            self._whole.labels(*labels).observe(time.perf_counter() - began)
             for each in sequences:
-                self._prompt.labels(model).inc(each.usage.prompt_tokens or 0)
-                self._generated.labels(model).inc(each.usage.completion_tokens or 0)
-                self._ended.labels(model, each.answer.finish_reason or "abort").inc()
+                self._prompt.labels(*labels).inc(each.usage.prompt_tokens or 0)
+                self._generated.labels(*labels).inc(each.usage.completion_tokens or 0)
+                self._ended.labels(*labels, each.answer.finish_reason or "abort").inc()
 
-    def stopwatch(self, kind: Literal["openai", "generate"] = "openai", *, model: str | None = None) -> Stopwatch:
+    def stopwatch(
+        self, kind: Literal["openai", "generate"] = "openai", *, labels: tuple[str, str] | None = None
+    ) -> Stopwatch:
         """Return the times of one streamed answer, which begin now."""
-        more = [] if model is None else [(self._first.labels(model), self._gaps.labels(model))]
+        more = [] if labels is None else [(self._first.labels(*labels), self._gaps.labels(*labels))]
         return Stopwatch([self._times[kind], *more])
+
+
+def engine_page(page: bytes) -> bytes:
+    """Return what Triton's page says of the engines under the names that vLLM's have.
+
+    Dashboards read them, and the picker of the Gateway API's inference extension.
+    """
+    cores, lines = core_metrics(parse(page.decode(errors="replace"))), list[str]()
+    used = {
+        core.model: (core.value(KV_BLOCKS, "used") or 0) / most
+        for core in cores
+        if (most := core.value(KV_BLOCKS, "max"))
+    }
+    waiting = {core.model: core.value(REQUESTS, "waiting") or 0 for core in cores}
+    for name, values in (
+        ("num_requests_waiting", waiting),
+        ("kv_cache_usage_perc", used),
+        ("gpu_cache_usage_perc", used),
+    ):
+        lines.append(f"# TYPE vllm:{name} gauge")
+        lines += [f'vllm:{name}{{model_name="{model}"}} {value:g}' for model, value in values.items()]
+    return ("\n".join(lines) + "\n").encode()
 
 
 class Stopwatch:

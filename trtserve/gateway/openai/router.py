@@ -310,7 +310,9 @@ class Paths:
         )
 
     async def _respond(self, request: Request, served: ServedModel, form: Form[Any], *, stream: bool) -> Response:
-        answering = Answering(backend=self._backend, served=served, measures=self._measures, form=form)
+        exchange = getattr(request.state, "exchange", None)  # of a gateway, which may keep a log
+        note = {} if exchange is None else exchange.log
+        answering = Answering(backend=self._backend, served=served, measures=self._measures, form=form, note=note)
         return await answering.respond(request, stream=stream)
 
 

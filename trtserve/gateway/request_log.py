@@ -1,0 +1,60 @@
+"""A line of JSON for each request, in a file that only this user can read. It has no texts unless that is asked for."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from trtserve.errors import UsageError
+from trtserve.gateway.admission import Exchange
+from trtserve.gateway.asgi import Scope
+
+_LONGEST_TEXT = 1 << 20  # bytes of a body that is kept
+
+
+class RequestLog:
+    """The log of one process; several append to the same file. One that was moved away is begun again."""
+
+    def __init__(self, path: Path, *, texts: bool) -> None:
+        """Raises UsageError for a file that cannot be written."""
+        self._path, self.texts = path, texts
+        try:
+            os.close(self._open())
+        except OSError as error:
+            raise UsageError(f"--request-log {path} cannot be written: {error.strerror}.") from error
+
+    def add(self, scope: Scope, exchange: Exchange, status: int | None) -> None:
+        """Write what became of a request; `status` is None if its client left before the answer began."""
+        entry: dict[str, Any] = {
+            "time": round(time.time(), 3),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(time.monotonic() - exchange.started, 4),
+            **exchange.log,
+        }
+        if exchange.refusal is not None:
+            entry["refused"] = exchange.refusal.text
+        try:
+            handle = self._open()
+            try:
+                os.write(handle, to_json(entry, bytes_mode="utf8") + b"\n")
+            finally:
+                os.close(handle)
+        except OSError:  # a full disk is no fault of the request
+            return
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    @staticmethod
+    def body(content: bytes) -> Any:
+        """Return a body as the log shows it."""
+        try:
+            return from_json(content) if len(content) <= _LONGEST_TEXT else f"{len(content)} bytes"
+        except ValueError:
+            return f"{len(content)} bytes that are no JSON"
