@@ -19,6 +19,7 @@ from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import ConversionError, UnsupportedModelError
 from trtserve.specs import ConvertSpec
 
+LINEAR = {"type": "linear", "factor": 2.0}
 PROJECTED: dict[str, Any] = {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
 
 
@@ -73,14 +74,12 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
         ("gptj", {"n_inner": 100}, "n_inner = 100"),
         ("gptj", {"rotary_dim": None}, "lacks rotary_dim"),
         ("gptj", {"activation_function": "gelu"}, "'gelu' is not supported"),
-        ("gpt_neox", {"use_parallel_residual": False}, "disables use_parallel_residual"),
-        ("gpt_neox", {"attention_bias": False}, "disables attention_bias"),
-        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"'linear', which .* gpt_neox cannot"),
         ("opt", {"word_embed_proj_dim": 0.5}, "word_embed_proj_dim = 0.5; expected positive integers"),
         ("opt", {"enable_bias": False}, "disables enable_bias"),
         ("opt", {"_remove_final_layer_norm": True}, "no final norm"),
         ("phi", {"qk_layernorm": True}, "normalises queries"),
         ("phi", {"num_key_value_heads": 2}, "2 key/value heads for 4"),
+        ("phi3", {"rope_scaling": LINEAR}, "'linear'; a Phi 3 has longrope"),
         ("phi3", {"hidden_act": "gelu"}, "supported: silu, swish"),
         (
             "phi3_long",
@@ -110,3 +109,23 @@ def test_alibi_slopes() -> None:
     assert alibi_slopes(4) == (2**-2, 2**-4, 2**-6, 2**-8)
     assert alibi_slopes(6) == (*alibi_slopes(4), 2**-1, 2**-3)
     assert alibi_slopes(1) == (2**-8,)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt_neox", {"use_parallel_residual": False}, ["a GPT-NeoX that disables use_parallel_residual"]),
+        ("gpt_neox", {"attention_bias": False}, ["a GPT-NeoX that disables attention_bias"]),
+        ("gpt_neox", {"rope_scaling": LINEAR}, ["rotary scaling 'linear' of the family gpt_neox"]),
+        ("phi", {"rope_scaling": LINEAR}, ["rotary scaling 'linear' of the family phi"]),
+        ("starcoder2", {"rope_scaling": LINEAR}, ["rotary scaling 'linear' of the family starcoder2"]),
+        ("falcon", {"rope_scaling": LINEAR}, ["rotary scaling 'linear' of the family falcon"]),
+        ("qwen3_moe", {"attention_bias": True}, ["biases of a Qwen 3's attention"]),
+    ],
+)
+def test_what_only_our_runtimes_have_is_marked(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    assert "superset" not in config_of(folder)
+    assert config_of(folder, **changes)["superset"] == words

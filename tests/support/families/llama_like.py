@@ -279,7 +279,7 @@ QWEN3_MOE = _family(
     config_class="QWenConfig",
     since="1.1",
     shards=({"vocab_size": 323}, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    logits=({}, {"norm_topk_prob": False}),
+    logits=({}, {"norm_topk_prob": False, "attention_bias": True}),
     constants=ROPE_BASE | EXPERTS,
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.support.families.expected import DENSE, ROPE_BASE, ROPE_SIZE, SCORES, SIZES, WINDOW
 from tests.support.families.family import Family, Shapes
+from tests.support.families.llama_like import YARN
 from tests.support.families.own_shards import Names, ranks_by_names
 from tests.support.families.shards import gpt2_ranks
 
@@ -76,7 +77,10 @@ def gpt_neox_tensors(config: Mapping[str, Any]) -> Shapes:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"gpt_neox.layers.{layer}."
         yield from _norms(prefix, ("input_layernorm", "post_attention_layernorm"), hidden)
-        yield from _fused(prefix, "attention", 3 * hidden, hidden, inner, bias=True)
+        biased = config.get("attention_bias", True)
+        for name, shape in _fused(prefix, "attention", 3 * hidden, hidden, inner, bias=True):
+            if biased or ".mlp." in name or name.endswith(".weight"):
+                yield name, shape
     yield from _norms("gpt_neox.", ("final_layer_norm",), hidden)
     yield from _head("embed_out", config, hidden, tied=False)
 
@@ -311,7 +315,11 @@ GPT_NEOX = Family(
         "rotary_pct": 0.25,
     },
     shards=({"vocab_size": 323}, {"tie_word_embeddings": True}),
-    logits=({}, {"tie_word_embeddings": True, "rotary_pct": 1.0}),
+    logits=(
+        {},
+        {"tie_word_embeddings": True, "rotary_pct": 1.0},
+        {"use_parallel_residual": False, "attention_bias": False, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
     constants=ROPE_SIZE | {"wrong rope base"},
     stages=False,
 )
@@ -402,6 +410,7 @@ PHI = Family(
         "partial_rotary_factor": 0.4,
     },
     shards=({"vocab_size": 323}, {"tie_word_embeddings": True}),
+    logits=({}, {"rope_scaling": YARN}),
     constants=ROPE_BASE | ROPE_SIZE,
     stages=False,
 )
@@ -530,7 +539,7 @@ STARCODER2 = Family(
         "max_attention_window": [24],  # ours: upstream drops the window
     },
     shards=({"vocab_size": 323}, {"tie_word_embeddings": False, "use_bias": False, "num_key_value_heads": 4}),
-    logits=({}, {"tie_word_embeddings": False, "use_bias": False}),
+    logits=({}, {"tie_word_embeddings": False, "use_bias": False, "rope_scaling": YARN}),
     constants=ROPE_BASE | WINDOW | SCORES,
     real={"sliding_window": 4096},
 )
@@ -626,7 +635,7 @@ FALCON_NEW = Family(
     expected=FALCON.expected | {"num_key_value_heads": 2, "new_decoder_architecture": True},
     config_class="FalconConfig",
     shards=({"vocab_size": 323, "tie_word_embeddings": False}, {"num_ln_in_parallel_attn": 1}),
-    logits=({}, {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False}),
+    logits=({}, {"num_ln_in_parallel_attn": 1, "tie_word_embeddings": False, "rope_scaling": YARN}),
     constants=ROPE_BASE,
 )
 

@@ -14,7 +14,12 @@ from trtserve.checkpoint.architectures.base import (
     decoder_sizes,
     require_activation,
 )
-from trtserve.checkpoint.architectures.parts.positions import alibi_slopes, inverse_frequencies, unscaled_base
+from trtserve.checkpoint.architectures.parts.positions import (
+    alibi_slopes,
+    inverse_frequencies,
+    own_rotary,
+    rotary_scale,
+)
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."
@@ -38,6 +43,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             "This Falcon combines new_decoder_architecture with parallel_attn = false, which no published model does."
         )
     require_activation(hf.get("activation", "gelu"), "gelu")
+    base, scaling = own_rotary(hf)
     return {
         "architecture": "FalconForCausalLM",
         **sizes,
@@ -51,7 +57,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "parallel_attention": parallel,
         "num_ln_in_parallel_attn": hf.get("num_ln_in_parallel_attn"),
         "new_decoder_architecture": new,
-        "rotary_base": unscaled_base(hf),
+        "rotary_base": base,
+        **scaling,
     }
 
 
@@ -96,7 +103,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
     norms, scale = _norms(config), 1 / math.sqrt(config.head_size)
     alibi = config.position_embedding_type.startswith("alibi")
     slopes = tuple(slope * scale for slope in alibi_slopes(config.num_attention_heads))
-    frequencies = inverse_frequencies(config.head_size, config.rotary_base, None)
+    frequencies = inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling)
     return Decoder(
         norm="layer",
         positions="alibi" if alibi else "rope",
@@ -104,6 +111,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         activation=require_activation(config.hidden_act),
         attention_scale=scale,
         rope_inv_freq=None if alibi else frequencies,
+        rope_scale=rotary_scale(config.rotary_scaling),
         alibi_slopes=slopes if alibi else None,
         block="sequential" if "post_layernorm" in norms else "parallel",
         mlp_norm=next((name for name in norms if name != "input_layernorm"), None),

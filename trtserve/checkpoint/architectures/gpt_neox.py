@@ -9,30 +9,34 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
+    Part,
     SourceNames,
     decoder_sizes,
     require_activation,
     require_numbers,
+    superset,
 )
-from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary_fraction, unscaled_base
-from trtserve.errors import UnsupportedModelError
+from trtserve.checkpoint.architectures.parts.positions import (
+    inverse_frequencies,
+    own_rotary,
+    rotary_fraction,
+    rotary_scale,
+)
 
 BASE_PREFIX = "gpt_neox."
 TIED = False
+
+_SWITCHES = ("use_parallel_residual", "attention_bias")
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader."""
     sizes = decoder_sizes(hf, intermediate_size="intermediate_size")
-    for key in ("use_parallel_residual", "attention_bias"):
-        if not hf.get(key, True):
-            raise UnsupportedModelError(
-                f"This GPT-NeoX disables {key}, which a TensorRT-LLM checkpoint cannot express."
-            )
+    disabled = [key for key in _SWITCHES if not hf.get(key, True)]
     require_activation(hf.get("hidden_act", "gelu"), "gelu", "gelu_tanh", "relu")
     require_numbers(hf, "rotary_emb_base")
     part = rotary_fraction(hf, default=0.25)
-    base = unscaled_base(hf, default=hf.get("rotary_emb_base", 10000))
+    base, scaling = own_rotary(hf, default=hf.get("rotary_emb_base", 10000))
     return {
         **sizes,
         "hidden_act": hf.get("hidden_act", "gelu"),
@@ -43,11 +47,14 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         # An integer where the model's config has one, as upstream copies it.
         "rotary_emb_base": int(base) if base == hf.get("rotary_emb_base", 10000) == int(base) else base,
         "rotary_pct": part,
+        **scaling,
+        **dict.fromkeys(disabled, False),
+        **superset(*scaling.get("superset", ()), *(f"a GPT-NeoX that disables {key}" for key in disabled)),
     }
 
 
 def names(config: CheckpointConfig) -> SourceNames:
-    del config
+    attention: tuple[Part, ...] = ("qkv", "dense") if config.own("attention_bias", True) else ()
     return SourceNames(
         embedding="gpt_neox.embed_in",
         layer="gpt_neox.layers.{}.",
@@ -58,7 +65,7 @@ def names(config: CheckpointConfig) -> SourceNames:
         proj="mlp.dense_4h_to_h",
         head="embed_out",
         final_norm="gpt_neox.final_layer_norm",
-        biases=frozenset(("qkv", "dense", "fc", "proj")),
+        biases=frozenset((*attention, "fc", "proj")),
         grouped=True,
         # Causal masks and position tables of old exports.
         unused=tuple(f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
@@ -74,8 +81,11 @@ def decoder(config: CheckpointConfig) -> Decoder:
         activation=require_activation(config.hidden_act),
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=inverse_frequencies(
-            int(head_size * config.own("rotary_pct", 0.25)), config.own("rotary_emb_base", 10000.0), None
+            int(head_size * config.own("rotary_pct", 0.25)),
+            config.own("rotary_emb_base", 10000.0),
+            config.rotary_scaling,
         ),
-        block="parallel",
+        rope_scale=rotary_scale(config.rotary_scaling),
+        block="parallel" if config.own("use_parallel_residual", True) else "sequential",
         mlp_norm="post_attention_layernorm",
     )

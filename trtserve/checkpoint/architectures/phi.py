@@ -7,7 +7,12 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, decoder_sizes, require_activation
-from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies, rotary_fraction, unscaled_base
+from trtserve.checkpoint.architectures.parts.positions import (
+    inverse_frequencies,
+    own_rotary,
+    rotary_fraction,
+    rotary_scale,
+)
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
@@ -20,6 +25,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     _refuse_variants(hf)
     require_activation(hf.get("hidden_act", "gelu_new"))
     part = rotary_fraction(hf, default=0.5)
+    base, scaling = own_rotary(hf)
     return {
         **sizes,
         "hidden_act": hf.get("hidden_act", "gelu_new"),
@@ -27,11 +33,12 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
         "rotary_embedding_dim": int(sizes["head_size"] * part),
-        "rotary_base": unscaled_base(hf),
+        "rotary_base": base,
         "rotary_scaling": None,
         "rotary_pct": part,
         # The model class writes its default, whatever the model's fraction is, and reads rotary_pct.
         "partial_rotary_factor": 0.4,
+        **scaling,
     }
 
 
@@ -72,8 +79,9 @@ def decoder(config: CheckpointConfig) -> Decoder:
         activation=require_activation(config.hidden_act),
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=inverse_frequencies(
-            int(head_size * part), config.own("rotary_base", config.own("rope_theta", 10000.0)), None
+            int(head_size * part), config.own("rotary_base", config.own("rope_theta", 10000.0)), config.rotary_scaling
         ),
+        rope_scale=rotary_scale(config.rotary_scaling),
         block="parallel",
         mlp_norm=None,
     )

@@ -18,11 +18,11 @@ from trtserve.checkpoint.architectures.base import (
 from trtserve.checkpoint.architectures.parts.positions import (
     attention_windows,
     inverse_frequencies,
+    own_rotary,
     rope_parameters,
     rotary_fraction,
     scaling_type,
     uniform_window,
-    unscaled_base,
 )
 from trtserve.errors import UnsupportedModelError
 
@@ -61,12 +61,22 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "rotary_pct": part,
         "rotary_base": float(rope_parameters(hf).get("rope_theta") or hf.get("rope_theta") or 10000.0)
         if scaled
-        else unscaled_base(hf),
+        else _unscaled_base(hf),
         "rotary_scaling": None,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
         **(_long_rope_keys(hf, int(head_size * part) // 2) if scaled else {}),
         **uniform_window(hf, hf.get("sliding_window")),
     }
+
+
+def _unscaled_base(hf: HfConfig) -> float:
+    base, scaling = own_rotary(hf)
+    if scaling:
+        raise UnsupportedModelError(
+            f"The model uses rotary scaling {scaling_type(rope_parameters(hf))!r}; a Phi 3 has longrope or none.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    return base
 
 
 def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,13 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """
     head_size, biased = hf.get("head_dim") or _HEAD_SIZE, bool(hf.get("attention_bias"))
     config = qwen_config({**hf, "head_dim": head_size}, qwen_type="qwen3", attn_bias=biased)
+    return with_biases(config, biased=biased)
+
+
+def with_biases(config: Mapping[str, Any], *, biased: bool) -> dict[str, Any]:
+    """Return the config with the mark of attention with biases, which only our runtimes have."""
     words = [*config.get("superset", ()), *["biases of a Qwen 3's attention"] * biased]
-    return config | superset(*words)
+    return {**config, **superset(*words)}
 
 
 def names(config: CheckpointConfig) -> SourceNames:

@@ -10,17 +10,16 @@ from trtserve.checkpoint.architectures import llama, qwen3
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS, qwen_moe_config
-from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig and the window."""
-    if hf.get("attention_bias"):
-        raise UnsupportedModelError("This Qwen3 sets attention_bias, which a TensorRT-LLM checkpoint cannot express.")
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    return qwen_moe_config(hf, qwen_type="qwen3_moe", attn_bias=False, shared_size=0, windows=[window])
+    biased = bool(hf.get("attention_bias"))
+    config = qwen_moe_config(hf, qwen_type="qwen3_moe", attn_bias=biased, shared_size=0, windows=[window])
+    return qwen3.with_biases(config, biased=biased)
 
 
 def names(config: CheckpointConfig) -> SourceNames:

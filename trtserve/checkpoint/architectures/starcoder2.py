@@ -17,8 +17,9 @@ from trtserve.checkpoint.architectures.base import (
 from trtserve.checkpoint.architectures.parts.positions import (
     attention_windows,
     inverse_frequencies,
+    own_rotary,
+    rotary_scale,
     uniform_window,
-    unscaled_base,
 )
 
 BASE_PREFIX = "model."
@@ -32,7 +33,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """
     sizes = decoder_sizes(hf, intermediate_size="intermediate_size")
     require_activation(hf.get("hidden_act", "gelu_pytorch_tanh"), "gelu_tanh")
-    longest = hf.get("max_position_embeddings", 4096)
+    longest, (base, scaling) = hf.get("max_position_embeddings", 4096), own_rotary(hf)
     return {
         **sizes,
         "num_key_value_heads": hf.get("num_key_value_heads") or sizes["num_attention_heads"],
@@ -41,9 +42,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": longest,
         "bias": bool(hf.get("use_bias", True)),
-        "rotary_base": unscaled_base(hf),
+        "rotary_base": base,
         **_constants(),
         **uniform_window(hf, hf.get("sliding_window")),
+        **scaling,
     }
 
 
@@ -84,6 +86,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         mlp="plain",
         activation="gelu_tanh",
         attention_scale=1 / (config.own("q_scaling", 1.0) * math.sqrt(config.head_size)),
-        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, None),
+        rope_inv_freq=inverse_frequencies(config.head_size, config.rotary_base, config.rotary_scaling),
+        rope_scale=rotary_scale(config.rotary_scaling),
         windows=attention_windows(config),
     )

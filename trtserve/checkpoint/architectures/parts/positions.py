@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import HfConfig, require_numbers, require_sizes
+from trtserve.checkpoint.architectures.base import HfConfig, require_numbers, require_sizes, superset
 from trtserve.errors import UnsupportedModelError
 
 _REQUIRED = {
@@ -195,19 +195,13 @@ def rotary_scale(scaling: Mapping[str, Any] | None) -> float:
     return share(float(one)) / share(float(all_dimensions)) if one and all_dimensions else share(1.0)
 
 
-def unscaled_base(hf: HfConfig, *, default: float = 10000.0) -> float:
-    """Return the base for a family whose checkpoints cannot record a scaling.
-
-    Raises UnsupportedModelError if there is one.
-    """
+def own_rotary(hf: HfConfig, *, default: float = 10000.0) -> tuple[float, dict[str, Any]]:
+    """Return the base, and the keys of a scaling for a family whose checkpoints in TensorRT-LLM's format have none."""
     base, scaling = rotary(hf, default_base=default)
-    if scaling is not None:
-        raise UnsupportedModelError(
-            f"The model uses rotary scaling {scaling_type(scaling)!r}, which a TensorRT-LLM checkpoint of "
-            f"{hf.get('model_type', 'this family')} cannot express.",
-            hint="Choose a model without this scaling, such as the base length of the same family.",
-        )
-    return base
+    if scaling is None:
+        return base, {}
+    words = f"rotary scaling {scaling_type(scaling)!r} of the family {hf.get('model_type', 'of this model')}"
+    return base, {"rotary_scaling": scaling, **superset(words)}
 
 
 def rotary_fraction(hf: HfConfig, *, default: float = 1.0) -> float:
