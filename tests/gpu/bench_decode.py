@@ -239,11 +239,11 @@ def peer(name: str) -> None:
     figure(f"transformers {name}, generate_batch with CUDA graphs, 64 streams: tokens/s", round(rate, 1))
 
 
-def measure(size: str, streams_of: list[int], parts: list[str], traces: Path | None, bits: Any) -> None:
+def measure(size: str, streams_of: list[int], parts: list[str], traces: Path | None, codes: Any) -> None:
     """Measure the parts of one model that run in its executor."""
     begin = time.perf_counter()
-    name = size if bits is None else f"{size} int{bits}"
-    model = random_model(size, batch=max(streams_of), seq_len=SEQ_LEN, bits=bits)
+    name = size if codes is None else f"{size} {codes}"
+    model = random_model(size, batch=max(streams_of), seq_len=SEQ_LEN, codes=codes)
     with start(model, batch=max(streams_of)) as executor:
         print(f"{name}: ready after {time.perf_counter() - begin:.1f} s", flush=True)
         if "prefill" in parts:
@@ -268,16 +268,21 @@ def measure(size: str, streams_of: list[int], parts: list[str], traces: Path | N
 def main() -> None:
     """Measure what the options ask for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="*", default=list(HF_SIZES))
+    parser.add_argument("--models", nargs="*", choices=list(HF_SIZES), default=["8B", "1.1B"])
+    parser.add_argument("--memory", type=float, help="GiB that PyTorch may take of the GPU, as on a smaller one")
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--bits", nargs="*", type=int, choices=[0, 8, 4], default=[0], help="of the codes; 0: floats")
+    parser.add_argument("--codes", nargs="*", choices=["none", "int8", "int4", "fp8"], default=["none"])
     parser.add_argument("--traces", type=Path, help="where the part idle keeps the profiler's traces")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    if options.memory:
+        torch.cuda.set_per_process_memory_fraction(options.memory * 2**30 / torch.cuda.mem_get_info()[1])
     for name in options.models:
-        for bits in options.bits:
-            measure(name, options.streams, options.parts, options.traces, bits or None)
+        for codes in options.codes:
+            measure(name, options.streams, options.parts, options.traces, None if codes == "none" else codes)
+            figure(f"{name} {codes}: GiB that PyTorch took", round(torch.cuda.max_memory_reserved() / 2**30, 1))
+            torch.cuda.reset_peak_memory_stats()
             gc.collect()
             torch.cuda.empty_cache()
     for name in options.models if "peer" in options.parts else ():

@@ -24,7 +24,7 @@ from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, c
 from trtserve.executor.torch import kernels
 from trtserve.executor.torch.draw_words import DrawWriter
 from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, RotationTables, Scores
-from trtserve.executor.torch.packed import join_packed, quantize
+from trtserve.executor.torch.packed import FP8, Fp8Codes, join_packed, quantize
 from trtserve.executor.torch.step_kernels import KernelSampler
 
 Tensor = Any
@@ -339,6 +339,38 @@ def packed(dtype: Any, bits: Any, columns: int, rows: int) -> float:
     return max(plain, error(found, torch.nn.functional.silu(first) * second))
 
 
+def fp8(dtype: Any, columns: int, rows: int) -> float:
+    """A product with FP8 codes; one with norm, gate and rounding for the next matrix, whose codes must be near."""
+    scales = [torch.tensor([value], device="cuda") for value in (0.004, 0.02, 0.05)]
+    codes = (random(2 * 304, columns) * 20).to(FP8)
+    weight = Fp8Codes(codes=codes, scale=scales[0], input_scale=scales[1], dtype=dtype)
+    x, norm = random(rows, columns, dtype=dtype), random(columns, dtype=dtype)
+    wide = codes.double() * scales[0]
+
+    def exact(values: Tensor, scale: Tensor) -> Tensor:
+        return (values / scale).clamp(-448, 448).float().to(FP8).double()
+
+    found = error(kernels.linear(x, weight), (exact(x.double(), scales[1].double()) * scales[1]) @ wide.T)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+    joined = (exact(normed, scales[1].double()) * scales[1]) @ wide.T
+    first, second = joined.chunk(2, -1)
+    gated = torch.nn.functional.silu(first) * second
+    product, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu")
+    after, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu", rounding=scales[2])
+    nearest = error(exact(product.double(), scales[2].double()), after)
+    # Numbers at the middle between two codes may become either: a part in 300 of them by a part in 16.
+    return max(found, error(product, gated) / 2, nearest / 3)
+
+
+def matrices(dtype: Any, bound: float) -> Iterator[tuple[str, Callable[[], float], float]]:
+    """Cases of matrices of codes."""
+    kind = str(dtype)[6:]
+    for bits, columns, rows in itertools.product((8, 4), (4096, 11_008, 896, 104), (1, 7, 40, 200, 300)):
+        yield f"packed int{bits} {rows}x{columns} {kind}", partial(packed, dtype, bits, columns, rows), 2 * bound
+    for columns, rows in itertools.product((4096, 14_336, 96), (1, 8, 200)):
+        yield f"fp8 {rows}x{columns} {kind}", partial(fp8, dtype, columns, rows), max(2 * bound, 4e-3)
+
+
 def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     """All cases: name, error, and its bound."""
     ragged, parts = [1, 5, 16, 17, 777, 100, 300], [(0, 130), (33, 1), (100, 65), (0, 1), (513, 40), (0, 16)]
@@ -348,6 +380,8 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     usual = (32, 8, 128), torch.bfloat16, Scores(scale=128**-0.5)
     yield "decode one row of 20,000", partial(decode, *usual, [20_000]), 6e-3
     yield "decode 300 rows", partial(decode, *usual, list(range(1, 601, 2))), 6e-3
+    yield "decode 31 rows of 512 and one of 100,000", partial(decode, *usual, [512] * 31 + [100_000]), 6e-3
+    yield "decode 300 rows and one of 50,000", partial(decode, *usual, [*range(1, 301), 50_000]), 6e-3
     yield "prompt of 3,000 after 1,000", partial(prompt, *usual, [(1000, 3000)]), 6e-3
     for dtype, bound in BOUNDS.items():
         kind = str(dtype)[6:]
@@ -360,8 +394,7 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
             yield f"gated {activation} {first} {kind}", partial(gate, dtype, activation, factor_first=first), bound
         for columns in (2048, 5632, 100):
             yield f"linear {columns} {kind}", partial(product, dtype, columns, 301), 2 * bound
-        for bits, columns, rows in itertools.product((8, 4), (4096, 11_008, 896, 104), (1, 7, 40, 200, 300)):
-            yield f"packed int{bits} {rows}x{columns} {kind}", partial(packed, dtype, bits, columns, rows), 2 * bound
+        yield from matrices(dtype, bound)
         for tokens in (1, 9, 150):
             yield f"experts {tokens} {kind}", partial(experts, dtype, tokens), 2 * bound
     for vocabulary in (50, 32_000, 128_256):

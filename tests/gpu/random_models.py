@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
@@ -22,6 +22,14 @@ HF_SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "vocab_size": 128_256,
     },
+    "14B": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 13_824,
+        "vocab_size": 152_064,
+    },
     "1.1B": {
         "hidden_size": 2048,
         "num_hidden_layers": 22,
@@ -37,11 +45,14 @@ TOKENS_PER_BLOCK = 16
 MAX_NUM_TOKENS = 8192
 
 
+Codes: TypeAlias = Literal["int8", "int4", "fp8"]
+
+
 class RandomWeights:
     """`Weights` of a whole Llama: matrices keep the size of their inputs, so that hidden states stay in range."""
 
-    def __init__(self, config: CheckpointConfig, device: str, dtype: Any, bits: Literal[8, 4] | None) -> None:
-        self._bits = bits
+    def __init__(self, config: CheckpointConfig, device: str, dtype: Any, codes: Codes | None) -> None:
+        self._codes = codes
         self._targets = {each.name: each for each in checkpoint_targets(config)}
         self._device, self.dtype = device, dtype
 
@@ -55,15 +66,25 @@ class RandomWeights:
         if len(shape) == 1:
             return torch.ones(shape, dtype=self.dtype, device=self._device)
         values = torch.empty(shape, dtype=self.dtype, device=self._device)
+        if self.fp8_scales(name):
+            return values.normal_().to(torch.float8_e4m3fn)
         return values.normal_(std=1 / math.sqrt(shape[-1]))
 
-    def fp8_scales(self, name: str) -> None:
-        assert name in self._targets
+    def fp8_scales(self, name: str) -> tuple[Any, Any] | None:
+        import torch
+
+        target = self._targets[name]
+        if self._codes != "fp8" or not is_quantised(target):
+            return None
+        return (
+            torch.tensor([1 / math.sqrt(target.shape[-1])], device=self._device),
+            torch.tensor([0.02], device=self._device),
+        )
 
     def packed(self, name: str) -> tuple[PackedWeight, None] | None:
-        if self._bits is None or not is_quantised(self._targets[name]):
+        if self._codes not in ("int8", "int4") or not is_quantised(self._targets[name]):
             return None
-        return quantize(self.tensor(name), self._bits), None
+        return quantize(self.tensor(name), 8 if self._codes == "int8" else 4), None
 
     def split(self, name: str) -> Any:
         return self._targets[name].split
@@ -82,15 +103,17 @@ def random_model(
     device: str = "cuda",
     dtype: str = "bfloat16",
     layers: int | None = None,
-    bits: Literal[8, 4] | None = None,
+    codes: Codes | None = None,
 ) -> ChoosingTorchModel:
-    """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens; `bits` are those of its codes."""
+    """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens; `codes` of its matrices."""
     import torch
 
     sizes = HF_SIZES[name] | ({} if layers is None else {"num_hidden_layers": layers})
     architecture = "LlamaForCausalLM"
     model = family(architecture).checkpoint_config(sizes) | {"architecture": architecture, "dtype": dtype}
     model |= {"mapping": {"tp_size": 1, "pp_size": 1}}
+    if codes is not None:
+        model |= {"quantization": {"quant_algo": {"int8": "W8A16", "int4": "W4A16", "fp8": "FP8"}[codes]}}
     build = {
         "max_seq_len": seq_len,
         "max_batch_size": batch,
@@ -99,7 +122,7 @@ def random_model(
     }
     config = {"pretrained_config": model, "build_config": build, "trtserve": {"compute_precision": "bf16"}}
     typed = CheckpointConfig.of(model)
-    weights = RandomWeights(typed, device, getattr(torch, dtype), bits)
+    weights = RandomWeights(typed, device, getattr(torch, dtype), codes)
     decoder = family(architecture).decoder(typed)
     return ChoosingTorchModel(
         EngineConfig.of(config), decoder, weights, layers=range(sizes["num_hidden_layers"]), device=device

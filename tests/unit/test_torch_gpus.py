@@ -36,7 +36,7 @@ def gpu_bytes(**model: Any) -> int:
 def test_memory_of_a_step_on_a_gpu() -> None:
     plain = gpu_bytes()
     assert plain == 128 * MIB
-    assert gpu_bytes(quantization={"quant_algo": "FP8"}) == plain + 1000 * 128 * 9
+    assert gpu_bytes(quantization={"quant_algo": "FP8"}) == plain + 1000 * 128
     experts = gpu_bytes(moe={"num_experts": 8, "top_k": 2}, moe_intermediate_size=96)
     assert experts == plain + 2000 * (4 * 96 + 4 * 64 + 32) + 1000 * (12 * 8 + 8 * 64)
 

@@ -84,6 +84,29 @@ def test_attention(kind: str, shape: tuple[int, int, int]) -> None:
     torch.testing.assert_close(found, prompts[1][begins[1:] - 1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["plain", "all"])
+def test_keys_of_long_sequences_are_shared_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long one has more parts than are added up at a time; the last row is padding."""
+    import torch
+
+    from trtserve.executor.torch import attention_kernels, plain_operations
+
+    monkeypatch.setattr(attention_kernels, "_multiprocessors", lambda device: 24)
+    monkeypatch.setattr(attention_kernels, "_LEAST_KEYS", 64)
+    lengths = [3, 2500, 1, 140]
+    cache, tables = _cache(lengths, 2, 32)
+    query, scores = torch.randn(5, 8, 32), _scores(kind, 8)
+    if scores.window:
+        scores = replace(scores, window=2400)
+    expected = plain_operations.decode_attention(query[:4], cache, tables, torch.tensor(lengths), scores)
+    counts = torch.tensor([*lengths, 0], dtype=torch.int32)
+    tables = torch.cat([tables, torch.zeros_like(tables[:1])])
+    for rows in (5, 2):  # where two rows leave room, every one is shared out
+        found = attention_kernels.decode_attention(query[:rows], cache, tables[:rows], counts[:rows], scores)
+        torch.testing.assert_close(found[:4], expected[:rows], rtol=1e-4, atol=1e-5)
+        assert found.isfinite().all()
+
+
 @pytest.mark.parametrize(("rotated", "interleaved", "normed"), [(0, False, True), (16, True, False), (48, False, True)])
 def test_rotate_and_store(rotated: int, interleaved: bool, normed: bool) -> None:
     import torch
@@ -293,6 +316,39 @@ def test_packed_matrices(kind: str) -> None:
                 ]
                 for pair in zip(*both, strict=True):
                     torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fp8_matrices(rows: int) -> None:
+    """Inputs are rounded by the norm, by the gate before the next matrix, or by a kernel of their own.
+
+    The interpreter rounds wrongly up to powers of two, so most numbers here are FP8 from the start.
+    """
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+    from trtserve.executor.torch.packed import FP8, Fp8Codes
+
+    weight = Fp8Codes(
+        codes=torch.randn(64, 96).to(FP8),
+        scale=torch.tensor([0.03]),
+        input_scale=torch.tensor([0.25]),
+        dtype=torch.float32,
+    )
+    x, bias = torch.randn(rows, 96).to(FP8).float() / 4, torch.randn(64)
+    x[0, 5] = 200  # beyond the largest number
+    found, expected = (each.linear(x, weight, bias) for each in (kernels, plain_operations))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    signs, norm = torch.randn(rows, 96).sign() / 2, torch.randn(96).to(FP8).float() / 4
+    for activation, rounding in ((None, None), ("silu", None), ("silu", torch.tensor([0.01]))):
+        (found, total), (expected, _) = (
+            each.norm_linear(signs, signs.clone(), norm, 0.0, weight, bias, activation, rounding=rounding)
+            for each in (kernels, plain_operations)
+        )
+        assert found.dtype == expected.dtype == (torch.float32 if rounding is None else FP8)
+        near = torch.isclose(found.float(), expected.float(), rtol=1e-4, atol=1e-3)
+        assert near.float().mean() > (0.999 if rounding is None else 0.8)
+        assert torch.equal(total, 2 * signs)
 
 
 def test_many_rows_take_a_copy_as_floats(monkeypatch: pytest.MonkeyPatch) -> None:

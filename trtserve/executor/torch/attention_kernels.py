@@ -5,6 +5,7 @@ Scores are kept in units of log₂(e), because exp2 is one instruction.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from trtserve.executor.torch.operations import Scores
 
 _LOG2E = 1.4426950408889634
 _NO_WINDOW = 1 << 30
-_MOST_SPLITS = 32
+# Fewer keys are not worth a program of their own where the rows alone keep the GPU busy.
+_LEAST_KEYS = 2048
 # Arguments that differ from step to step: a kernel is not compiled again for round numbers among them.
-_VARIABLE = ["table_stride"]
+_VARIABLE = ["table_stride", "rows", "parts", "least", "window", "most_items", "most_split"]
 
 
 @triton.jit
@@ -36,11 +38,56 @@ def _scored(products, keys, slopes, scale, cap, HAS_SLOPES: tl.constexpr, HAS_CA
 
 
 @triton.jit(do_not_specialize=_VARIABLE)
+def _share_kernel(
+    lengths,
+    items,
+    split,
+    rows,
+    parts,
+    least,
+    window,
+    most_items,
+    most_split,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Share the keys of all rows out among about `parts` parts of at least `least` keys.
+
+    items i32[most_items, 4]: row (-1: there is no such part), first key, end, and whether the row has one part only.
+    split i32[most_split, 3]: the rows of several parts, their first parts, and how many (0: there is no such row).
+    """
+    wait_for_inputs(OVERLAPS)
+    row = tl.arange(0, ROWS)
+    length = tl.load(lengths + row, mask=row < rows, other=0)
+    seen = tl.minimum(length, window)
+    share = tl.maximum(tl.cdiv(tl.sum(seen, 0), parts), least)
+    counts = tl.where(row < rows, tl.maximum((2 * seen + share) // (2 * share), 1), 0)
+    firsts = tl.cumsum(counts, 0) - counts
+    keys = tl.cdiv(tl.cdiv(seen, tl.maximum(counts, 1)), TILE) * TILE
+    for part in range(tl.max(counts, 0)):
+        at, mask, begin = items + (firsts + part) * 4, part < counts, length - seen + part * keys
+        tl.store(at, row, mask=mask)
+        tl.store(at + 1, begin, mask=mask)
+        tl.store(at + 2, tl.minimum(begin + keys, length), mask=mask)
+        tl.store(at + 3, (counts == 1).to(tl.int32), mask=mask)
+    several = (counts > 1).to(tl.int32)
+    place = split + (tl.cumsum(several, 0) - several) * 3
+    tl.store(place, row, mask=counts > 1)
+    tl.store(place + 1, firsts, mask=counts > 1)
+    tl.store(place + 2, counts, mask=counts > 1)
+    for begin in range(tl.sum(counts, 0), most_items, ROWS):
+        tl.store(items + (begin + row) * 4, row * 0 - 1, mask=begin + row < most_items)
+    for begin in range(tl.sum(several, 0), most_split, ROWS):
+        tl.store(split + (begin + row) * 3 + 2, row * 0, mask=begin + row < most_split)
+
+
+@triton.jit(do_not_specialize=_VARIABLE)
 def _decode_kernel(
     query,
     kv,
     tables,
-    lengths,
+    items,
     slopes,
     sinks,
     partials,
@@ -49,14 +96,12 @@ def _decode_kernel(
     table_stride,
     scale,
     cap,
-    window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -64,86 +109,93 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Attend from one token of row `program_id(0)` with the heads of one key/value head, over one split of the keys."""
+    """Attend from one token with the heads of one key/value head, over a part of its keys (`_share_kernel`)."""
     wait_for_inputs(OVERLAPS)
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    item, kv_head = tl.program_id(0), tl.program_id(1)
     SHARING: tl.constexpr = HEADS // KV_HEADS
-    length = tl.load(lengths + row)
-    first = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
-    begin = first + split * share
-    end = tl.minimum(length, begin + share)
-    member, number = tl.arange(0, GROUP), tl.arange(0, WIDTH)
-    head = kv_head * SHARING + member
-    shared, inside = member < SHARING, number < HEAD
-    places = (row * HEADS + head)[:, None] * HEAD + number[None, :]
-    queries = tl.load(query + places, mask=shared[:, None] & inside[None, :], other=0.0)
-    slope = tl.zeros([GROUP], tl.float32)
-    if HAS_SLOPES:
-        slope = tl.load(slopes + head, mask=shared, other=0.0)
-    highest = tl.full([GROUP], -1e30, tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    sum_ = tl.zeros([GROUP, WIDTH], tl.float32)
-    for start in range(begin, end, TILE):
-        keys = start + tl.arange(0, TILE)
-        present = keys < end
-        block = tl.load(tables + row * table_stride + keys // PAGE, mask=present, other=0).to(tl.int64)
-        source = kv + (block * (2 * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
-        mask = present[:, None] & inside[None, :]
-        key = tl.load(source[:, None] + number[None, :], mask=mask, other=0.0)
-        value = tl.load(source[:, None] + (PAGE * KV_HEADS * HEAD + number)[None, :], mask=mask, other=0.0)
-        products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
-        scores = _scored(products, keys, slope, scale, cap, HAS_SLOPES, HAS_CAP)
-        scores = tl.where(present[None, :], scores, -1e30)
-        new = tl.maximum(highest, tl.max(scores, 1))
-        fade = tl.exp2(highest - new)
-        weights = tl.exp2(scores - new[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        sum_ = sum_ * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-        highest = new
-    if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=shared, other=0.0)
-            total += tl.exp2(sink * 1.4426950408889634 - highest)
-        result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=shared[:, None] & inside[None, :])
-    else:
-        base = ((row * KV_HEADS + kv_head) * SPLITS + split) * GROUP + member
-        tl.store(partials + base[:, None] * WIDTH + number[None, :], sum_)
-        tl.store(sums + base * 2, highest)
-        tl.store(sums + base * 2 + 1, total)
+    row = tl.load(items + item * 4)
+    if row >= 0:
+        begin, end = tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
+        member, number = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+        head = kv_head * SHARING + member
+        shared, inside = member < SHARING, number < HEAD
+        places = (row * HEADS + head)[:, None] * HEAD + number[None, :]
+        queries = tl.load(query + places, mask=shared[:, None] & inside[None, :], other=0.0)
+        slope = tl.zeros([GROUP], tl.float32)
+        if HAS_SLOPES:
+            slope = tl.load(slopes + head, mask=shared, other=0.0)
+        highest = tl.full([GROUP], -1e30, tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        sum_ = tl.zeros([GROUP, WIDTH], tl.float32)
+        for start in range(begin, end, TILE):
+            keys = start + tl.arange(0, TILE)
+            present = keys < end
+            block = tl.load(tables + row * table_stride + keys // PAGE, mask=present, other=0).to(tl.int64)
+            source = kv + (block * (2 * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
+            mask = present[:, None] & inside[None, :]
+            key = tl.load(source[:, None] + number[None, :], mask=mask, other=0.0)
+            value = tl.load(source[:, None] + (PAGE * KV_HEADS * HEAD + number)[None, :], mask=mask, other=0.0)
+            products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+            scores = _scored(products, keys, slope, scale, cap, HAS_SLOPES, HAS_CAP)
+            scores = tl.where(present[None, :], scores, -1e30)
+            new = tl.maximum(highest, tl.max(scores, 1))
+            fade = tl.exp2(highest - new)
+            weights = tl.exp2(scores - new[:, None])
+            total = total * fade + tl.sum(weights, 1)
+            sum_ = sum_ * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+            highest = new
+        if tl.load(items + item * 4 + 3) != 0:
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=shared, other=0.0)
+                total += tl.exp2(sink * 1.4426950408889634 - highest)
+            result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out + places, result.to(out.dtype.element_ty), mask=shared[:, None] & inside[None, :])
+        else:
+            base = item * HEADS + head
+            tl.store(partials + base[:, None] * WIDTH + number[None, :], sum_, mask=shared[:, None])
+            tl.store(sums + base * 2, highest, mask=shared)
+            tl.store(sums + base * 2 + 1, total, mask=shared)
 
 
 @triton.jit
 def _combine_kernel(
     partials,
     sums,
+    split,
     sinks,
     out,
     HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Add up the splits of one head of one row."""
+    """Add up the parts of one head of a row that has several, PARTS at a time."""
     wait_for_inputs(OVERLAPS)
-    row, head = tl.program_id(0), tl.program_id(1)
-    SHARING: tl.constexpr = HEADS // KV_HEADS
-    number, split = tl.arange(0, WIDTH), tl.arange(0, SPLITS)
-    base = ((row * KV_HEADS + head // SHARING) * SPLITS + split) * GROUP + head % SHARING
-    highest, total = tl.load(sums + base * 2), tl.load(sums + base * 2 + 1)
-    most = tl.max(highest, 0)
-    factors = tl.exp2(highest - most)
-    parts = tl.load(partials + base[:, None] * WIDTH + number[None, :])
-    weight = tl.sum(total * factors, 0)
-    if HAS_SINKS:
-        weight += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - most)
-    result = tl.sum(parts * factors[:, None], 0) / tl.where(weight > 0, weight, 1.0)
-    tl.store(out + (row * HEADS + head) * HEAD + number, result.to(out.dtype.element_ty), mask=number < HEAD)
+    own, head = split + tl.program_id(0) * 3, tl.program_id(1)
+    count = tl.load(own + 2)
+    if count > 0:
+        row, first = tl.load(own), tl.load(own + 1)
+        number = tl.arange(0, WIDTH)
+        most, weight = first * 0.0 - 1e30, first * 0.0
+        sum_ = tl.zeros([WIDTH], tl.float32)
+        for begin in range(0, count, PARTS):
+            part = begin + tl.arange(0, PARTS)
+            present = part < count
+            base = (first + part) * HEADS + head
+            highest = tl.load(sums + base * 2, mask=present, other=-1e30)
+            total = tl.load(sums + base * 2 + 1, mask=present, other=0.0)
+            parts = tl.load(partials + base[:, None] * WIDTH + number[None, :], mask=present[:, None], other=0.0)
+            new = tl.maximum(most, tl.max(highest, 0))
+            fade, factors = tl.exp2(most - new), tl.exp2(highest - new)
+            weight = weight * fade + tl.sum(total * factors, 0)
+            sum_ = sum_ * fade + tl.sum(parts * factors[:, None], 0)
+            most = new
+        if HAS_SINKS:
+            weight += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - most)
+        result = sum_ / tl.where(weight > 0, weight, 1.0)
+        tl.store(out + (row * HEADS + head) * HEAD + number, result.to(out.dtype.element_ty), mask=number < HEAD)
 
 
 @triton.jit
@@ -283,57 +335,95 @@ def _prompt_kernel(
         tl.store(out + places, result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
 
-def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores) -> Tensor:
-    """See `Operations.decode_attention`.
+@dataclass(frozen=True)
+class SharedKeys:
+    """The keys of the rows of a decode step, shared out among programs; see `_share_kernel`."""
 
-    The keys of a row are split as long as all programs run at the same time, one on a multiprocessor for one or two
-    rows, else two. Splits and tiles were chosen on an H200.
+    items: Tensor
+    split: Tensor
+    tile: int
+
+
+def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, window: int | None) -> SharedKeys:
+    """See `Operations.share_keys`.
+
+    All programs of a step run at the same time, one on a multiprocessor for one or two rows, else two. Where the rows
+    are enough for that, only those much longer than the others have more than one part.
     """
-    rows, heads, head = query.shape
-    page, kv_heads = kv_layer.shape[2:4]
+    rows, (kv_heads, head) = len(lengths), kv_layer.shape[3:]
     few = rows <= 2
-    most_programs = _multiprocessors(query.device) * (1 if few else 2)
-    splits = 1
-    while rows * kv_heads * splits * 2 <= most_programs and splits < _MOST_SPLITS:
-        splits *= 2
-    group, width = max(16, triton.next_power_of_2(heads // kv_heads)), triton.next_power_of_2(head)
-    row_bytes = width * query.element_size()
+    parts = max(1, _multiprocessors(lengths.device) * (1 if few else 2) // kv_heads)
+    row_bytes = triton.next_power_of_2(head) * kv_layer.element_size()
     tile = 32 if few or row_bytes > 256 else 64 if row_bytes > 128 else 128
-    out = torch.empty_like(query)
-    if splits == 1:
-        partials = sums = out
-    else:
-        partials = query.new_empty((rows * kv_heads * splits * group, width), dtype=torch.float32)
-        sums = query.new_empty((rows * kv_heads * splits * group, 2), dtype=torch.float32)
-    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head, "WIDTH": width, "SPLITS": splits, "GROUP": group}
-    _decode_kernel[(rows, kv_heads, splits)](
+    least = tile if 2 * rows <= parts else _LEAST_KEYS
+    # Rounding adds at most half a part to a row, and a row of two parts has three halves of a share.
+    items = lengths.new_empty((rows + parts, 4))
+    several = 2 * min(most_keys, window or most_keys) >= 3 * least
+    split = lengths.new_empty((min(rows, 2 * parts // 3 + 1) if several else 0, 3))
+    _share_kernel[(1,)](
+        lengths,
+        items,
+        split,
+        rows,
+        parts,
+        least,
+        window or _NO_WINDOW,
+        len(items),
+        len(split),
+        TILE=tile,
+        ROWS=next((size for size in (16, 128) if rows <= size), max(1024, triton.next_power_of_2(rows))),
+        num_warps=4,
+        **overlap(),
+    )
+    return SharedKeys(items, split, tile)
+
+
+def decode_attention(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scores: Scores,
+    shared: SharedKeys | None = None,
+) -> Tensor:
+    """See `Operations.decode_attention`."""
+    _, heads, head = query.shape
+    page, kv_heads = kv_layer.shape[2:4]
+    if shared is None:
+        shared = share_keys(lengths, kv_layer, block_tables.shape[1] * page, scores.window)
+    group, width = max(16, triton.next_power_of_2(heads // kv_heads)), triton.next_power_of_2(head)
+    out, count = torch.empty_like(query), len(shared.items)
+    partials = query.new_empty((count * heads if len(shared.split) else 1, width), dtype=torch.float32)
+    sums = query.new_empty((count * heads if len(shared.split) else 1, 2), dtype=torch.float32)
+    shape = {"HEADS": heads, "HEAD": head, "WIDTH": width, "HAS_SINKS": scores.sinks is not None}
+    sinks = query if scores.sinks is None else scores.sinks
+    _decode_kernel[(count, kv_heads)](
         query,
         kv_layer,
         block_tables,
-        lengths,
+        shared.items,
         query if scores.slopes is None else scores.slopes,
-        query if scores.sinks is None else scores.sinks,
+        sinks,
         partials,
         sums,
         out,
         block_tables.stride(0),
         *_factors(scores),
         **shape,
+        KV_HEADS=kv_heads,
         PAGE=page,
-        TILE=tile,
+        TILE=shared.tile,
+        GROUP=group,
         HAS_SLOPES=scores.slopes is not None,
-        HAS_SINKS=scores.sinks is not None,
         HAS_CAP=scores.soft_cap is not None,
         PRECISION="ieee",
         num_warps=4,
-        num_stages=2 if tile == 32 else 3,
+        num_stages=2 if shared.tile == 32 else 3,
         **overlap(),
     )
-    if splits > 1:
-        has_sinks = scores.sinks is not None
-        sinks = scores.sinks if has_sinks else query
-        _combine_kernel[(rows, heads)](
-            partials, sums, sinks, out, **shape, HAS_SINKS=has_sinks, num_warps=2, **overlap()
+    if len(shared.split):
+        _combine_kernel[(len(shared.split), heads)](
+            partials, sums, shared.split, sinks, out, **shape, PARTS=16, num_warps=2, **overlap()
         )
     return out
 
@@ -366,6 +456,7 @@ def prompt_attention(
         out,
         block_tables.stride(0),
         *_factors(scores),
+        scores.window or _NO_WINDOW,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD=head,
@@ -386,11 +477,11 @@ def prompt_attention(
     return out
 
 
-def _factors(scores: Scores) -> tuple[float, float, int]:
-    """Return the arguments scale, cap and window of both kernels."""
+def _factors(scores: Scores) -> tuple[float, float]:
+    """Return the arguments scale and cap of both kernels."""
     plain = scores.slopes is None and scores.soft_cap is None
     scale = scores.scale * _LOG2E if plain else scores.scale
-    return scale, scores.soft_cap or 1.0, scores.window or _NO_WINDOW
+    return scale, scores.soft_cap or 1.0
 
 
 def _multiprocessors(device: Any) -> int:

@@ -5,7 +5,7 @@ Nothing here reads a tensor on the host, so that a CUDA graph can capture steps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,17 @@ class Inputs:
     """i32[s + 1], the first token of each sequence."""
     most_new: int
     """The largest number of new tokens of a sequence."""
+    decoding: int = 0
+    """The last sequences of a step with prompts that have one new token each and take the kernel of decode steps."""
     rows: Tensor | None = None
     """i64[r], the tokens whose logits are needed; None: all."""
     prompt_table: Tensor | None = None
     adapters: Adapters | None = None
+
+    @property
+    def prompts(self) -> int:
+        """How many sequences take the kernel of prompts."""
+        return 0 if self.most_new == 1 else len(self.lengths) - self.decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,14 +215,22 @@ class TorchDecoder:
         }
         run: Callable[..., tuple[Tensor, Tensor | None]] = blocks.get(self._decoder.block, self._sequential)
         hidden, residual = self._enter(inputs), None
+        shared = self._share_keys(inputs, caches[0])
         last = len(self._layers) - 1 if self._is_last else -1
         for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            attention = _Attention(self, layer, inputs, cache, rows=inputs.rows if number == last else None)
+            attention = _Attention(self, layer, inputs, cache, shared, rows=inputs.rows if number == last else None)
             hidden, residual = run(layer, attention, hidden, residual)
         if not self._is_last:
             self._group.send(hidden if residual is None else hidden + residual)
             return torch.empty(0, self._sizes.vocab, device=hidden.device)
         return self._logits(hidden, residual)
+
+    def _share_keys(self, inputs: Inputs, cache: Tensor) -> dict[int | None, Any]:
+        """Return how the keys of the sequences that decode are shared out, by the windows of the layers."""
+        lengths = inputs.lengths[inputs.prompts :]
+        windows = {layer.scores.window for layer in self._layers} if len(lengths) else set()
+        most_keys = inputs.block_tables.shape[1] * cache.shape[2]
+        return {window: self._operations.share_keys(lengths, cache, most_keys, window) for window in windows}
 
     def _enter(self, inputs: Inputs) -> Tensor:
         """Return the hidden states that the first layer of this stage takes: [t, hidden]."""
@@ -279,7 +294,9 @@ class TorchDecoder:
         inner = layer.mlp(normed, attention.adapters)
         return layer.norms["post_layernorm"].add(inner, normed)[0], None
 
-    def attend(self, layer: _Layer, qkv: Tensor, inputs: Inputs, cache: Tensor) -> Tensor:
+    def attend(
+        self, layer: _Layer, qkv: Tensor, inputs: Inputs, cache: Tensor, shared: Mapping[int | None, Any]
+    ) -> Tensor:
         """Store the new keys and values and return what each token's heads attend to: [t, heads · head]."""
         query = self._operations.rotate_and_store(
             qkv if layer.prepared is None else layer.prepared(qkv, inputs.positions),
@@ -293,20 +310,33 @@ class TorchDecoder:
         if (growth := self._decoder.query_growth) is not None:
             turns = torch.floor(inputs.positions / growth.every)
             query = query * (1 + growth.beta * torch.log1p(turns)).view(-1, 1, 1).to(query.dtype)
-        if inputs.most_new == 1:
-            attended = self._operations.decode_attention(
-                query, cache, inputs.block_tables, inputs.lengths, layer.scores
+        sequences, prompts = len(inputs.lengths), inputs.prompts
+        tokens = len(query) - (sequences - prompts)
+        parts = []
+        if prompts:
+            parts.append(
+                self._operations.prompt_attention(
+                    query[:tokens],
+                    cache,
+                    inputs.block_tables[:prompts],
+                    inputs.past_lengths[:prompts],
+                    inputs.begins[: prompts + 1],
+                    layer.scores,
+                    most_new=inputs.most_new,
+                )
             )
-        else:
-            attended = self._operations.prompt_attention(
-                query,
-                cache,
-                inputs.block_tables,
-                inputs.past_lengths,
-                inputs.begins,
-                layer.scores,
-                most_new=inputs.most_new,
+        if prompts < sequences:
+            parts.append(
+                self._operations.decode_attention(
+                    query[tokens:],
+                    cache,
+                    inputs.block_tables[prompts:],
+                    inputs.lengths[prompts:],
+                    layer.scores,
+                    shared[layer.scores.window],
+                )
             )
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended.flatten(1)
 
     def _logits(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
@@ -327,18 +357,26 @@ class _Attention:
     """
 
     def __init__(
-        self, decoder: TorchDecoder, layer: _Layer, inputs: Inputs, cache: Tensor, *, rows: Tensor | None
+        self,
+        decoder: TorchDecoder,
+        layer: _Layer,
+        inputs: Inputs,
+        cache: Tensor,
+        shared: Mapping[int | None, Any],
+        *,
+        rows: Tensor | None,
     ) -> None:
         self._decoder = decoder
         self._layer = layer
         self._inputs = inputs
         self._cache = cache
+        self._shared = shared
         self._rows = rows
         self.all_adapters = adapters = inputs.adapters
         self.adapters = adapters if adapters is None or rows is None else adapters.of_rows(rows)
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        attended = self._decoder.attend(self._layer, qkv, self._inputs, self._cache)
+        attended = self._decoder.attend(self._layer, qkv, self._inputs, self._cache, self._shared)
         return self._layer.dense(self.kept(attended), self.adapters)
 
     def kept(self, states: Tensor) -> Tensor:

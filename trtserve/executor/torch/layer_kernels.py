@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.operations import HeadNorms, RotationTables
+from trtserve.executor.torch.packed import FP8, Fp8Codes
 
 
 @functools.cache
@@ -30,10 +31,19 @@ def wait_for_inputs(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def _stored(values, scale, out):
+    """Return floats in the type that `out` points to; FP8 ones are divided by the scale."""
+    if out.dtype.element_ty == tl.float8e4nv:
+        values = tl.clamp(values / tl.load(scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(out.dtype.element_ty)
+
+
+@triton.jit
 def _norm_kernel(
     x,
     residual,
     weight,
+    scale,
     out,
     epsilon,
     COLUMNS: tl.constexpr,
@@ -52,26 +62,31 @@ def _norm_kernel(
     floats = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(floats * floats, 0) / COLUMNS + epsilon)
     scales = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * COLUMNS + column, (floats * factor * scales).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * COLUMNS + column, _stored(floats * factor * scales, scale, out), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return _norm(x, x, weight, epsilon, adds=False)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, rounding: Tensor | None = None) -> Tensor:
+    """See `Operations.rms_norm`. With `rounding` f32[1] the result is FP8, divided by that."""
+    return _norm(x, x, weight, epsilon, rounding, adds=False)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """See `Operations.add_rms_norm`. The sum overwrites the residual."""
-    return _norm(x, residual, weight, epsilon, adds=True), residual
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, rounding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `Operations.add_rms_norm` and `rms_norm`. The sum overwrites the residual."""
+    return _norm(x, residual, weight, epsilon, rounding, adds=True), residual
 
 
-def _norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, *, adds: bool) -> Tensor:
+def _norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, rounding: Tensor | None, *, adds: bool
+) -> Tensor:
     x = x.contiguous()
     columns = x.shape[-1]
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=x.dtype if rounding is None else FP8)
     rows, width = x.numel() // columns, triton.next_power_of_2(columns)
     warps = min(max(width // 512, 1), 16)
     sizes = {"COLUMNS": columns, "WIDTH": width, "ADDS": adds, "num_warps": warps}
-    _norm_kernel[(rows,)](x, residual, weight, out, epsilon, **sizes, **overlap())
+    _norm_kernel[(rows,)](x, residual, weight, x if rounding is None else rounding, out, epsilon, **sizes, **overlap())
     return out
 
 
@@ -206,6 +221,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _gated_kernel(
     joined,
+    scale,
     out,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -220,16 +236,39 @@ def _gated_kernel(
     halves = joined + row * (2 * COLUMNS) + column
     active = tl.load(halves + (COLUMNS if FIRST else 0), mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(halves + (0 if FIRST else COLUMNS), mask=mask, other=0.0).to(tl.float32)
-    factor *= activated(active, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * COLUMNS + column, factor.to(out.dtype.element_ty), mask=mask)
+    factor *= activated(active, ACTIVATION).to(joined.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, _stored(factor, scale, out), mask=mask)
 
 
-def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False) -> Tensor:
+def gated(
+    joined: Tensor, activation: Activation, *, factor_first: bool = False, rounding: Tensor | None = None
+) -> Tensor:
+    """See `Operations.gated` and `rms_norm`."""
     rows, both = joined.shape
     columns = both // 2
-    out = joined.new_empty((rows, columns))
+    out = joined.new_empty((rows, columns), dtype=joined.dtype if rounding is None else FP8)
     sizes = {"COLUMNS": columns, "WIDTH": 1024, "FIRST": factor_first, "ACTIVATION": activation}
-    _gated_kernel[(rows, triton.cdiv(columns, 1024))](joined, out, **sizes, num_warps=4, **overlap())
+    _gated_kernel[(rows, triton.cdiv(columns, 1024))](
+        joined, joined if rounding is None else rounding, out, **sizes, num_warps=4, **overlap()
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _round_kernel(x, scale, out, count, TILE: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_inputs(OVERLAPS)
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    values = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(out + place, _stored(values, scale, out), mask=place < count)
+
+
+def rounded(x: Tensor, rounding: Tensor) -> Tensor:
+    """Return x / rounding in FP8; `x` as it is if it is FP8 already."""
+    if x.dtype == FP8:
+        return x
+    x, tile = x.contiguous(), 1024 if len(x) < 64 else 4096
+    out = torch.empty_like(x, dtype=FP8)
+    _round_kernel[(triton.cdiv(x.numel(), tile),)](x, rounding, out, x.numel(), TILE=tile, num_warps=4, **overlap())
     return out
 
 
@@ -242,6 +281,9 @@ def _vector_kernel(
     norm,
     weight,
     bias,
+    scale,
+    input_scale,
+    rounding,
     out,
     epsilon,
     columns,
@@ -300,6 +342,8 @@ def _vector_kernel(
     factor = 1.0
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / columns + epsilon)
+    if x.dtype.element_ty == tl.float8e4nv:
+        factor = tl.load(scale) * tl.load(input_scale)
     result = tl.sum(product, 1) * factor
     if HAS_BIAS:
         result += tl.load(bias + unit, mask=kept, other=0.0).to(tl.float32)
@@ -311,7 +355,7 @@ def _vector_kernel(
             result = result * activated(lower, GATE)
         else:
             result = activated(result, GATE) * lower
-    tl.store(out + unit, result.to(out.dtype.element_ty), mask=kept)
+    tl.store(out + unit, _stored(result, rounding, out), mask=kept)
 
 
 @triton.jit
@@ -327,20 +371,30 @@ def multiply_vector(
     residual: Tensor | None,
     norm: Tensor | None,
     epsilon: float,
-    weight: Tensor,
+    weight: Tensor | Fp8Codes,
     bias: Tensor | None,
     activation: Activation | None,
     *,
     factor_first: bool,
+    rounding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `Operations.norm_linear`, for one row, without `norm` too. The kernel begins before its inputs are there."""
-    x = x.contiguous()
-    columns, outputs = x.shape[1], len(weight) // (1 if activation is None else 2)
-    out = x.new_empty((1, outputs))
+    """See `Operations.norm_linear`, for one row, without `norm` too. The kernel begins before its inputs are there.
+
+    FP8 codes take inputs in FP8, without `norm`.
+    """
+    x, fp8 = x.contiguous(), weight if isinstance(weight, Fp8Codes) else None
+    matrix = weight.codes if isinstance(weight, Fp8Codes) else weight
+    columns, outputs = x.shape[1], len(matrix) // (1 if activation is None else 2)
+    dtype = x.dtype if fp8 is None else fp8.dtype
+    out = x.new_empty((1, outputs), dtype=dtype if rounding is None else FP8)
     total = x if residual is None else torch.empty_like(x)
     # Tuned on an H200 in bfloat16, with the weights of 1.1 B and 8 B models in their place in a decode step.
     strip, chunk = 4, min(triton.next_power_of_2(columns), 1024)
-    if columns > 4096:
+    warps = 4
+    if fp8 is not None:  # tuned on an H100
+        strip, chunk = 1 if activation else 2, min(triton.next_power_of_2(columns), 2048 if columns > 4096 else 1024)
+        warps = 4 if columns > 4096 else 2
+    elif columns > 4096:
         strip = 1
     elif activation is None:
         strip = next(size for size in (4, 2, 1) if outputs >= 1280 * size or size == 1)
@@ -349,8 +403,11 @@ def multiply_vector(
         x if residual is None else residual,
         total,
         x if norm is None else norm,
-        weight,
+        matrix,
         x if bias is None else bias,
+        x if fp8 is None else fp8.scale,
+        x if fp8 is None else fp8.input_scale,
+        x if rounding is None else rounding,
         out,
         epsilon,
         columns,
@@ -363,7 +420,7 @@ def multiply_vector(
         ADDS=residual is not None,
         GATE=activation or "",
         FIRST=factor_first,
-        num_warps=4,
+        num_warps=warps,
         **overlap(),
     )
     return out, total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from torch.nn import functional
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.checkpoint.architectures.base import Norm as NormKind
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.torch.operations import ExpertWeights, Operations, RotationTables, router_weights
-from trtserve.executor.torch.packed import PackedWeight, join_packed
+from trtserve.executor.torch.operations import ExpertWeights, Matrix, Operations, RotationTables, router_weights
+from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight, join_packed
 from trtserve.executor.torch.plain_operations import activate, rotate
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
@@ -75,8 +75,12 @@ class Norm:
         activation: Activation | None = None,
         *,
         factor_first: bool = False,
+        rounding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return linear(norm(x + residual)), `gated` if there is an activation, and the sum."""
+        """Return linear(norm(x + residual)), `gated` if there is an activation, and the sum.
+
+        `rounding`: see `Operations.norm_linear`.
+        """
         matrix = linear.matrix
         if self._is_rms and adapters is None and type(matrix) is WeightMatrix:
             return self._operations.norm_linear(
@@ -88,6 +92,7 @@ class Norm:
                 linear.bias,
                 activation,
                 factor_first=factor_first,
+                rounding=rounding,
             )
         normed, total = self.add(x, residual)
         product = linear(normed, adapters)
@@ -159,7 +164,7 @@ class Linear:
         *,
         layer: int | None = None,
         group: RankGroup | None = None,
-        matrix: Matrix | None = None,
+        matrix: WeightMatrix | None = None,
     ) -> None:
         biases = [weights.tensor(f"{name}.bias") for name in names if f"{name}.bias" in weights]
         self.matrix = matrix or load_matrix(weights, [f"{name}.weight" for name in names], operations)
@@ -185,25 +190,20 @@ class Linear:
         return product if self.bias is None or not self._bias_last else product + self.bias
 
 
-_FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_FP8).max
-
-
-class Matrix(Protocol):
-    """A matrix [out, in]."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x [t, in] · matrixᵀ + bias: [t, out]."""
-
-
 class WeightMatrix:
-    """A matrix of floats, or of codes that are multiplied as floats."""
+    """A matrix of floats or of codes."""
 
-    def __init__(self, weight: Tensor | PackedWeight, operations: Operations) -> None:
+    def __init__(self, weight: Matrix, operations: Operations) -> None:
         self.weight = weight
         self._operations = operations
 
+    @property
+    def rounding(self) -> Tensor | None:
+        """The scale f32[1] with which inputs may be rounded to FP8 before; None: they may not."""
+        return self.weight.input_scale if isinstance(self.weight, Fp8Codes) else None
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x [t, in] · matrixᵀ + bias: [t, out]."""
         return self._operations.linear(x, self.weight, bias)
 
 
@@ -215,28 +215,10 @@ class ScaledMatrix(WeightMatrix):
         self._input_scales = input_scales
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Matrix`."""
         return super().__call__(x * self._input_scales.to(x.dtype), bias)
 
 
-class Fp8Matrix:
-    """A matrix of FP8 codes. Inputs are rounded to FP8 with the scale that the model was calibrated with."""
-
-    def __init__(self, codes: Tensor, scale: Tensor, input_scale: Tensor) -> None:
-        self._codes = codes
-        self._scale = scale
-        self._input_scale = input_scale
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        codes = (x / self._input_scale).clamp(-_LARGEST, _LARGEST).to(_FP8)
-        one = functional.ScalingType.TensorWise
-        product = functional.scaled_mm(
-            codes, self._codes.T, self._input_scale, one, self._scale, one, output_dtype=x.dtype
-        )
-        return product if bias is None else product + bias
-
-
-def load_matrix(weights: EngineWeights, names: Sequence[str], operations: Operations) -> Matrix:
+def load_matrix(weights: EngineWeights, names: Sequence[str], operations: Operations) -> WeightMatrix:
     """Return the matrices `names` as one, their outputs one after another.
 
     Codes stay codes where all have them, and the same factors of their inputs. FP8 matrices with different scales get
@@ -253,12 +235,13 @@ def load_matrix(weights: EngineWeights, names: Sequence[str], operations: Operat
         return WeightMatrix(parts[0] if len(parts) == 1 else torch.cat(parts), operations)
     shared = torch.stack([scale for scale, _ in own]).amax(0)
     codes = [
-        part if torch.equal(scale, shared) else (part.float() * (scale / shared)).to(_FP8)
+        part if torch.equal(scale, shared) else (part.float() * (scale / shared)).to(FP8)
         for part, (scale, _) in zip(map(weights.tensor, names), own, strict=True)
     ]
     # Bytes can be joined on every device.
-    joined = codes[0] if len(codes) == 1 else torch.cat([part.view(torch.uint8) for part in codes]).view(_FP8)
-    return Fp8Matrix(joined, shared, torch.stack([input_scale for _, input_scale in own]).amax(0))
+    joined = codes[0] if len(codes) == 1 else torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
+    input_scale = torch.stack([each for _, each in own]).amax(0)
+    return WeightMatrix(Fp8Codes(codes=joined, scale=shared, input_scale=input_scale, dtype=weights.dtype), operations)
 
 
 def _key(factors: Tensor | None) -> bytes | None:
@@ -393,7 +376,13 @@ class _Gated(Mlp):
         self, norm: Norm, x: Tensor, residual: Tensor | None, adapters: Adapters | None
     ) -> tuple[Tensor, Tensor]:
         states, total = norm.then(
-            self._joined, x, residual, adapters, self._activation, factor_first=self._factor_first
+            self._joined,
+            x,
+            residual,
+            adapters,
+            self._activation,
+            factor_first=self._factor_first,
+            rounding=self._proj.matrix.rounding,
         )
         return self._proj(states, adapters), total
 

@@ -11,13 +11,16 @@ read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
-from trtserve.executor.torch.packed import PackedWeight
+from trtserve.executor.torch.packed import Fp8Codes, PackedWeight
+
+Matrix: TypeAlias = Tensor | PackedWeight | Fp8Codes
+"""A matrix [out, in] of floats or of codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +83,8 @@ class Operations(Protocol):
         """Return the norm of x + residual, and the sum. Both inputs may be overwritten."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """Return x [t, in] · weight [out, in]ᵀ + bias."""
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        """Return x [t, in] · weight [out, in]ᵀ + bias. The `x` of FP8 codes may have been rounded already."""
         ...
 
     def norm_linear(
@@ -90,15 +93,17 @@ class Operations(Protocol):
         residual: Tensor | None,
         norm: Tensor,
         epsilon: float,
-        weight: Tensor | PackedWeight,
+        weight: Matrix,
         bias: Tensor | None,
         activation: Activation | None = None,
         *,
         factor_first: bool = False,
+        rounding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the product of a matrix with the RMS norm of x + residual, and this sum.
 
-        With an activation the product is `gated`. Both x and residual may be overwritten.
+        With an activation the product is `gated`, and rounded to FP8 if `rounding` f32[1] is the scale of the inputs of
+        what follows. Both x and residual may be overwritten.
         """
         ...
 
@@ -126,13 +131,26 @@ class Operations(Protocol):
         """
         ...
 
+    def share_keys(self, lengths: Tensor, kv_layer: Tensor, most_keys: int, window: int | None) -> Any:
+        """Return how the keys of a decode step are shared out among programs, for all layers with the same window.
+
+        A sequence has no more than `most_keys` tokens. See `decode_attention` for the others.
+        """
+        ...
+
     def decode_attention(
-        self, query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        lengths: Tensor,
+        scores: Scores,
+        shared: Any = None,
     ) -> Tensor:
         """Attend from the last token of each sequence: query [s, H, D] → [s, H, D].
 
         lengths i32[s] count the tokens in the cache, with the new one; a row of length 0 gives any finite numbers.
-        Nothing is read on the host, so that a CUDA graph can capture it.
+        `shared` comes from `share_keys`. Nothing is read on the host, so that a CUDA graph can capture it.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Matrices of 8-bit or 4-bit codes on the device, made from the floats or the codes of a checkpoint."""
+"""Matrices of integer or FP8 codes on the device, made from the floats or the codes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -59,6 +59,24 @@ class PackedWeight:
         return weights.view(self.shape).to(dtype)
 
 
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Codes:
+    """A matrix [out, in] of FP8 codes: weight = code × scale. Its inputs are rounded to FP8 with a scale too."""
+
+    codes: Tensor
+    """f8e4m3[out, in]."""
+    scale: Tensor
+    """f32[1]."""
+    input_scale: Tensor
+    """f32[1], that the model was calibrated with."""
+    dtype: Any
+    """Of the products."""
+
+
 def join_packed(parts: list[PackedWeight]) -> PackedWeight:
     """Return matrices of the same kind and inputs as one, their outputs one after another."""
     first = parts[0]
@@ -98,7 +116,8 @@ def quantize(weight: Tensor, bits: Literal[8, 4]) -> PackedWeight:
         piece = slice(first, first + rows)
         groups = weight[piece].float().view(-1, inputs // group, group)
         if bits == 8:
-            best = groups.abs().amax(-1, keepdim=True) / 127
+            # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds differently.
+            best = groups.abs().amax(-1, keepdim=True) / torch.tensor(127.0, device=weight.device)
             best[best == 0] = 1
             numbers = (groups / best).round()
         else:

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation, ClampedGate
-from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, RotationTables, Scores
-from trtserve.executor.torch.packed import PackedWeight
+from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, Matrix, RotationTables, Scores
+from trtserve.executor.torch.packed import FP8, LARGEST_FP8, Fp8Codes, PackedWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -21,7 +21,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     return rms_norm(total, weight, epsilon), total
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def rounded(x: Tensor, rounding: Tensor) -> Tensor:
+    """Return x / rounding in FP8; `x` as it is if it is FP8 already."""
+    return x if x.dtype == FP8 else (x / rounding).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+
+
+def multiply_fp8(codes: Tensor, weight: Fp8Codes, bias: Tensor | None) -> Tensor:
+    """Return the product of inputs in FP8."""
+    one = functional.ScalingType.TensorWise
+    product = functional.scaled_mm(
+        codes, weight.codes.T, weight.input_scale, one, weight.scale, one, output_dtype=weight.dtype
+    )
+    return product if bias is None else product + bias
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Fp8Codes):
+        return multiply_fp8(rounded(x, weight.input_scale), weight, bias)
     return functional.linear(x, weight.floats(x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
 
 
@@ -30,15 +46,18 @@ def norm_linear(
     residual: Tensor | None,
     norm: Tensor,
     epsilon: float,
-    weight: Tensor | PackedWeight,
+    weight: Matrix,
     bias: Tensor | None,
     activation: Activation | None = None,
     *,
     factor_first: bool = False,
+    rounding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     total = x if residual is None else x + residual
     product = linear(rms_norm(total, norm, epsilon), weight, bias)
-    return product if activation is None else gated(product, activation, factor_first=factor_first), total
+    if activation is not None:
+        product = gated(product, activation, factor_first=factor_first)
+    return product if rounding is None else rounded(product, rounding), total
 
 
 def rotate_and_store(
@@ -92,7 +111,14 @@ def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False)
     return first * activate(second, activation) if factor_first else activate(first, activation) * second
 
 
-def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores) -> Tensor:
+def share_keys(lengths: Tensor, kv_layer: Tensor, most_keys: int, window: int | None) -> None:
+    del lengths, kv_layer, most_keys, window
+
+
+def decode_attention(
+    query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores, shared: None = None
+) -> Tensor:
+    del shared
     begins = torch.arange(len(query) + 1)
     return prompt_attention(query, kv_layer, block_tables, lengths - 1, begins, scores, most_new=1)
 
