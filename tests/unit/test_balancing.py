@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -110,10 +111,11 @@ class Place:
 
 
 def test_prefixes_are_found_and_the_load_is_even() -> None:
-    ours, clock = Simulation(8, 100, 8, 4000), [0.0]
+    ours, clock = Simulation(8, 200, 8, 8000), [0.0]
     balancer = Balancer(8, clock=lambda: clock[0])
     ours.run(balancer.choose, balancer.end, clock)
-    open_requests, other = [0] * 8, Simulation(8, 100, 8, 4000)
+    open_requests, other = [0] * 8, Simulation(8, 200, 8, 8000)
+    in_turn, turns = Simulation(8, 200, 8, 8000), itertools.count()
 
     def least(_: Sequence[int]) -> Place:
         replica = min(range(8), key=open_requests.__getitem__)
@@ -124,8 +126,10 @@ def test_prefixes_are_found_and_the_load_is_even() -> None:
         open_requests[place.replica] -= 1
 
     other.run(least, done, [0.0])
+    in_turn.run(lambda _: Place(next(turns) % 8), lambda _: None, [0.0])
     assert ours.hits > 0.9 * ours.possible > 1.5 * other.hits
-    assert ours.late < 0.6 * other.late
+    assert ours.hits > 1.5 * in_turn.hits
+    assert ours.late < 0.6 * min(other.late, in_turn.late)
     assert ours.uneven < 1.3
     assert balancer.loads == pytest.approx([0.0] * 8, abs=1e-6)
 

@@ -224,6 +224,7 @@ class Gateway:
 
         @routes.get("/replicas")
         async def replicas() -> JSONResponse:
+            self._replicas.apply()  # another process may have changed them
             return JSONResponse({"replicas": self._replicas.listed()})
 
         @routes.post("/replicas/{action}")

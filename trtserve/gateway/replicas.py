@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -293,12 +294,8 @@ class Replicas:
 
     async def _probe(self, replica: Replica, needed: Collection[str]) -> None:
         try:
-            if replica.http is not None:
-                ready = await asyncio.wait_for(replica.http.is_ready(), _PROBE_SECONDS)
-            else:
-                names = await asyncio.wait_for(replica.client.model_names(), _PROBE_SECONDS)
-                ready = set(needed) <= set(names)
-        except (TrtserveError, RefusedError, asyncio.TimeoutError):
+            ready = await asyncio.wait_for(_says_ready(replica, needed), _PROBE_SECONDS)
+        except (TrtserveError, asyncio.TimeoutError):
             ready = False
         self._shared.down[replica.number] = not ready
         self._note(replica, down=not ready)
@@ -376,6 +373,15 @@ class Replicas:
             await each.close()
         if self._shared.processes == 1:
             self._shared.remove()
+
+
+async def _says_ready(replica: Replica, needed: Collection[str]) -> bool:
+    """Ask over HTTP, where a gateway looks at processes too, and else over gRPC."""
+    if replica.http is not None:
+        with suppress(RefusedError):  # nobody listens there
+            async with replica.http.send("GET", "/v2/health/ready") as response:
+                return response.status == HTTPStatus.OK
+    return set(needed) <= set(await replica.client.model_names())
 
 
 async def _unless_lost(attempt: Callable[[Replica], Awaitable[T]], replica: Replica, begun: Callable[[], bool]) -> T:
