@@ -36,7 +36,6 @@ servers:
 tune:
   {name}:
     server: {name}
-    model: tensorrt_llm
     num_requests: 64
     warmup_requests: 4
     calibrate: false

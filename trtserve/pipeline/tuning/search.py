@@ -39,6 +39,8 @@ _ROUNDS = 3
 _SHORT = 4
 """A trial that explores has this part of the requests."""
 _FEWEST = 24
+_EXPLORING = 0.6
+"""Part of the budget after which nothing new is tried: the rest is for the race."""
 _LOADS_EACH = 3
 """Loads that a configuration is tried at while it explores, at most."""
 _ALIKE = 0.02
@@ -180,10 +182,10 @@ class Search:
             if candidate is None:
                 return
             tried.add(candidate.values)
-            if self._spent(1):
+            if self._spent(1, _EXPLORING):
+                left = len(self._candidates) - len(tried) + 1
                 self.outcome.reasons.append(
-                    f"The budget of {self._budget:.0f} s is used; {len(self._candidates) - len(tried) + 1} "
-                    "configurations were not tried."
+                    f"The budget of {self._budget:.0f} s left no time for {left} other configurations."
                 )
                 return
             try:
@@ -226,8 +228,10 @@ class Search:
             lanes = [(candidate.values, load) for load in self.space.loads]
             # Measured lanes count with their figures, others with their prospects.
             worth = {lane: self._worth(lane, candidate) for lane in lanes}
-            lane = max(lanes, key=worth.__getitem__)
-            if lane in self._explored or self._spent(1):
+            # Of loads that should do as well the largest: what waits hides what a request costs besides.
+            most = max(worth.values()) * (1 - _ALIKE)
+            lane = [each for each in lanes if worth[each] >= most][-1]
+            if lane in self._explored or self._spent(1, _EXPLORING):
                 return
             self._explored[lane] = self._trial(lane, self._requests(lane[1], _SHORT))
 
@@ -359,11 +363,11 @@ class Search:
     def _run(self, report: BenchReport) -> Run:
         return Run(value=max(1e-9, self._rate(report)), error=relative_error(report))
 
-    def _spent(self, trials: int) -> bool:
-        """Return whether this many more trials would use more than the budget."""
+    def _spent(self, trials: int, part: float = 1.0) -> bool:
+        """Return whether this many more trials would use more than this part of the budget."""
         done = self.trials.done
         usual = self.trials.used / len(done) if done else 0.0
-        return bool(done) and self.trials.used + trials * usual > self._budget
+        return bool(done) and self.trials.used + trials * usual > part * self._budget
 
 
 _LEARNT = ("requests_per_second", "tokens_per_second", "ttft_mean", "itl_mean")
@@ -386,7 +390,11 @@ def steady_rate(report: BenchReport, aim: str) -> float:
 
 
 def relative_error(report: BenchReport) -> float:
-    """Return the standard error of a run's rate: tokens in equal slices of the time in which requests were sent."""
+    """Return the standard error of a run's rate: tokens in equal slices of the time in which requests were sent.
+
+    Requests in a closed loop come in waves. Slices that cut them differ by more than the rate does, so of two widths
+    of slices the one counts that varies less.
+    """
     import numpy as np
 
     sent = [each.sent_ns for each in report.records if each.sent_ns is not None]
@@ -394,9 +402,12 @@ def relative_error(report: BenchReport) -> float:
     if len(sent) < _SLICES or not arrivals or min(sent) == max(sent):
         return 0.0
     times, tokens = np.array(arrivals, float).T
-    counts, _ = np.histogram(times, bins=_SLICES, range=(min(sent), max(sent)), weights=tokens)
-    counts = counts[1:]  # before the first tokens there is nothing to count
-    return float(counts.std(ddof=1) / counts.mean() / math.sqrt(len(counts))) if counts.any() else 0.0
+    first = float(times.min())  # before it there is nothing to count
+    counts, _ = np.histogram(times, bins=_SLICES, range=(first, max(first + 1, *sent)), weights=tokens)
+    if not counts.any():
+        return 0.0
+    widths = (counts, counts.reshape(-1, 2).sum(axis=1))
+    return min(float(each.std(ddof=1) / each.mean() / math.sqrt(len(each))) for each in widths)
 
 
-_SLICES = 9
+_SLICES = 8
