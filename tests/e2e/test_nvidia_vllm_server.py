@@ -81,6 +81,26 @@ def test_query_asks_in_vllms_words(server: Server) -> None:
         generate(QuerySpec(prompts=("\nA",), options={"lora": "painter"}), endpoint)
 
 
+def completion(server: Server, **body: Any) -> Any:
+    asked = {"model": "vllm_model", "prompt": "A", "max_tokens": 4, **body}
+    status, answer = ask(server.address.http_port, "/v1/completions", asked)
+    if body.get("stream"):
+        events = [line.removeprefix(b"data: ") for line in answer.splitlines() if line.startswith(b"data: {")]
+        return [json.loads(event)["choices"][0] for event in events]
+    return json.loads(answer)["choices"] if status == 200 else json.loads(answer)["error"]["message"]
+
+
+def test_openais_api_asks_it_too(server: Server) -> None:
+    assert [each["text"] for each in completion(server, n=2, temperature=1, seed=2**63)] == [" 66 67 68 69"] * 2
+    (stopped,) = completion(server, stop=["67"])
+    assert (stopped["text"], stopped["finish_reason"]) == (" 66 ", "stop")
+    first, last = completion(server, stream=True)
+    assert (first["text"], first["finish_reason"], last["finish_reason"]) == (" 66 67", None, "length")
+    (ended,) = completion(server, stop_token_ids=[67], logit_bias={"5": 3}, min_p=0.1, guided_regex="a+")
+    assert (ended["text"], ended["finish_reason"]) == (" 66 67", "stop")
+    assert "logprobs are not available for 'vllm_model'" in completion(server, logprobs=1)
+
+
 def test_a_client_that_goes_frees_its_place(server: Server) -> None:
     folder = Path(server.repository).parent
     tensors = {"text_input": np.array([b"`"], object), "stream": np.array([True])}  # 96 stops after the first tokens

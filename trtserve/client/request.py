@@ -86,6 +86,15 @@ _VLLM_GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "gramma
 _VLLM_OWN = ("end_id", "return_log_probs", "guide", "guide_type", "return_num_input_tokens", "return_num_output_tokens")
 
 
+VLLM_SEEDS = 2**63
+"""Seeds of vLLM are below it."""
+
+
+def vllm_guide(kind: str, text: str) -> str:
+    """Return vLLM's `structured_outputs` for a guide, as NVIDIA's backend takes it."""
+    return json.dumps({"json_object": True} if kind == "json" else {_VLLM_GUIDES[kind]: text})
+
+
 def _vllm_inputs(context: RequestContext) -> Values:
     """Return the options as NVIDIA's backend `vllm` takes them; without top-k and top-p the answer is greedy, as in
     TensorRT-LLM."""
@@ -98,6 +107,8 @@ def _vllm_inputs(context: RequestContext) -> Values:
                 hint="Import the model for the vllm runtime: trtserve import MODEL --runtime vllm.",
             )
     asked: dict[str, Any] = {_VLLM[name]: value for name, value in options.items() if name in _VLLM}
+    if "seed" in asked:
+        asked["seed"] %= VLLM_SEEDS
     if not {"top_k", "top_p"} & set(options):
         asked["temperature"] = 0
     if not options.get("top_p"):  # 0 is off
@@ -109,9 +120,7 @@ def _vllm_inputs(context: RequestContext) -> Values:
         asked["logprobs"] = 0
         values |= context.scalar(True, "return_logprobs") | context.scalar(True, "return_cumulative_logprob")
     if (text := _guide_text(context)) is not None:
-        kind = options["guide_type"]
-        guide = {"json_object": True} if kind == "json" else {_VLLM_GUIDES[kind]: text}
-        asked["structured_outputs"] = json.dumps(guide)
+        asked["structured_outputs"] = vllm_guide(options["guide_type"], text)
     if options.get("return_num_input_tokens"):
         values |= context.scalar(True, "return_num_input_tokens")
     return values | context.scalar(json.dumps(asked), VLLM_INPUT)

@@ -30,7 +30,7 @@ from trtserve.gateway.replicas import Replica, UnansweredError
 from trtserve.programs.bls.texts import IncrementalText
 from trtserve.programs.shared.lora_names import NOT_CACHED
 
-_UNFINISHED = ("", "not_finished")
+_UNFINISHED = ("", "not_finished", "None")  # the last one from NVIDIA's vllm backend
 # A stop is repeated, ever more rarely, until its request has ended.
 _FIRST_PAUSE = 0.25
 _STOPPED_WITHIN = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from trtserve.client.inputs import RequestContext
-from trtserve.client.request import request_tensors
+from trtserve.client.request import VLLM_SEEDS, request_tensors, vllm_guide
 from trtserve.client.spec import QuerySpec, tensors_of
-from trtserve.client.tensors import Tensor
+from trtserve.client.tensors import VLLM_INPUT, Tensor
 from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, text_to_send
 from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import AllowedTools, ChatBody, Sampling
@@ -103,9 +104,13 @@ async def engine_requests(
         spec=spec, model=served.model, prompts=prompts, tokenizer=served.files, repository=repository
     )
     tensors = {tensor.name: tensor for tensor in request_tensors(context)}
-    stops = await _stop_tensors(served, context, body)
-    tensors |= {**stops, **_bias(served, context, body), **_guide(context, body, untrained=prompt.untrained)}
-    if body.min_p:
+    in_json = served.model.has(VLLM_INPUT)
+    if in_json:
+        tensors |= _in_json(context, tensors, _vllm_words(body, untrained=prompt.untrained))
+    else:
+        stops = await _stop_tensors(served, context, body)
+        tensors |= {**stops, **_bias(served, context, body), **_guide(context, body, untrained=prompt.untrained)}
+    if body.min_p and not in_json:
         if not served.model.has("min_p"):
             raise ApiError("min_p is not supported: the model's repository has no such input.", param="min_p")
         tensors |= context.scalar(body.min_p, "min_p")
@@ -148,8 +153,32 @@ def with_adapter_weights(served: ServedModel, request: EngineRequest) -> EngineR
 
 
 def _with_seed(request: EngineRequest, seed: int) -> EngineRequest:
-    seeded = request.context.scalar(seed % _UINT64, *tensors_of("seed"))
+    context = request.context
+    if context.model.has(VLLM_INPUT):
+        seeded = _in_json(context, request.tensors, {"seed": seed % VLLM_SEEDS})
+    else:
+        seeded = context.scalar(seed % _UINT64, *tensors_of("seed"))
     return replace(request, tensors={**request.tensors, **seeded})
+
+
+def _in_json(context: RequestContext, tensors: Mapping[str, Tensor], words: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the JSON input of a model of NVIDIA's vllm backend with further parameters of vLLM."""
+    return context.scalar(json.dumps({**json.loads(tensors[VLLM_INPUT].flat()[0]), **words}), VLLM_INPUT)
+
+
+def _vllm_words(body: Sampling, *, untrained: bool) -> dict[str, Any]:
+    """Return what of the body is no option of `trtserve query` there, or is another one."""
+    words = {
+        "stop": list(body.stops),
+        "stop_token_ids": list(body.stop_token_ids),
+        "logit_bias": dict(body.logit_bias or {}),
+        "min_p": body.min_p,
+    }
+    found: dict[str, Any] = {name: value for name, value in words.items() if value}
+    if body.guide is not None:
+        kind, text = body.guide
+        found["structured_outputs"] = vllm_guide(kind, bounded(text) if untrained and kind == "json_schema" else text)
+    return found
 
 
 def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | None) -> dict[str, Any]:
@@ -177,12 +206,20 @@ def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | N
     if body.ignore_eos:
         chosen["end_id"] = _NO_END
     if tops is not None:
-        chosen["return_log_probs"] = True
-    if tops and not served.names_tops:
-        chosen["return_generation_logits"] = True
+        chosen |= _log_prob_options(served, tops)
     if served.model.has("return_num_input_tokens"):
         chosen["return_num_input_tokens"] = True
     return {**chosen, "max_tokens": max_tokens}
+
+
+def _log_prob_options(served: ServedModel, tops: int) -> dict[str, bool]:
+    if served.model.has(VLLM_INPUT):
+        raise ApiError(
+            f"logprobs are not available for {served.model.name!r}, which NVIDIA's vllm backend serves; they are when "
+            "the model is imported with --runtime vllm.",
+            param="logprobs",
+        )
+    return {"return_log_probs": True, **({"return_generation_logits": True} if tops and not served.names_tops else {})}
 
 
 def _require_context_logits(served: ServedModel, tokens: int) -> None:
