@@ -10,6 +10,7 @@ import re
 import termios
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -22,6 +23,7 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import Conversation
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription
+from trtserve.client.tokenizer import PreparedPrompts
 from trtserve.errors import RequestError, ServerNotFoundError, UsageError
 
 
@@ -32,9 +34,13 @@ class ScriptedModel:
         self.asked: list[QuerySpec] = []
         self.answers: list[list[str | BaseException]] = []
         self.takes_system = True
+        self.context = SimpleNamespace(spec=QuerySpec(), tokenizer=None, prompts=PreparedPrompts(texts=("Hi",)))
 
-    def __call__(self, spec: QuerySpec, _server: Endpoint, *, on_text: Callable[[str], None]) -> Generation:
+    def __call__(
+        self, spec: QuerySpec, _server: Endpoint, *, on_text: Callable[[str], None], on_start: query.OnStart
+    ) -> Generation:
         self.asked.append(spec)
+        on_start(self.context)  # type: ignore[arg-type]
         for piece in self.answers.pop(0):
             if isinstance(piece, BaseException):
                 raise piece
@@ -94,6 +100,24 @@ def test_every_question_is_sent_with_what_was_said_before(model: ScriptedModel, 
     model.answers = [["x"]]
     talk.ask("New", pieces.append)
     assert model.asked[2].history == ()
+
+
+@pytest.mark.parametrize(("opened", "first"), [("<think>\n", ""), ("", "<think>")])
+def test_thoughts_are_neither_printed_nor_remembered_but_counted(
+    opened: str, first: str, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = SimpleNamespace(chat_templates={"default": "{{ x }}<think></think>"})
+    prompts = PreparedPrompts(texts=(f"Hi{opened}",))
+    model.context = SimpleNamespace(spec=QuerySpec(), tokenizer=template, prompts=prompts)
+    model.answers = [[first, "Hm. ", "So?</th", "ink>", "Hel", "lo"], ["<think>", "cut"]]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/thoughts\n/stats\nMore\n/thoughts\n"))
+    monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_: Endpoint())
+    assert run(["chat"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[:2] == ["Hello", "Hm. So?"]
+    assert re.match(r"answer 1: 7 tokens, \d\d% of it thoughts", lines[2])
+    assert model.asked[1].history[-1] == {"role": "assistant", "content": "Hello"}
+    assert "cut" in lines[4]
 
 
 def test_a_stopped_answer_stays_part_of_the_conversation(model: ScriptedModel, talk: Conversation) -> None:

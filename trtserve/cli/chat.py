@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
     from trtserve.client.endpoint import Endpoint
-    from trtserve.client.query import AnswerTimes, Conversation
+    from trtserve.client.inputs import RequestContext
+    from trtserve.client.query import AnswerTimes, Conversation, TextFilter
 
 _PAUSES = 4.0  # between two drawings, in times of what a drawing takes
 _LOCAL_MODES = 3  # in the list of tcgetattr
@@ -161,6 +162,7 @@ _COMMANDS = {
     "/retry": "ask the last question again",
     "/reset": "forget what was said",
     "/save": "FILE: write the conversation, as Markdown or as messages in a .json file",
+    "/thoughts": "what the model thought before its last answer",
     "/stats": "what the answers took",
     "/help": "this list",
     "/exit": "end; Ctrl-D does the same",
@@ -249,6 +251,32 @@ class _Talk:
 
     def __init__(self, conversation: Conversation, *, interactive: bool, markdown: bool) -> None:
         self._conversation, self._interactive, self._markdown = conversation, interactive, markdown
+        self._thoughts = ""
+        conversation.filter = self._filter
+
+    def _filter(self, context: RequestContext) -> TextFilter | None:
+        """Return what keeps thoughts out of an answer, or None for a model that marks none in its text."""
+        from trtserve.gateway.openai.dialects import dialect_of
+        from trtserve.gateway.openai.reading import reader_of
+
+        self._thoughts = ""
+        files, prompts = context.tokenizer, context.prompts
+        dialect = dialect_of("\n".join(files.chat_templates.values()) if files is not None else None)
+        if files is None or dialect.thoughts is None or context.spec.raw:
+            return None
+        prompt = prompts.texts[0] if prompts.texts else files.decode(prompts.token_ids[0])
+        reader = reader_of(dialect, {}, thinks=dialect.thinks(prompt), thoughts=True, required=False)
+
+        def said(piece: str | None) -> str:
+            text = ""
+            for part in reader.finish() if piece is None else reader.add(piece):
+                if part.kind == "reasoning":
+                    self._thoughts += part.text
+                else:
+                    text += part.text
+            return text
+
+        return said
 
     @property
     def name(self) -> str:
@@ -313,6 +341,7 @@ class _Talk:
             "/retry": lambda: self.ask(conversation.retry),
             "/reset": conversation.reset,
             "/save": lambda: self._save(text),
+            "/thoughts": lambda: print_block(self._thoughts.strip() or "There were none."),
             "/stats": self._print_stats,
             "/help": lambda: print_block("\n".join(f"{name:<8}  {text}" for name, text in _COMMANDS.items())),
         }
@@ -380,6 +409,7 @@ def _described(times: AnswerTimes) -> str:
     rate = times.tokens_per_second
     parts = [
         f"{times.tokens} tokens" if times.tokens is not None else f"{times.seconds:.1f} s",
+        *([f"{times.thought:.0%} of it thoughts (/thoughts)"] if times.thought else []),
         *([] if rate is None else [f"{rate:.1f} tokens/s"]),
         *([] if times.first is None else [f"first after {times.first * 1000:.0f} ms"]),
     ]

@@ -28,20 +28,28 @@ STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "t
 STOP_INTERVAL = 0.25
 
 OnText = Callable[[str], None]
+OnStart = Callable[[RequestContext], None]
+TextFilter = Callable[[str | None], str]
+"""Takes the pieces of an answer, and None at its end; returns what of them is said, and not thought."""
 Pieces = Generator[str, None, Generation]
 """The pieces of a text as they arrive, and then the answer."""
 
 
-def generate(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Generation:
+def generate(
+    spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None, on_start: OnStart | None = None
+) -> Generation:
     """Send one request: a single prompt, or with `spec.batch` several as its rows. See `generate_each`."""
     if spec.rows > 1 and not spec.batch:
         raise UsageError("Several prompts need several requests: use generate_each, or set batch.")
-    return next(iter(generate_each(spec, server, on_text=on_text)))
+    return next(iter(generate_each(spec, server, on_text=on_text, on_start=on_start)))
 
 
-def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Iterator[Generation]:
+def generate_each(
+    spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None, on_start: OnStart | None = None
+) -> Iterator[Generation]:
     """Send every prompt of `spec` as a request of its own, or all in one request with `spec.batch`.
 
+    `on_start` gets what a request is built from before it is sent, and
     `on_text` receives the pieces of an answer as they arrive, if the answer has only one sequence. The answer is
     streamed if the model's transaction policy is decoupled. An interrupt (KeyboardInterrupt), a timeout or an error of
     `on_text` cancels the call and stops the request in the engine before it is raised again.
@@ -49,6 +57,8 @@ def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None =
     """
     with closing(connect(spec, server)) as client:
         for number, context in enumerate(request_contexts(spec, server, client)):
+            if on_start is not None:
+                on_start(context)
             generation = _read(stream(context, server, client, number=number), on_text)
             for sequence in generation.sequences:
                 sequence.prompt += number  # until here the number within this request
@@ -201,6 +211,8 @@ class AnswerTimes:
     """Seconds until the first text, or None without any."""
     tokens: int | None
     """Generated tokens, or None where the server does not count them and for an answer that was stopped."""
+    thought: float = 0.0
+    """The share of thoughts in the characters of the answer."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -218,6 +230,8 @@ class Conversation:
     times: list[AnswerTimes] = field(default_factory=list)
     asked: str | None = None
     """The last question, whether it was answered or not."""
+    filter: Callable[[RequestContext], TextFilter | None] | None = None
+    """What tells the thoughts of an answer from its text; they are not remembered."""
 
     def ask(self, question: str, on_text: Callable[[str], None]) -> AnswerTimes:
         """Send a question with all that was said before, and return what the answer took.
@@ -225,22 +239,34 @@ class Conversation:
         An interrupt (KeyboardInterrupt) stops the answer in the engine; the text so far stays in the conversation.
         Any other error leaves the conversation as it was.
         """
-        begin, first, pieces, self.asked = time.monotonic(), None, list[str](), question
+        begin, pieces, self.asked = time.monotonic(), list[str](), question
+        first: float | None = None
+        kept: TextFilter | None = None
+        total = 0
 
-        def add(piece: str) -> None:
-            nonlocal first
-            first = first if pieces else time.monotonic() - begin
-            pieces.append(piece)
-            on_text(piece)
+        def start(context: RequestContext) -> None:
+            nonlocal kept
+            kept = None if self.filter is None else self.filter(context)
+
+        def add(piece: str | None) -> None:
+            nonlocal first, total
+            first = time.monotonic() - begin if first is None and piece else first
+            total += len(piece or "")
+            if text := (piece or "") if kept is None else kept(piece):
+                pieces.append(text)
+                on_text(text)
 
         spec = replace(self.spec, prompts=(question,), history=tuple(self.history), stream=True)
         try:
-            tokens = generate(spec, self.server, on_text=add).output_tokens
+            tokens = generate(spec, self.server, on_text=add, on_start=start).output_tokens
+            add(None)
         except KeyboardInterrupt:
             self._remember(question, "".join(pieces))
             raise
         self._remember(question, "".join(pieces))
-        self.times.append(AnswerTimes(seconds=time.monotonic() - begin, first=first, tokens=tokens))
+        thought = 1 - len("".join(pieces)) / total if total and kept is not None else 0.0
+        times = AnswerTimes(seconds=time.monotonic() - begin, first=first, tokens=tokens, thought=max(0.0, thought))
+        self.times.append(times)
         return self.times[-1]
 
     def retry(self, on_text: Callable[[str], None]) -> AnswerTimes:
