@@ -59,7 +59,11 @@ def originals(folder: Path) -> tuple[Logits, Logits]:
         plain = model(ids, use_cache=False).logits[0].numpy()
         for name, values in model.named_parameters():
             # Embeddings, output head, norms and routers stay as they are.
-            if re.search(r"\.\d+\.", name) and values.ndim > 1 and not re.search(r"(gate|router)\.weight$|bias$", name):
+            if (
+                re.search(r"\.\d+\.", name)
+                and values.ndim > 1
+                and not re.search(r"(gate|router|kv_b_proj)\.weight$|bias$", name)
+            ):
                 turned = CONV1D.search(name) or (
                     model.config.model_type == "gpt_oss" and TRANSPOSED_EXPERTS.search(name)
                 )

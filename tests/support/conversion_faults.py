@@ -23,19 +23,22 @@ Fault = Callable[[Path], None]
 def faults_of(checkpoint: Path) -> dict[str, Fault]:
     """The faults that this checkpoint can have, by name."""
     config = _config(checkpoint)
-    found: dict[str, Fault] = {"q and k swapped": _in_files(_swap_query_and_key)}
-    found |= {name: _in_config(key, change) for name, (key, change) in config_faults(config).items()}
+    found: dict[str, Fault] = {name: _in_config(key, change) for name, (key, change) in config_faults(config).items()}
     names = [name for rank in _ranks(checkpoint) for name in read_safetensors(rank)]
+    first = "attention.kv_b.weight"  # of latent attention, which has no queries and keys in one tensor
+    if not any(name.endswith(first) for name in names):
+        first = "attention.qkv.weight"
+        found["q and k swapped"] = _in_files(_swap_query_and_key)
     for kind in sorted({_kind(name) for name in names if name.endswith(".bias")}):
         found[f"dropped bias, {kind}"] = _in_files(_mapped(kind, np.zeros_like))
     found |= _norm_faults(config, names)
     found |= _mlp_faults(config)
-    for kind in ("attention.dense.weight", "attention.qkv.weight", "mlp.fc.weight", "mlp.proj.weight"):
+    for kind in ("attention.dense.weight", first, "mlp.fc.weight", "mlp.proj.weight"):
         found[f"transposed, {kind}"] = _in_files(_mapped(kind, lambda values: values.T.reshape(values.shape)))
     if config.mapping.pp_size == 1:
         found["layers swapped"] = _in_files(_swap_layers)
     found["norm epsilon × 0.1"] = _in_config("norm_epsilon", lambda epsilon: epsilon * 0.1)
-    return found | _shard_faults(checkpoint, config)
+    return found | _shard_faults(checkpoint, config, first)
 
 
 def _dropped(_: Any) -> None:
@@ -117,14 +120,14 @@ def _mlp_faults(config: CheckpointConfig) -> dict[str, Fault]:
     return {}
 
 
-def _shard_faults(checkpoint: Path, config: CheckpointConfig) -> dict[str, Fault]:
+def _shard_faults(checkpoint: Path, config: CheckpointConfig, first: str) -> dict[str, Fault]:
     """Swapped ranks, completely or for one kind of tensor; needs two pipeline stages or tensor-parallel ranks."""
     if config.mapping.pp_size == 2:
         return {"stages swapped": _swap_layers_of_stages}
     if config.mapping.tp_size != 2:
         return {}
     found: dict[str, Fault] = {"ranks swapped": _swap_ranks}
-    for kind in ("attention.qkv.weight", "mlp.proj.weight", "lm_head.weight"):
+    for kind in (first, "mlp.proj.weight", "lm_head.weight"):
         found[f"shards swapped, {kind}"] = _swap_shards(kind)
     if config.vocab_size % 2:
         found["vocabulary padded in front"] = _pad_in_front

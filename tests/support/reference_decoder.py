@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.checkpoint.architectures.base import Decoder, Experts
+from trtserve.checkpoint.architectures.base import Decoder, Experts, LatentAttention
 from trtserve.checkpoint.quantized import group_size
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.weight_quantization import Packing, quantize_in_groups
@@ -88,11 +88,11 @@ class ReferenceDecoder:
         product = hidden @ self._weights[f"{name}.weight"].T
         return product + self._weights[f"{name}.bias"] if f"{name}.bias" in self._weights else product
 
-    def _norm(self, hidden: Floats, name: str) -> Floats:
+    def _norm(self, hidden: Floats, name: str, epsilon: float | None = None) -> Floats:
         weight = self._weights[f"{name}.weight"]
         weight = weight if weight.size == hidden.shape[-1] else weight.reshape(-1, hidden.shape[-1])
         if self._decoder.norm == "rms":
-            scaled: Floats = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + self._sizes.epsilon)
+            scaled: Floats = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + (epsilon or self._sizes.epsilon))
             return scaled * weight
         centred = hidden - hidden.mean(-1, keepdims=True)
         normal: Floats = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self._sizes.epsilon)
@@ -100,6 +100,8 @@ class ReferenceDecoder:
 
     def _attention(self, hidden: Floats, name: str, window: int | None, frequencies: Sequence[float] | None) -> Floats:
         sizes, length = self._sizes, len(hidden)
+        if self._decoder.latent is not None:
+            return self._latent_attention(hidden, name, self._decoder.latent)
         fused = self._linear(hidden, name + "qkv").reshape(length, -1, sizes.head)
         query, key = fused[:, : sizes.heads], fused[:, sizes.heads : sizes.heads + sizes.kv_heads]
         norm = self._decoder.qk_norm
@@ -128,6 +130,25 @@ class ReferenceDecoder:
         weights = np.exp(scores - highest)
         weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - highest)
         return self._linear(np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1), name + "dense")
+
+    def _latent_attention(self, hidden: Floats, name: str, latent: LatentAttention) -> Floats:
+        """Keys and values of every head, made of the latent vectors."""
+        length, heads = len(hidden), self._sizes.heads
+        lower = hidden
+        if f"{name}q_a.weight" in self._weights:
+            lower = self._norm(self._linear(hidden, name + "q_a"), name + "q_a_layernorm", latent.epsilon)
+        queries = self._linear(lower, name + "q_b").reshape(length, heads, -1)
+        stored, turned = np.split(self._linear(hidden, name + "kv_a"), [latent.rank], axis=-1)
+        made = self._linear(self._norm(stored, name + "kv_a_layernorm", latent.epsilon), name + "kv_b")
+        keys, values = np.split(made.reshape(length, heads, -1), [latent.plain], axis=-1)
+        frequencies = self._decoder.rope_inv_freq
+        scores = np.einsum("qhd,khd->hqk", queries[..., : latent.plain], keys)
+        rotated = self._rotate(queries[..., latent.plain :], frequencies)
+        scores += np.einsum("qhd,kd->hqk", rotated, self._rotate(turned[:, None], frequencies)[:, 0])
+        scores = np.where(_visible(length, None), scores * self._decoder.attention_scale, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return self._linear(np.einsum("hqk,khd->qhd", weights, values).reshape(length, -1), name + "dense")
 
     def _norm_heads(self, states: Floats, name: str) -> Floats:
         """Norm [l, heads, head] over each head, or over all of them; some weights differ from head to head."""
@@ -251,7 +272,7 @@ _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _
 
 def _is_packed(name: str, weight: Array) -> bool:
     """Routers of experts and biases are not quantised."""
-    routes = name.endswith(("router.weight", "shared_expert_gate.weight"))
+    routes = name.endswith(("router.weight", "shared_expert_gate.weight", "kv_b.weight"))
     return ".layers." in name and name.endswith(".weight") and weight.ndim > 1 and not routes
 
 

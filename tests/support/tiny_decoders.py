@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts, QueryGrowth
+from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts, LatentAttention, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.weight_quantization import Packing
@@ -60,6 +60,12 @@ DEEPSEEK = replace(
         scale=2.5,
         dense_layers=frozenset({0}),
     ),
+)
+LATENT = replace(
+    LLAMA,
+    latent=LatentAttention(rank=32, rotated=16, plain=24, value=40, epsilon=1e-6),
+    rope_interleaved=True,
+    attention_scale=0.15,
 )
 QWEN2_MOE = replace(MIXTRAL, experts=Experts(count=4, chosen=3, renormalized=False, shared=True))
 ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
@@ -137,11 +143,10 @@ def tiny_decoder(
             add(f"{name}.{norm}", sizes.hidden, bias=layer_norm, centre=1.0)
         for norm, size in _head_norms(decoder, sizes).items():
             add(f"{name}.attention.{norm}", size, bias=False, centre=1.0)
-        rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head
-        add(f"{name}.attention.qkv", rows, sizes.hidden, bias=biases)
-        add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=biases)
-        for part, shape in _mlp_shapes(decoder, decoder.experts_of(layer), sizes.hidden).items():
-            add(f"{name}.mlp.{part}", *shape, bias=biases and len(shape) == 2)
+        inner = _mlp_shapes(decoder, decoder.experts_of(layer), sizes.hidden)
+        parts = _attention_shapes(decoder, sizes) | {f"mlp.{part}": shape for part, shape in inner.items()}
+        for part, shape in parts.items():
+            add(f"{name}.{part}", *shape, bias=biases and len(shape) == 2)
     tensors |= _extra_tensors(decoder, sizes, tensors, random, dtype, biases=biases)
     if decoder.block != "post":
         add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
@@ -156,6 +161,20 @@ def _head_norms(decoder: Decoder, sizes: Sizes) -> dict[str, int]:
     several = decoder.qk_norm == "all" or decoder.norm == "layer"
     counts = {"q_layernorm": sizes.heads, "k_layernorm": sizes.kv_heads}
     return {name: heads * sizes.head if several else sizes.head for name, heads in counts.items()}
+
+
+def _attention_shapes(decoder: Decoder, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    latent, heads, hidden = decoder.latent, sizes.heads, sizes.hidden
+    if latent is None:
+        rows = (heads + 2 * sizes.kv_heads) * sizes.head
+        return {"attention.qkv": (rows, hidden), "attention.dense": (hidden, heads * sizes.head)}
+    return {
+        "attention.q_b": (heads * (latent.plain + latent.rotated), hidden),
+        "attention.kv_a": (latent.rank + latent.rotated, hidden),
+        "attention.kv_a_layernorm": (latent.rank,),
+        "attention.kv_b": (heads * (latent.plain + latent.value), latent.rank),
+        "attention.dense": (hidden, heads * latent.value),
+    }
 
 
 def _extra_tensors(
@@ -263,5 +282,7 @@ DECODERS: dict[str, TinyDecoder] = {
     "gpt-oss, sinks, clamped gates, biases of experts": tiny_decoder(GPT_OSS, biases=True),
     "gpt-oss, int8": tiny_decoder(GPT_OSS, biases=True, packing="int8"),
     "deepseek, groups of experts, a dense layer": tiny_decoder(DEEPSEEK),
+    "deepseek, latent attention": tiny_decoder(LATENT, replace(GROUPED, kv_heads=1, head=48)),
+    "deepseek, latent attention, int8": tiny_decoder(LATENT, replace(GROUPED, kv_heads=1, head=48), packing="int8"),
     "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), packing="int8"),
 }

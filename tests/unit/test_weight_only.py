@@ -15,6 +15,8 @@ from trtserve.specs import ConvertSpec
 
 # How the names of the weights end that TensorRT-LLM's loader quantises (`weight_only_quantize_dict`), and an exception.
 QUANTISED = ("qkv.weight", "dense.weight", "fc.weight", "proj.weight", "gate.weight")
+# Ours, of latent attention.
+BEYOND = ("q_a.weight", "q_b.weight", "kv_a.weight")
 LEFT_OUT = "shared_expert_gate.weight"
 
 
@@ -28,5 +30,5 @@ def test_loader_and_cpu_runtime_quantise_the_same_weights(name: str) -> None:
     # The loader leaves nothing out beyond its default when no module is excluded.
     assert config.quantization.exclude_modules == ()
     for target in checkpoint_targets(config):
-        loader = target.name.endswith(QUANTISED) and not target.name.endswith(LEFT_OUT)
+        loader = target.name.endswith((*QUANTISED, *BEYOND)) and not target.name.endswith(LEFT_OUT)
         assert loader == is_quantised(target), target.name

@@ -111,7 +111,13 @@ _ZERO = 8
 # Group sizes for int4 made from floats: the first that divides the inputs.
 INT4_GROUPS = (256, 128, 64, 32)
 # Routers, shared-expert gates and norms with a row for each head stay unquantised.
-_NEVER_QUANTISED = ("mlp.router.weight", "mlp.shared_expert_gate.weight", "q_layernorm.weight", "k_layernorm.weight")
+_NEVER_QUANTISED = (
+    "mlp.router.weight",
+    "mlp.shared_expert_gate.weight",
+    "attention.kv_b.weight",
+    "q_layernorm.weight",
+    "k_layernorm.weight",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

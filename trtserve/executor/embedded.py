@@ -184,7 +184,14 @@ def _resolve_modules(config: CheckpointConfig, spec: BuildSpec) -> tuple[tuple[s
 
 
 def _require_module(config: CheckpointConfig, name: str) -> None:
-    mlp = family(config.architecture).decoder(config).mlp
+    decoder = family(config.architecture).decoder(config)
+    mlp = decoder.mlp
+    if decoder.latent is not None:
+        raise UsageError(
+            f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because its attention "
+            "makes keys and values of a latent vector.",
+            hint="Leave out --lora-plugin and --lora-target-modules.",
+        )
     if mlp == "experts" and name.startswith(("mlp_", "moe_")):
         raise UsageError(
             f"--lora-target-modules {name}: adapters of experts need TensorRT-LLM's GPU engines.",

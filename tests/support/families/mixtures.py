@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tests.support.families import expected
 from tests.support.families.expected import EXPERTS, LAYER_WINDOWS, ROPE_BASE, ROPE_SIZE
 from tests.support.families.family import Family, Shapes
 from tests.support.families.llama_like import LLAMA, YARN, llama_tensors
-from tests.support.families.shards import MIXTURES, llama_ranks
+from tests.support.families.shards import MIXTURES, latent_ranks, llama_ranks
 
 _COMMON: dict[str, Any] = expected.SIZES | {
     "num_key_value_heads": 2,
@@ -239,10 +240,120 @@ OLMOE = Family(
     constants=ROPE_BASE | EXPERTS,
 )
 
+_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 40}
+
+
+def _latent_tensors(config: Mapping[str, Any]) -> Shapes:
+    hidden, heads, biased = config["hidden_size"], config["num_attention_heads"], config.get("attention_bias", False)
+    rank, rotated, plain, value = (config[key] for key in _LATENT)
+    lower, queries = config["q_lora_rank"], heads * (plain + rotated)
+    first = {"q_proj": (queries, hidden)} if lower is None else {"q_a_proj": (lower, hidden)}
+    matrices = first | {"kv_a_proj_with_mqa": (rank + rotated, hidden), "o_proj": (hidden, heads * value)}
+    for name, shape in _tensors(config):
+        if ".self_attn." not in name:
+            yield name, shape
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        for name, shape in matrices.items():
+            yield f"{prefix}{name}.weight", shape
+            if biased and name != "q_proj":
+                yield f"{prefix}{name}.bias", shape[:1]
+        yield f"{prefix}kv_b_proj.weight", (heads * (plain + value), rank)
+        yield f"{prefix}kv_a_layernorm.weight", (rank,)
+        if lower is not None:
+            yield f"{prefix}q_a_layernorm.weight", (lower,)
+            yield f"{prefix}q_b_proj.weight", (queries, lower)
+
+
+DEEPSEEK_V3 = Family(
+    tensors=_latent_tensors,
+    ranks=latent_ranks,
+    config={key: value for key, value in GLM4_MOE.config.items() if key not in ("head_dim", "partial_rotary_factor")}
+    | _LATENT
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": False,
+    },
+    expected=_COMMON
+    | _DEEPSEEK
+    | _LATENT
+    | {
+        "num_key_value_heads": 1,
+        "head_size": 48,
+        "q_lora_rank": 48,
+        "position_embedding_type": "rope_gptj",
+        "rope_interleave": True,
+        "attn_bias": False,
+        "n_group": 4,
+        "topk_group": 2,
+        "superset": ["latent attention", "sigmoid routers"],
+    },
+    nvidia=False,
+    logits=(
+        {},
+        {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-4},
+    ),
+    constants=ROPE_BASE | EXPERTS,
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    config=DEEPSEEK_V3.config
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    expected=DEEPSEEK_V3.expected | {"n_group": 1, "topk_group": 1},
+    logits=({}, {"mlp_layer_types": ["sparse", "sparse"], "first_k_dense_replace": 0}),
+)
+
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    config=DEEPSEEK_V3.config
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 4.0,
+    },
+    expected={key: value for key, value in DEEPSEEK_V3.expected.items() if key != "q_lora_rank"}
+    | {
+        "moe": _ROUTED | {"shared_expert_intermediate_size": 64, "normalization_mode": 0},
+        "moe_shared_expert_intermediate_size": 64,
+        "routed_scaling_factor": 4.0,
+        "scoring_func": "softmax",
+        "n_group": 1,
+        "topk_group": 1,
+        "superset": ["latent attention"],
+    },
+    logits=(
+        {},
+        {
+            "q_lora_rank": 48,
+            "topk_method": "group_limited_greedy",
+            "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+)
+
 MIXTURE_FAMILIES: dict[str, Family] = {
     "gpt_oss": GPT_OSS,
     "glm4_moe": GLM4_MOE,
     "dots1": DOTS1,
     "minimax_m2": MINIMAX_M2,
     "olmoe": OLMOE,
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "deepseek_v2": DEEPSEEK_V2,
 }

@@ -46,6 +46,9 @@ MIXTURES = {
     ),
     "olmoe": Mixture(),
     "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v2": Mixture(shared="mlp.shared_experts"),
     "dots1": _DEEPSEEK,
     "gpt_oss": Mixture(router="mlp.router", experts="mlp.experts.", parts=None),
 }
@@ -86,7 +89,7 @@ def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> li
     put("lm_head.weight", split_vocabulary(table if hf["tie_word_embeddings"] else source["lm_head.weight"], tp))
     for layer in range(hf["num_hidden_layers"]):
         theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
-        for kind in _kinds(source, f"{theirs}self_attn.q_proj"):
+        for kind in _kinds(source, f"{theirs}self_attn.k_proj"):
             q, k, v = (source[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv")
             put(f"{ours}attention.qkv.{kind}", split_qkv(q, k, v, head_size, tp))
         for name, their_name in (("attention.dense", "self_attn.o_proj"), ("mlp.proj", "mlp.down_proj")):
@@ -98,6 +101,28 @@ def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> li
             put(f"{ours}mlp.gate.{kind}", split_rows(source[f"{theirs}mlp.up_proj.{kind}"], tp))
         for name, parts in expert_parts(source, hf, theirs, tp, ep).items():
             put(ours + name, parts)
+    return ranks
+
+
+def latent_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
+    """Return the expected checkpoint of a DeepSeek: ranks share the heads, and each has all of the latent vector."""
+    ours, rest = {}, dict(source)
+    for name in source:
+        layer, found, part = name.partition(".self_attn.")
+        if found:
+            ours[f"transformer.layers.{layer.rpartition('.')[2]}.attention.", part] = rest.pop(name)
+    ranks = llama_ranks(rest, hf, tp, ep)
+    columns = {"q_proj.weight": "q_b.weight", "q_b_proj.weight": "q_b.weight", "kv_b_proj.weight": "kv_b.weight"}
+    for (prefix, part), values in ours.items():
+        if part in columns:
+            name, parts = columns[part], split_rows(values, tp)
+        elif part == "o_proj.weight":
+            name, parts = "dense.weight", np.split(values, tp, axis=1)
+        else:
+            own = part.replace("kv_a_proj_with_mqa", "kv_a").replace("o_proj", "dense").replace("_proj", "")
+            name, parts = own, [values] * tp
+        for rank, values_of_rank in zip(ranks, parts, strict=True):
+            rank[prefix + name] = values_of_rank
     return ranks
 
 

@@ -150,6 +150,21 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention whose keys and values are made of one latent vector per token (MLA).
+
+    A head's query and key have `plain` numbers without positions, which the key takes from the latent vector, and
+    `rotated` ones; the rotated key is the same for all heads. Queries may come from a smaller vector (`q_a`).
+    """
+
+    rank: int  # numbers of the latent vector
+    rotated: int
+    plain: int
+    value: int  # numbers of a head's value
+    epsilon: float  # of the norms of the latent vector and of what queries are made of
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """The layers of a decoder. Runtimes build their graph from it and from the sizes in the checkpoint's config."""
 
@@ -179,6 +194,7 @@ class Decoder:
     attention_softcap: float | None = None  # c: scores become c · tanh(score / c)
     logits_softcap: float | None = None  # the same for logits
     attention_sinks: bool = False  # a learned score per head takes its share of the softmax and adds nothing (gpt-oss)
+    latent: LatentAttention | None = None
     experts: Experts | None = None
 
     def experts_of(self, layer: int) -> Experts | None:
@@ -238,6 +254,7 @@ class SourceNames:
     head: str = "lm_head"
     gate: str | None = None  # of a gated MLP; `fc` is the activated branch
     experts: ExpertNames | None = None  # instead of the MLP, but for layers that are dense
+    latent: bool = False  # latent attention instead of `qkv` and `dense`
     sinks: str | None = None  # the whole name of the scores of attention's sinks
     head_norms: Mapping[str, str] = field(default_factory=dict)  # of queries and keys; `{}` for the number of a head
     # The weights of `head_norms`: one for all heads [D], one for each [H, D], or all in a row [H · D].

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
-from trtserve.checkpoint.architectures.base import Decoder, Experts, QueryGrowth
+from trtserve.checkpoint.architectures.base import Decoder, Experts, LatentAttention, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.engine.shapes import Sizes
@@ -223,7 +223,7 @@ class _GraphBuilder:
         return GraphRotation(
             self._position_ids,
             frequencies,
-            head=self._sizes.head,
+            head=self._sizes.head if decoder.latent is None else decoder.latent.rotated,
             interleaved=decoder.rope_interleaved,
             scale=scale,
             longer=longer,
@@ -251,7 +251,56 @@ class _GraphBuilder:
 
     # Attention
 
+    def _latent_attention(self, hidden: Any, name: str, layer: int, latent: LatentAttention) -> Any:
+        """Attend with one key per token for all heads: its rotated part and its latent vector, which is the value too.
+
+        The matrices that make keys and values of the latent vector are applied to queries and results instead.
+        """
+        heads, size = self._sizes.heads, latent.rotated + latent.rank
+        lower, packing = hidden, self._packing
+        if f"{name}.q_a.weight" in self._names:
+            lower = self._latent_norm(self._linear(hidden, f"{name}.q_a", packing=packing), f"{name}.q_a_layernorm")
+        queries = self._linear(lower, f"{name}.q_b", packing=packing)
+        queries = ops.transpose(
+            ops.reshape(queries, integers(0, 0, heads, latent.plain + latent.rotated), special_zero=True),
+            integers(0, 2, 1, 3),
+        )
+        plain, turned = self._cut(queries, latent.plain, latent.rotated)
+        of_heads = self._floats(f"{name}.kv_b.weight").reshape(heads, -1, latent.rank)
+        keys, values = (
+            float_tensor(np.ascontiguousarray(part), f"{name}.{kind}")
+            for kind, part in (("keys", of_heads[:, : latent.plain]), ("values", of_heads[:, latent.plain :]))
+        )
+        assert self._rotation is not None
+        query = ops.concat([self._rotation.rotate(turned), ops.matmul(plain, keys, False, False)], -1)
+        stored, turned = self._cut(
+            self._linear(hidden, f"{name}.kv_a", packing=self._packing), latent.rank, latent.rotated
+        )
+        turned = self._rotation.rotate(ops.unsqueeze(turned, integers(1)))
+        stored = ops.unsqueeze(self._latent_norm(stored, f"{name}.kv_a_layernorm"), integers(1))
+        key = ops.concat([turned, stored], -1).output(0)
+        key, value = (
+            self._repeat_heads(self._append_to_state(key, f"past_key_values.{layer}.{kind}"))
+            for kind in ("key", "value")
+        )
+        scale = ops.constant(np.float32(self._decoder.attention_scale))
+        attended = ops.scaled_dot_product_attention(query, key, value, self._masks[None], scale, causal=False)
+        kept = ops.slice(attended, integers(latent.rotated), integers(size), integers(1), integers(3))
+        result = ops.transpose(ops.matmul(kept, values, False, True), integers(0, 2, 1, 3))
+        joined = ops.reshape(result, integers(0, 0, heads * latent.value), special_zero=True)
+        return self._linear(joined.output(0), f"{name}.dense", packing=self._packing)
+
+    def _cut(self, states: Any, *lengths: int) -> list[Any]:
+        """Return the parts of the last dimension."""
+        return list(ops.variadic_split(states, ops.constant(np.int64(-1)), ops.constant(np.array(lengths))).outputs())
+
+    def _latent_norm(self, states: Any, name: str) -> Any:
+        assert self._decoder.latent is not None
+        return self._normed(states, name, self._decoder.latent.epsilon)
+
     def _attention(self, hidden: Any, name: str, layer: int) -> Any:
+        if self._decoder.latent is not None:
+            return self._latent_attention(hidden, name, layer, self._decoder.latent)
         sizes = self._sizes
         fused = self._linear(hidden, f"{name}.qkv", packing=self._packing)
         lengths = [sizes.heads * sizes.head, sizes.kv_heads * sizes.head, sizes.kv_heads * sizes.head]
@@ -324,7 +373,7 @@ class _GraphBuilder:
         normal, bias = self._normed(hidden, name), f"{name}.bias"
         return add(normal, self._weight(bias)) if bias in self._names else normal
 
-    def _normed(self, states: Any, name: str) -> Any:
+    def _normed(self, states: Any, name: str, epsilon: float | None = None) -> Any:
         """Return states [b, l, …, n] over their last dimension; a weight of more than n numbers is [heads, n]."""
         values, size = self._floats(f"{name}.weight"), int(states.get_partial_shape()[-1].get_length())
         weight = float_tensor(values if values.size == size else values.reshape(-1, size), f"{name}.weight")
@@ -334,7 +383,7 @@ class _GraphBuilder:
             )
         square = ops.power(states, ops.constant(np.float32(2)))
         mean = ops.reduce_mean(square, integers(-1), keep_dims=True)
-        root = ops.sqrt(ops.add(mean, ops.constant(np.float32(self._sizes.epsilon))))
+        root = ops.sqrt(ops.add(mean, ops.constant(np.float32(epsilon or self._sizes.epsilon))))
         normal = ops.multiply(states, ops.divide(ops.constant(np.float32(1)), root))
         return ops.multiply(normal, weight).output(0)
 

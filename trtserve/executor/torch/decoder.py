@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.shapes import Sizes
+from trtserve.executor.torch.latent import LatentOutput, LatentProjection
 from trtserve.executor.torch.modules import (
     Adapters,
     Embedding,
@@ -68,8 +69,8 @@ class _Layer:
     """The parts of a layer."""
 
     norms: dict[str, Norm]
-    qkv: Linear
-    dense: Linear
+    qkv: Linear | LatentProjection
+    dense: Linear | LatentOutput
     head_norms: HeadNorms | None
     prepared: JoinedNorms | Rotated | None
     """What queries and keys go through before `Operations.rotate_and_store`, which has the usual norms and rotation."""
@@ -142,10 +143,18 @@ class TorchDecoder:
         attention, own_window = f"{name}.attention", decoder.window(number)
         rotation = rotations[0 if own_window is None else 1] if decoder.rotation(number) is not None else None
         head_norms, prepared = self._query_key_norms(weights, attention, rotation)
+        qkv: Linear | LatentProjection
+        dense: Linear | LatentOutput
+        if decoder.latent is None:
+            qkv = Linear(weights, [f"{attention}.qkv"], self._operations, layer=number)
+            dense = Linear(weights, [f"{attention}.dense"], self._operations, layer=number, group=self._group)
+        else:
+            qkv = LatentProjection(decoder.latent, weights, attention, number, self._operations)
+            dense = LatentOutput(decoder.latent, weights, attention, number, self._operations, self._group)
         return _Layer(
             norms={each: self._norm(weights, f"{name}.{each}") for each in norms if f"{name}.{each}.weight" in weights},
-            qkv=Linear(weights, [f"{attention}.qkv"], self._operations, layer=number),
-            dense=Linear(weights, [f"{attention}.dense"], self._operations, layer=number, group=self._group),
+            qkv=qkv,
+            dense=dense,
             head_norms=head_norms,
             prepared=prepared,
             rotation=None if isinstance(prepared, Rotated) else rotation,

@@ -40,6 +40,21 @@ class Embedding:
         return self._group.all_gather(found) if self._split == "row" else found
 
 
+class Projection(Protocol):
+    """What makes outputs [t, out] of hidden states; `matrix` if that is one product."""
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """The matrix of the product."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to the product."""
+
+    def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
+        """Return the outputs of the tokens `x` [t, in]."""
+
+
 class Norm:
     """A norm over hidden states."""
 
@@ -68,7 +83,7 @@ class Norm:
 
     def then(
         self,
-        linear: Linear,
+        linear: Projection,
         x: Tensor,
         residual: Tensor | None,
         adapters: Adapters | None,

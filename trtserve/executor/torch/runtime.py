@@ -104,6 +104,12 @@ class TorchRuntime(EmbeddedRuntime):
 
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> TorchPlan:
         version, device = _torch_version(), self.device(spec.device)
+        if device == "cuda" and family(config.architecture).decoder(config).latent is not None:
+            raise UnsupportedModelError(
+                f"{config.architecture} has latent attention with keys of {config.head_size} numbers; the torch "
+                "runtime's kernels for GPUs hold 256.",
+                hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
+            )
         if device == "cuda" and not count_gpus():
             raise UsageError(
                 "The torch runtime runs on NVIDIA GPUs, and this machine has none.",

@@ -126,7 +126,10 @@ def _turned(module: Any, length: int, kind: str) -> tuple[tuple[float, ...], flo
     positions = torch.tensor([[1, length - 1]])
     several = {"layer_type": kind} if getattr(module, "layer_types", None) else {}
     with torch.inference_mode():
-        cosine, sine = (values[0, 0].float() for values in module(torch.zeros(1, 2, 1), positions, **several))
+        turns = module(torch.zeros(1, 2, 1), positions, **several)
+        # DeepSeek V2 has complex numbers.
+        pair = (turns.real, turns.imag) if isinstance(turns, torch.Tensor) else turns
+        cosine, sine = (values[0, 0].float() for values in pair)
     half = len(cosine) // 2
     if not torch.equal(cosine[:half], cosine[half:]):  # gpt-oss has each pair once
         half = len(cosine)

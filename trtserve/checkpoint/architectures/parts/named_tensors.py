@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Part, SourceNames, Split, Target, embedding_split, fused_qkv
 from trtserve.checkpoint.architectures.parts.expert_tensors import expert_targets, experts_of
+from trtserve.checkpoint.architectures.parts.latent import latent_targets
 
 
 def named_targets(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> list[Target]:
@@ -82,8 +83,11 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
             offset=names.norm_offset,
             layer=layer,
         )
-    yield from _qkv(config, names, layer)
-    yield from _linear(names, "dense", names.dense, layer, (hidden, queries))
+    if names.latent:
+        yield from latent_targets(config, theirs, layer)
+    else:
+        yield from _qkv(config, names, layer)
+        yield from _linear(names, "dense", names.dense, layer, (hidden, queries))
     if names.sinks is not None:
         yield Target(
             name=f"{ours}attention.sinks",
