@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import LatentAttention
-from trtserve.executor.torch.modules import Adapters, Linear, Matrix, Norm
+from trtserve.executor.torch.modules import Adapters, Linear, Norm, WeightMatrix
 from trtserve.executor.torch.operations import Operations
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
@@ -19,7 +19,7 @@ from trtserve.executor.torch.weights import EngineWeights
 class LatentProjection:
     """[t, hidden] → [t, (H + 2) · (rotated + rank)]: queries, the key and the value, with what is rotated first."""
 
-    matrix: Matrix | None = None  # no single product, so that no kernel joins it with the norm before it
+    matrix: WeightMatrix | None = None  # no single product, so that no kernel joins it with the norm before it
 
     bias: Tensor | None = None
 

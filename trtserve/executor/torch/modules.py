@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class Projection(Protocol):
     """What makes outputs [t, out] of hidden states; `matrix` if that is one product."""
 
     @property
-    def matrix(self) -> Matrix | None:
+    def matrix(self) -> WeightMatrix | None:
         """The matrix of the product."""
 
     @property
