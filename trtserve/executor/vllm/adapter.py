@@ -32,7 +32,6 @@ _GUIDES = {
     GuideType.STRUCTURAL_TAG: "structural_tag",
 }
 _ELSEWHERE = "the openvino, torch and tensorrt_llm runtimes have it"
-_ONLY_TENSORRT = "the tensorrt_llm runtime has it"
 
 # Field of SamplingParameters → where else it works.
 _SAMPLING = {
