@@ -23,7 +23,7 @@ from tests.support.families import Config, cases
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of, greedy_tokens
-from trtserve.errors import UnsupportedModelError
+from trtserve.errors import TrtserveError, UnsupportedModelError
 from trtserve.specs import BuildSpec, ConvertSpec
 
 BOUND = 2e-5
@@ -65,6 +65,8 @@ def variant(chance: random.Random, name: str, config: Config, changes: Config) -
             made["hidden_size"] = heads * chance.choice((8, 16, 24))
     if not any(key in changes or key in config for key in _PER_LAYER) and "num_hidden_layers" in config:
         made["num_hidden_layers"] = config["num_hidden_layers"] + chance.choice((0, 0, 1, 3))
+    if "n_positions" in config:
+        made["n_positions"] = 1024
     for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps"):
         if key in config:
             made[key] = chance.choice((1e-6, 1e-5, 1e-3))
@@ -140,7 +142,15 @@ def main() -> int:
                 kind, text = "refused", refused.message
             except Difference as difference:
                 kind, text = "DIFFERENT", str(difference)
-            except (ValueError, TypeError, KeyError, AssertionError, RuntimeError, AttributeError) as error:
+            except (
+                TrtserveError,
+                ValueError,
+                TypeError,
+                KeyError,
+                AssertionError,
+                RuntimeError,
+                AttributeError,
+            ) as error:
                 kind, text = "failed", f"{type(error).__name__}: {error}"[:200].replace("\n", " ")
             else:
                 kind, text = "equal", f"{found[0]:.1e} {found[1]:.1e}"

@@ -65,23 +65,19 @@ class ReferenceDecoder:
         window = self._windows[layer % len(self._windows)]
         scale = self._decoder.residual_scale
         normed = hidden if block in ("post", "branch") else self._norm(hidden, name + "input_layernorm")
-        attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer)) * scale
+        attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer))
         if block == "parallel":
             other = normed if mlp_norm is None else self._norm(hidden, name + mlp_norm)
-            both: Floats = hidden + attended + self._mlp(other, name + "mlp.", layer) * scale
+            both: Floats = hidden + (attended + self._mlp(other, name + "mlp.", layer)) * scale
             return both
         if block == "post":
-            hidden = self._norm(hidden + attended, name + "input_layernorm")
-            return self._norm(hidden + self._mlp(hidden, name + "mlp.", layer), name + "post_layernorm")
-        if block == "sandwich":
-            hidden = hidden + self._norm(attended, name + "post_layernorm")
-            inner = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name + "mlp.", layer)
-            return hidden + self._norm(inner, name + "post_feedforward_layernorm")
-        if block == "branch":
-            hidden = hidden + self._norm(attended, name + "post_layernorm")
-            return hidden + self._norm(self._mlp(hidden, name + "mlp.", layer), name + "post_feedforward_layernorm")
-        hidden = hidden + attended
-        total: Floats = hidden + self._mlp(self._norm(hidden, name + f"{mlp_norm}"), name + "mlp.", layer) * scale
+            hidden = self._norm(hidden + attended * scale, name + "input_layernorm")
+            return self._norm(hidden + self._mlp(hidden, name + "mlp.", layer) * scale, name + "post_layernorm")
+        around = block in ("sandwich", "branch")
+        hidden = hidden + scale * (self._norm(attended, name + "post_layernorm") if around else attended)
+        before = {"branch": None, "sandwich": "pre_feedforward_layernorm"}.get(block, mlp_norm)
+        inner = self._mlp(hidden if before is None else self._norm(hidden, name + before), name + "mlp.", layer)
+        total: Floats = hidden + scale * (self._norm(inner, name + "post_feedforward_layernorm") if around else inner)
         return total
 
     def _linear(self, hidden: Floats, name: str) -> Floats:

@@ -248,11 +248,13 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, normed queries and keys": tiny_decoder(replace(LLAMA, qk_norm="heads")),
     "llama, queries and keys normed over all heads": tiny_decoder(replace(LLAMA, qk_norm="all")),
     "llama, queries and keys normed after rotation": tiny_decoder(replace(LLAMA, qk_norm="rotated")),
-    "llama, norms after attention and MLP": tiny_decoder(replace(LLAMA, block="branch", qk_norm="all")),
+    "llama, norms after attention and MLP": tiny_decoder(
+        replace(LLAMA, block="branch", qk_norm="all", residual_scale=0.6)
+    ),
     "llama, layers without positions": tiny_decoder(replace(LLAMA, unrotated=(False, True), windows=(7, None))),
     "llama, growing queries": tiny_decoder(replace(LLAMA, query_growth=QueryGrowth(beta=0.3, every=8))),
     "llama, factors": tiny_decoder(replace(LLAMA, residual_scale=0.7, logits_scale=0.25, rope_scale=1.2)),
-    "llama, norms on both sides": tiny_decoder(replace(LLAMA, block="sandwich")),
+    "llama, norms on both sides": tiny_decoder(replace(LLAMA, block="sandwich", residual_scale=0.6)),
     "llama, scaled embeddings": tiny_decoder(replace(LLAMA, embedding_scale=8.0)),
     "llama, capped logits": tiny_decoder(replace(LLAMA, logits_softcap=0.5)),
     "llama, int8": tiny_decoder(packing="int8"),

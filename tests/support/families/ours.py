@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.families import expected
-from tests.support.families.expected import LAYER_WINDOWS, ROPE_BASE, ROPE_SCALING, ROPE_SIZE, SCORES, WINDOW
+from tests.support.families.expected import LAYER_WINDOWS, ROPE_BASE, ROPE_SCALING, ROPE_SIZE, WINDOW
 from tests.support.families.family import Config, Family, Shapes
 from tests.support.families.llama_like import LLAMA, YARN
 from tests.support.families.shards import Array, Tensors, split_qkv, split_rows, split_vocabulary
@@ -43,6 +43,25 @@ SANDWICH = (
     ("post_feedforward_layernorm", "post_mlp_layernorm"),
 )
 ONE = (("input_layernorm", "input_layernorm"),)
+PERI = (
+    ("input_layernorm", "input_layernorm"),
+    ("post_layernorm", "post_norm1"),
+    ("pre_feedforward_layernorm", "post_attention_layernorm"),
+    ("post_feedforward_layernorm", "post_norm2"),
+)
+# EXAONE 3's names for Llama's.
+EXAONE = (
+    ("model.embed_tokens.", "transformer.wte."),
+    ("model.layers.", "transformer.h."),
+    ("model.norm.", "transformer.ln_f."),
+    (".self_attn.o_proj.", ".attn.attention.out_proj."),
+    (".self_attn.", ".attn.attention."),
+    (".input_layernorm.", ".ln_1."),
+    (".post_attention_layernorm.", ".ln_2."),
+    (".mlp.gate_proj.", ".mlp.c_fc_0."),
+    (".mlp.up_proj.", ".mlp.c_fc_1."),
+    (".mlp.down_proj.", ".mlp.c_proj."),
+)
 QK = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -56,6 +75,8 @@ def layout(config: Mapping[str, Any]) -> Layout:
         return Layout(norms=ONE, head_norms=QK if config.get("use_qk_norm") else None, head_norm_weights="each")
     if kind in ("glm", "glm4"):
         return Layout(norms=SANDWICH if kind == "glm4" else Layout.norms, fused_mlp=True)
+    if kind == "hyperclovax" and config.get("use_post_norm", True):
+        return Layout(norms=PERI)
     if kind == "hunyuan_v1_dense":
         return Layout(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"))
     if kind == "stablelm":
@@ -105,6 +126,22 @@ def own_tensors(config: Mapping[str, Any]) -> Shapes:
     yield from ((f"model.norm.{kind}", (hidden,)) for kind in kinds)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocab, hidden)
+
+
+def exaone_tensors(config: Mapping[str, Any]) -> Shapes:
+    for name, shape in own_tensors(config):
+        yield _renamed(name), shape
+
+
+def _renamed(name: str) -> str:
+    for ours, theirs in EXAONE:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def exaone_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
+    usual = {name: source[_renamed(name)] for name, _ in own_tensors(hf)}
+    return own_ranks(usual, hf, tp, ep)
 
 
 def head_size(config: Mapping[str, Any]) -> int:
@@ -202,8 +239,8 @@ EXPECTED = {key: expected.LLAMA[key] for key in _KEPT}
 
 def _family(architecture: str, kind: str, words: str, config: Config, keys: Config, **fields: Any) -> Family:
     return Family(
-        tensors=own_tensors,
-        ranks=own_ranks,
+        tensors=exaone_tensors if kind == "exaone" else own_tensors,
+        ranks=exaone_ranks if kind == "exaone" else own_ranks,
         config=LLAMA.config | {"architectures": [architecture], "model_type": kind, "pad_token_id": 0} | config,
         expected=EXPECTED | {"superset": [f"the family {words}"]} | keys,
         nvidia=False,
@@ -251,7 +288,7 @@ OURS: dict[str, Family] = {
         },
         shards=SHARDS,
         logits=({}, {"residual_multiplier": 1.5, "embedding_multiplier": 1, **BIASED, "rope_scaling": YARN}),
-        constants=ROPE_BASE | SCORES,
+        constants=ROPE_BASE,
     ),
     "olmo2": _family(
         "Olmo2ForCausalLM",
@@ -446,6 +483,53 @@ OURS: dict[str, Family] = {
         {"hidden_act": "relu2", "layer_norms": True, "attn_bias": True, "mlp_bias": True},
         shards=(SHARDS[0], SHARDS[1]),
         logits=({"num_key_value_heads": 4}, {"attention_bias": False, "mlp_bias": False, "head_dim": 32}),
+        constants=ROPE_BASE,
+    ),
+    "internlm3": _family(
+        "InternLM3ForCausalLM",
+        "internlm3",
+        "InternLM 3",
+        {"head_dim": 16},
+        {},
+        shards=(SHARDS[0] | BIASED, SHARDS[1]),
+        logits=({}, BIASED | {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}),
+        constants=ROPE_BASE,
+    ),
+    "iquestcoder": _family(
+        "IQuestCoderForCausalLM",
+        "iquestcoder",
+        "IQuest-Coder",
+        {"head_dim": 16},
+        {},
+        shards=(SHARDS[1],),
+        constants=ROPE_BASE,
+    ),
+    "exaone": _family(
+        "ExaoneForCausalLM",
+        "exaone",
+        "EXAONE 3",
+        {},
+        {},
+        shards=(SHARDS[0], SHARDS[1]),
+        logits=({}, {"rope_scaling": YARN}),
+        constants=ROPE_BASE,
+    ),
+    "hyperclovax": _family(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
+        "HyperCLOVA X",
+        {"residual_multiplier": 0.5, "logits_scaling": 0.25, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+        {
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.25,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "logits_multiplied": True,
+            "inter_layernorms": True,
+        },
+        shards=(SHARDS[1],),
+        logits=({}, {"use_post_norm": False, "attention_multiplier": None, "head_dim": 32}),
+        int4=0.5,
         constants=ROPE_BASE,
     ),
     "ministral": _family(

@@ -81,6 +81,10 @@ FAMILIES: dict[str, str] = {
     "MinistralForCausalLM": "ministral",
     "Ministral3ForCausalLM": "ministral",
     "CwmForCausalLM": "ministral",
+    "InternLM3ForCausalLM": "internlm3",
+    "IQuestCoderForCausalLM": "internlm3",
+    "ExaoneForCausalLM": "exaone",
+    "HyperCLOVAXForCausalLM": "granite",
 }
 
 # Other names in TensorRT-LLM's checkpoints.
@@ -88,6 +92,14 @@ _CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2", "Gemma3ForConditionalGeneration":
 
 # The first Llama exports use this spelling; transformers goes by their model_type.
 _RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+
+
+# transformers computes these as Llamas, and names them so when it saves them.
+_SAVED_AS_LLAMA = {
+    "exaone": "ExaoneForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
+}
 
 
 class UnknownArchitectureError(UnsupportedModelError):
@@ -118,6 +130,8 @@ def text_model(hf: HfConfig) -> HfConfig:
     architecture = architecture_of(hf)
     if architecture in WITH_IMAGES:
         return text_config(hf)
+    if architecture == "LlamaForCausalLM" and hf.get("model_type") in _SAVED_AS_LLAMA:
+        return {**hf, "architectures": [_SAVED_AS_LLAMA[hf["model_type"]]]}
     return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
 
 

@@ -167,12 +167,14 @@ class _GraphBuilder:
         attended = self._attention(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.attention", layer)
         hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
         inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp", layer)
-        return add(hidden, self._norm(inner, f"{name}.post_feedforward_layernorm"))
+        normed = self._norm(inner, f"{name}.post_feedforward_layernorm")
+        return add(hidden, _scaled(normed, self._decoder.residual_scale))
 
     def _branch(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(hidden, f"{name}.attention", layer)
         hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
-        return add(hidden, self._norm(self._mlp(hidden, f"{name}.mlp", layer), f"{name}.post_feedforward_layernorm"))
+        normed = self._norm(self._mlp(hidden, f"{name}.mlp", layer), f"{name}.post_feedforward_layernorm")
+        return add(hidden, _scaled(normed, self._decoder.residual_scale))
 
     def _parallel(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")

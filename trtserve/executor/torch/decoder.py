@@ -273,17 +273,20 @@ class TorchDecoder:
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         qkv, residual = layer.norms["input_layernorm"].then(layer.qkv, hidden, residual, attention.all_adapters)
-        attended, norm = layer.norms["post_layernorm"](attention(qkv)), layer.norms["pre_feedforward_layernorm"]
+        scale, norm = self._decoder.residual_scale, layer.norms["pre_feedforward_layernorm"]
+        attended = _scaled(layer.norms["post_layernorm"](attention(qkv)), scale)
         output, residual = layer.mlp.after_norm(norm, attended, attention.kept(residual), attention.adapters)
-        return layer.norms["post_feedforward_layernorm"](output), residual
+        return _scaled(layer.norms["post_feedforward_layernorm"](output), scale), residual
 
     def _branch(
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         total = hidden if residual is None else hidden + residual
         attended = attention(layer.qkv(total, attention.all_adapters))
-        total = attention.kept(total) + layer.norms["post_layernorm"](attended)
-        return layer.norms["post_feedforward_layernorm"](layer.mlp(total, attention.adapters)), total
+        scale = self._decoder.residual_scale
+        total = attention.kept(total) + _scaled(layer.norms["post_layernorm"](attended), scale)
+        output = layer.norms["post_feedforward_layernorm"](layer.mlp(total, attention.adapters))
+        return _scaled(output, scale), total
 
     def _parallel(
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None

@@ -58,6 +58,7 @@ class Constants:
     windows: tuple[int | None, ...]
     attention_softcap: float | None
     logits_softcap: float | None
+    growth: tuple[float, float] = (0.0, 0.0)  # `Decoder.query_growth`: beta and every
 
 
 def constants_of(model: Any) -> Constants:
@@ -76,7 +77,13 @@ def constants_of(model: Any) -> Constants:
         windows=_windows(model, config),
         attention_softcap=next((float(cap) for cap in caps if cap is not None), None),
         logits_softcap=getattr(config, "final_logit_softcapping", None),
+        growth=_growth(getattr(config, "rope_parameters", None) or {}),
     )
+
+
+def _growth(parameters: Mapping[str, Any]) -> tuple[float, float]:
+    beta = float(parameters.get("llama_4_scaling_beta") or 0)
+    return beta, float(parameters["original_max_position_embeddings"]) if beta else 0.0
 
 
 def _windows(model: Any, config: Any) -> tuple[int | None, ...]:
@@ -131,9 +138,12 @@ def _turned(module: Any, length: int, kind: str) -> tuple[tuple[float, ...], flo
         pair = (turns.real, turns.imag) if isinstance(turns, torch.Tensor) else turns
         cosine, sine = (values[0, 0].float() for values in pair)
     half = len(cosine) // 2
-    if not torch.equal(cosine[:half], cosine[half:]):  # gpt-oss has each pair once
-        half = len(cosine)
-    return _angles(sine[:half], cosine[:half]), float((sine**2 + cosine**2).sqrt()[0])
+    one = slice(half)
+    if torch.equal(sine[::2], sine[1::2]):  # the values of a pair are neighbours in Cohere's
+        one = slice(None, None, 2)
+    elif not torch.equal(cosine[:half], cosine[half:]):  # gpt-oss has each pair once
+        one = slice(None)
+    return _angles(sine[one], cosine[one]), float((sine**2 + cosine**2).sqrt()[0])
 
 
 def _angles(sine: Any, cosine: Any) -> tuple[float, ...]:
@@ -151,10 +161,11 @@ def judged_constants(
     """
     return [
         *_judged_epsilon(config, original),
-        *_judged_rotation("rotary", _own(decoder, decoder.rope_inv_freq), original.rotation),
+        *_judged_rotation("rotary", _own(decoder), original.rotation),
         *_judged_local(decoder, original),
         *(_judged_windows(config, decoder, original) if windows or any(decoder.windows) else ()),
         *_judged_cap("attention soft-cap", decoder.attention_softcap, original.attention_softcap),
+        *_judged_growth(decoder, original),
         *_judged_cap("logits soft-cap", decoder.logits_softcap, original.logits_softcap),
     ]
 
@@ -167,12 +178,12 @@ def _judged_epsilon(config: CheckpointConfig, original: Constants) -> Iterator[J
         yield Judgement(name="norm epsilon", value=value, relation="exactly", bound=nearest)
 
 
-def _own(decoder: Decoder, frequencies: tuple[float, ...] | None) -> Rotation | None:
-    if frequencies is None:
+def _own(decoder: Decoder) -> Rotation | None:
+    if decoder.rope_inv_freq is None:
         return None
     long = decoder.long_rope
     return Rotation(
-        frequencies=frequencies,
+        frequencies=decoder.rope_inv_freq,
         scale=decoder.rope_scale,
         long=long.inv_freq if long else None,
         beyond=long.beyond if long else None,
@@ -181,10 +192,11 @@ def _own(decoder: Decoder, frequencies: tuple[float, ...] | None) -> Rotation | 
 
 def _judged_local(decoder: Decoder, original: Constants) -> Iterator[Judgement]:
     """Compare the rotation of layers with a window, if it differs from the other layers'."""
-    if decoder.local_rope_inv_freq is not None or original.local != original.rotation:
-        yield from _judged_rotation(
-            "local rotary", _own(decoder, decoder.local_rope_inv_freq or decoder.rope_inv_freq), original.local
-        )
+    if decoder.local_rope_inv_freq is not None:
+        own = Rotation(frequencies=decoder.local_rope_inv_freq, scale=1.0)
+        yield from _judged_rotation("local rotary", own, original.local)
+    elif original.local != original.rotation:
+        yield from _judged_rotation("local rotary", _own(decoder), original.local)
 
 
 def _judged_rotation(name: str, own: Rotation | None, original: Rotation | None) -> Iterator[Judgement]:
@@ -228,6 +240,14 @@ def _judged_windows(config: CheckpointConfig, decoder: Decoder, original: Consta
     if any(ours) or any(theirs):
         others = sum(one != other for one, other in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
         yield Judgement(name="layers with another window", value=float(others), relation="exactly", bound=0.0)
+
+
+def _judged_growth(decoder: Decoder, original: Constants) -> Iterator[Judgement]:
+    growth = decoder.query_growth
+    own = (0.0, 0.0) if growth is None else (growth.beta, float(growth.every))
+    if own != (0.0, 0.0) or original.growth != (0.0, 0.0):
+        for name, one, other in zip(("beta", "positions"), own, original.growth, strict=True):
+            yield Judgement(name=f"growth of queries: {name}", value=one, relation="exactly", bound=other)
 
 
 def _judged_cap(name: str, own: float | None, original: float | None) -> Iterator[Judgement]:
