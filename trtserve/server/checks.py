@@ -98,7 +98,7 @@ def check_before_launch(plan: ServerPlan, progress: Progress) -> Sequence[Engine
         require_intact(repository, [core.engine for core in plan.served.core_models], progress)
     engines = fit_engines(repository, plan.served.core_models if plan.served.needs_gpus else (), progress)
     announce(plan, progress)
-    require_servable(plan.served, plan.name, progress)
+    require_servable(plan.served, plan.name, progress, copies=plan.spec.instances)
     require_mpirun(plan)
     if plan.served.needs_gpus:
         require_devices(plan)
@@ -133,7 +133,11 @@ def rehearse(plan: ServerPlan, progress: Progress) -> None:
     announce_risks(plan, progress)
     if (warning := warning_of_programs(repository)) is not None:
         progress.warn(warning)
-    _warn_if_refused(progress, lambda: require_ports(plan), lambda: require_servable(plan.served, plan.name, progress))
+    _warn_if_refused(
+        progress,
+        lambda: require_ports(plan),
+        lambda: require_servable(plan.served, plan.name, progress, copies=plan.spec.instances),
+    )
     if plan.served.needs_gpus:
         fit_engines(repository, plan.served.core_models, progress)
         require_fitting_engine(plan.served, plan.spec, progress, repository=repository, store=plan.store)

@@ -244,7 +244,7 @@ def fitting_tokens(needs: ServerNeeds, kv_per_token: int, free: int) -> int:
     return max(0, free - needs.processes - needs.engine) // kv_per_token // _BLOCK * _BLOCK
 
 
-def require_servable(served: ServedRepository, name: str, progress: Progress = SILENT) -> None:
+def require_servable(served: ServedRepository, name: str, progress: Progress = SILENT, *, copies: int = 1) -> None:
     """Raise MemoryLimitError when the embedded executor and Triton's processes do not fit the free memory.
 
     An explicit cache size must fit completely. Otherwise the executor shrinks its cache, and with it the longest
@@ -273,13 +273,14 @@ def require_servable(served: ServedRepository, name: str, progress: Progress = S
     engine = engine_needs_of(served.engine)
     mapped = to_be_mapped(*engine.libraries, files=engine.disk)
     require_memory(
-        needs.processes + needs.engine + least,
-        f"Serving {name} takes {format_bytes(needs.engine)} for the engine, {format_bytes(least)} for its KV cache and"
-        f" {format_bytes(needs.processes)} for Triton: it needs",
+        copies * (needs.processes + needs.engine + least),
+        f"Serving {f'each of {copies} instances of ' if copies > 1 else ''}{name} takes {format_bytes(needs.engine)} "
+        f"for the engine, {format_bytes(least)} for its KV cache and {format_bytes(needs.processes)} for Triton: "
+        "it needs",
         lambda free: _advice(served.engine, needs, per_token, free, explicit=explicit),
         mapped=mapped,
     )
-    fitting = fitting_tokens(needs, per_token, available_memory(mapped).free)
+    fitting = fitting_tokens(needs, per_token, available_memory(mapped).free // copies)
     if fitting < needs.kv_tokens:
         progress.warn(
             f"Memory remains for a KV cache of {fitting} tokens; one sequence of max_seq_len has {needs.kv_tokens}."

@@ -142,9 +142,8 @@ def plan_server(
     elif served.starts_workers:
         common = in_vllm_image(common)
     several = not alone or spec.instances > 1
-    setups = (
-        _instance_setups(common, served.world_size, spec, addresses, ranks * spec.instances) if several else [common]
-    )
+    world = 0 if alone and not served.starts_workers else served.world_size  # GPUs of an instance
+    setups = _instance_setups(common, world, spec, addresses, ranks * spec.instances) if several else [common]
     instances = []
     for number, setup in enumerate(setups, start=1):
         launch = mode.compose(setup, served, spec)

@@ -74,7 +74,6 @@ class Single(LaunchMode):
     def check(self, served: ServedRepository, spec: ServerSpec, *, on_this_machine: bool = True) -> None:
         on_gpus = served.starts_workers
         given = {
-            "--instances": spec.instances > 1 and not on_gpus,
             "--multi-model": spec.multi_model,
             "--gpus": bool(spec.gpus) and not on_gpus,
             "--container": spec.container is not None and not on_gpus,
