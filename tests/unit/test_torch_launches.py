@@ -144,3 +144,12 @@ def test_instances_divide_the_gpus(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, repository_of(tmp_path, tp=2), spec)
     shown = [instance.launch.command.env["CUDA_VISIBLE_DEVICES"] for instance in plan.instances]
     assert shown == ["0,1", "2,3"]
+
+
+def test_instances_of_one_process_each(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, repository_of(tmp_path), replace(ServerSpec(), instances=2))
+    assert [instance.launch.mode for instance in plan.instances] == ["single", "single"]
+    assert len({str(instance.launch.command) for instance in plan.instances}) == 2
+    assert plan.proxy is not None
+    second = plan.instances[1].address
+    assert plan.proxy.settings.replicas == (f"127.0.0.1:{second.grpc_port}:{second.http_port}",)
