@@ -80,7 +80,7 @@ def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
 
 def is_weights(name: str) -> bool:
     """Return whether a file of this name holds weights: a model's, a checkpoint's or an engine's."""
-    return name.endswith((".safetensors", ".bin", ".engine"))
+    return name.endswith((".safetensors", ".gguf", ".bin", ".engine"))
 
 
 def require_own(path: Path, folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.gguf_files import write_gguf_model
 from tests.support.paged_steps import PagedSteps
 from tests.support.quantised_models import (
     EXPERT_SIZES,
@@ -28,7 +29,9 @@ from tests.support.tiny_models import read_safetensors, write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of
 from trtserve.artifacts import Model
 from trtserve.executor import api
+from trtserve.pipeline.gguf_folder import unfolded
 from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.store import Store
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -48,6 +51,15 @@ NEW_TOKENS = 12
 def test_greedy_tokens_equal_transformers(scheme: str, spec: ConvertSpec, tmp_path: Path) -> None:
     model = write_quantised_model(tmp_path, scheme, gain=1.0)
     require_equal_tokens(model, spec, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("Q4_0", "llama"), ("Q8_0", "gemma2")])
+def test_gguf_files_answer_as_transformers(kind: str, family: str, tmp_path: Path) -> None:
+    """In float32, with the weights that the blocks of the file stand for."""
+    file, plain = write_gguf_model(tmp_path, family, family, kind, gain=1.0, **SIZES, query_pre_attn_scalar=64)
+    folder = unfolded(file, Store(tmp_path / "store"), tokenizer=True)
+    model = QuantisedModel(folder=folder, dequantised=plain, weights={})
+    require_equal_tokens(model, ConvertSpec(dtype="float32", tp_size=2), tmp_path)
 
 
 @pytest.mark.parametrize(

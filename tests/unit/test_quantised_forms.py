@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "version gemv_fast"),
     ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "llm-awq"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
-    ({"quant_method": "bitsandbytes"}, "neither load_in_4bit"),
+    ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
     ({"quant_method": "aqlm"}, "aqlm"),
     ({"quant_method": "hqq"}, "hqq"),
     ({"quant_method": "quanto"}, "quanto"),

@@ -39,7 +39,7 @@ _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _EXPONENTS = frozenset({"F8_E8M0", "U8"})
 _SCALE_BIAS, _NO_NUMBER = 127, 255
 # e2m1: a sign, two bits of exponent, one of mantissa.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # AWQ: the output of each nibble of a word.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LARGEST_STATE = 1 << 16
@@ -251,7 +251,7 @@ class Fp4(Encoding):
         if self.overall is not None:
             overall = np.float32(self.overall.values().reshape(-1)[0])
             scales = scales / overall if self.divides else scales * overall
-        values: Floats = np.asarray(_E2M1, np.float32)[codes] * scales[:, :, None]
+        values: Floats = np.asarray(E2M1, np.float32)[codes] * scales[:, :, None]
         return values.reshape(count, -1)
 
 
@@ -346,7 +346,7 @@ class Widening:
     per output.
     """
 
-    method: Literal["mxfp4", "gptq", "awq", "fp8", "modelopt", "compressed-tensors", "bitsandbytes"]
+    method: Literal["mxfp4", "gguf", "gptq", "awq", "fp8", "modelopt", "compressed-tensors", "bitsandbytes"]
     bits: int = 8
     group: int = -1
     stored_zero: int = 0
@@ -356,8 +356,8 @@ class Widening:
 def widening(config: Mapping[str, Any]) -> Widening:
     """Return how a quantisation config's matrices are read. Raises UnsupportedModelError naming what is not."""
     method = str(config.get("quant_method", "unknown method"))
-    if method == "mxfp4":
-        return Widening(method="mxfp4")
+    if method in ("mxfp4", "gguf"):
+        return Widening(method="mxfp4" if method == "mxfp4" else "gguf")
     if method == "gptq":
         return _gptq(config)
     if method == "awq":
@@ -365,16 +365,10 @@ def widening(config: Mapping[str, Any]) -> Widening:
     if method in ("fp8", "fbgemm_fp8"):
         return _fp8(config)
     if method == "modelopt":
-        inner = config.get("quantization")
-        named = config.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
-        if named not in _MODELOPT:
-            raise refused(f"quantised by ModelOpt with {named}")
-        return Widening(method="modelopt", block=(128, 128) if named == "FP8_PB_WO" else None)
+        return _modelopt(config)
     if method == "compressed-tensors":
         return _compressed(config)
-    if method == "bitsandbytes":
-        if not (config.get("load_in_4bit") or config.get("load_in_8bit")):
-            raise refused("bitsandbytes with neither load_in_4bit nor load_in_8bit")
+    if method == "bitsandbytes" and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         return Widening(method="bitsandbytes")
     raise refused(f"quantised ({method})")
 
@@ -418,6 +412,14 @@ def _fp8(config: Mapping[str, Any]) -> Widening:
     if config.get("activation_scheme", "dynamic") not in ("static", "dynamic"):
         raise refused(f"FP8 with activation_scheme {config['activation_scheme']!r}; expected static or dynamic")
     return Widening(method="fp8", block=None if block is None else _block(block))
+
+
+def _modelopt(config: Mapping[str, Any]) -> Widening:
+    inner = config.get("quantization")
+    named = config.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
+    if named not in _MODELOPT:
+        raise refused(f"quantised by ModelOpt with {named}")
+    return Widening(method="modelopt", block=(128, 128) if named == "FP8_PB_WO" else None)
 
 
 def _block(block: object) -> tuple[int, int]:

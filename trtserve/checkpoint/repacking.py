@@ -301,7 +301,7 @@ def dequantized(
         stem, _, ending = name.rpartition(".")
         if tensor.encoding is not None:
             shape = tensor.entry.shape
-            yield name, tensor.encoding.rows(0, math.prod(shape[:-1])).reshape(shape)
+            yield name, tensor.encoding.rows(0, math.prod(shape[:-1] or shape)).reshape(shape)
             continue
         if ending in _BESIDE or tensor.entry.code in _MASKS:
             continue

@@ -22,6 +22,8 @@ from trtserve.files import LARGEST_TEXT, is_below, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GGUF = "model.gguf"
+"""Weights of a folder that was made of a GGUF file."""
 # Older exports of ModelOpt and AutoGPTQ describe the quantisation in a separate file.
 _QUANTISATION_BESIDE = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"))
 
@@ -95,6 +97,8 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
     Raises CorruptFileError when files and index disagree; ConversionError lists tensors stored twice with different
     values.
     """
+    if (folder / GGUF).is_file():
+        return _of_gguf(folder / GGUF)
     stored = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
     config = read_hf_config(folder) if (folder / "config.json").is_file() else {}
     tensors = [each for tensor in _widened(stored, widened_by(config)) for each in _of_each_expert(tensor)]
@@ -112,6 +116,17 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
             f"{folder} stores tensors twice with different values: {listing(twice)}.", hint="Fetch the model again."
         )
     return named
+
+
+def _of_gguf(path: Path) -> dict[str, SourceTensor]:
+    from trtserve.checkpoint.gguf import GgufFile
+    from trtserve.checkpoint.gguf_model import tensors_of
+
+    found = dict[str, SourceTensor]()
+    for stored, encoding in tensors_of(GgufFile(path)):
+        entry = replace(stored.entry, code=encoding.code, shape=encoding.shape)
+        found[stored.name] = SourceTensor(name=stored.name, file=stored.file, entry=entry, encoding=encoding)
+    return found
 
 
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?$")

@@ -11,7 +11,7 @@ from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures.base import HfConfig
 from trtserve.checkpoint.quantized import require_gpu_sm
 from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
-from trtserve.checkpoint.supported import SourceQuantization, source_quantization
+from trtserve.checkpoint.supported import SourceQuantization, source_quantization, widened_by
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.nvidia.releases.installed import require_engine_path
@@ -126,7 +126,7 @@ def expected_config(hf: HfConfig, spec: ConvertSpec) -> CheckpointConfig:
 
     A known model with unknown quantisation gets the config of float weights.
     """
-    if spec.quantize != "none" and hf.get("quantization_config"):
+    if spec.quantize != "none" and hf.get("quantization_config") and widened_by(hf) is None:
         raise _quantised_already(hf, spec)
     quantization = {"quant_algo": _QUANT_ALGO[spec.quantize]}
     own = replace(spec, quantize="none", converter="own", **_NO_TOOL)

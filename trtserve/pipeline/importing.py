@@ -10,7 +10,7 @@ from trtserve.artifacts import Artifact, Engine, Model, ModelRepository, load_ar
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
-from trtserve.errors import DiskSpaceError, MemoryLimitError
+from trtserve.errors import DiskSpaceError, MemoryLimitError, UnsupportedModelError
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime, draft_memory
 from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.releases.converters import require_converter
@@ -29,7 +29,7 @@ from trtserve.pipeline.import_spec import (
 )
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, memory_needs, require_enough_memory
 from trtserve.pipeline.model import ModelPlan, plan_model
-from trtserve.pipeline.model_files import is_convertible
+from trtserve.pipeline.model_files import GGUF, is_convertible
 from trtserve.pipeline.stages import StagePlan, StageSummary, summary
 from trtserve.progress import SILENT, Progress
 from trtserve.repository.assembling import engine_models, plan_repository, require_fitting
@@ -159,6 +159,11 @@ def plan_import(
         progress=progress,
     )
     plan = ImportPlan(spec=spec, store=store, runtime=runtime.name, model=model)
+    if not plan.has_engine and any(file.name == GGUF for file in model.files):
+        raise UnsupportedModelError(
+            f"{spec.source} is a GGUF file, which {runtime.name} does not load here.",
+            hint="Use --runtime openvino or torch, or import the original model.",
+        )
     if runtime.folder_as_engine:
         made = require_vllm_serves(
             model.config, model.weight_bytes, spec.repository, convert=spec.convert, build=spec.build

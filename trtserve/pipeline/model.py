@@ -11,6 +11,7 @@ from trtserve.artifacts import Model
 from trtserve.errors import CorruptFileError, LockedError
 from trtserve.files import is_weights, locked
 from trtserve.host.machine import format_bytes, require_disk
+from trtserve.pipeline.gguf_folder import gguf_file, unfolded
 from trtserve.pipeline.model_files import ModelFiles, folder_files, planned_files, stored_files
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
@@ -53,7 +54,10 @@ class ModelPlan(ModelFiles):
             progress.step(f"Model {existing.path} is reused")
             return existing
         if self.folder is not None or self.revision is None:
-            return publish(Model, self.path, self.manifest, lambda staging: _link_folder(self, staging))
+            model = publish(Model, self.path, self.manifest, lambda staging: _link_folder(self, staging))
+            if self.folder is not None and self.folder.parent == self.store.downloads:  # made of a GGUF file
+                self.store.remove_folder(self.folder)
+            return model
         with download_folder(self.store, self.revision, progress) as folder:
             # Another process may have published it while this one waited for the folder.
             if reusable(Model, self.path, self.fingerprint) is None:
@@ -82,11 +86,11 @@ def plan_model(
 ) -> ModelPlan:
     """Plan a model without its weights: commit, files, sizes, architecture, destination.
 
-    `source` is `demo`, an alias, a hub id `org/name[@revision]` or a folder. From the hub only `config.json` and the
-    index of the weights are pulled; its revision is pinned to a commit. `token` None uses the usual places of
-    huggingface_hub. `own_tokenizer` False: another tokenizer is served with the model. `any_architecture`: NVIDIA's
-    tools convert or load the model, so ours need not know it. Raises UnsupportedModelError for a model that cannot be
-    converted here, or without the tokenizer that it needs.
+    `source` is `demo`, an alias, a hub id `org/name[@revision]`, a folder or a GGUF file. From the hub only
+    `config.json` and the index of the weights are pulled; its revision is pinned to a commit. `token` None uses the
+    usual places of huggingface_hub. `own_tokenizer` False: another tokenizer is served with the model.
+    `any_architecture`: NVIDIA's tools convert or load the model, so ours need not know it. Raises
+    UnsupportedModelError for a model that cannot be converted here, or without the tokenizer that it needs.
     """
     store, parsed = store or Store(), parse_source(source, name=name)
     if (other := other_meaning(parsed)) is not None:
@@ -95,6 +99,8 @@ def plan_model(
     if parsed.kind in ("hub", "bucket"):
         found = _remote_files(parsed, store, token, progress, needs)
     else:
+        if (file := gguf_file(parsed)) is not None:
+            parsed = replace(parsed, location=str(unfolded(file, store, tokenizer=own_tokenizer)))
         found = folder_files(parsed, **needs)
     path, reused = destination(Model, found.name, found.fingerprint, out=out, store=store)
     missing = 0

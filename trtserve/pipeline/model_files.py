@@ -27,6 +27,7 @@ from trtserve.store.sources import Source
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
+GGUF = "model.gguf"
 INDEX = "model.safetensors.index.json"
 _PICKLED = "pytorch_model.bin"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
@@ -186,6 +187,8 @@ def _weight_names(
     label: str, files: Mapping[str, RemoteFile], read: Callable[[RemoteFile], Path], *, unpickled: bool
 ) -> set[str]:
     """Return the names of the weight files; reading PyTorch's here (`unpickled`) needs PyTorch."""
+    if GGUF in files:
+        return {GGUF}
     for single, index in ((SINGLE, INDEX), (_PICKLED, _PICKLED_INDEX)):
         if unpickled and single == _PICKLED and (_PICKLED in files or _PICKLED_INDEX in files):
             from trtserve.checkpoint.tensor_files import require_torch

@@ -75,7 +75,7 @@ class Source:
 
     text: str  # as the user typed it
     kind: Literal["demo", "hub", "folder", "bucket"]
-    location: str  # `org/name` of the hub, the URL of a folder in an object store, else an absolute folder
+    location: str  # `org/name` of the hub, the URL of a folder in an object store, else an absolute folder or GGUF file
     name: str  # that the model is served under
     revision: str | None = None  # branch, tag or commit of the hub; None: its default branch
 
@@ -92,8 +92,16 @@ def parse_source(text: str, *, name: str | None = None) -> Source:
         return _folder(text, text.removeprefix("local:"), name)
     if text.startswith("hf:"):
         return _hub(text, text.removeprefix("hf:"), name)
-    if Path(text).expanduser().is_file():
-        raise ModelNotFoundError(f"{text} is a file; a model is a folder.", hint="Give the folder that holds it.")
+    path = Path(text).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        # The resolved path is part of the fingerprint, as that of a folder.
+        return Source(
+            text=text, kind="folder", location=str(path.resolve()), name=served_name(name or plain_name(path.stem))
+        )
+    if path.is_file():
+        raise ModelNotFoundError(
+            f"{text} is a file; a model is a folder.", hint="Give the folder that holds it, or a GGUF file."
+        )
     if _is_folder_source(text):
         return _folder(text, text, name)
     if text == DEMO:

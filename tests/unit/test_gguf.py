@@ -1,0 +1,274 @@
+"""GGUF files: every family's weights and config, the tokenizers, each block type, and lies in a header."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.gguf_files import metadata_of, text, value, write_gguf, write_gguf_model
+from tests.support.stages import convert_model
+from tests.support.tiny_models import read_safetensors
+from trtserve.artifacts import Model
+from trtserve.checkpoint.gguf import BY_NAME, GgufFile
+from trtserve.checkpoint.gguf_model import config_of, tokenizer_of
+from trtserve.errors import CorruptFileError, TrtserveError, UnsupportedModelError
+from trtserve.pipeline.gguf_folder import unfolded
+from trtserve.pipeline.model import plan_model
+from trtserve.specs import ConvertSpec
+from trtserve.store import Store
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+}
+MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("llama", "llama", "Q4_0", {"head_dim": 32}),
+    ("llama", "llama", "F16", {"tie_word_embeddings": True}),
+    ("mixtral", "llama", "Q8_0", {}),
+    ("qwen2", "qwen2", "Q8_0", {}),
+    ("qwen3", "qwen3", "Q4_0", {"head_dim": 64}),
+    ("qwen3_moe", "qwen3moe", "Q8_0", {"head_dim": 32, "moe_intermediate_size": 64}),
+    ("gemma", "gemma", "Q8_0", {"head_dim": 64}),
+    ("gemma2", "gemma2", "Q8_0", {"head_dim": 64, "query_pre_attn_scalar": 64}),
+    (
+        "gemma3",
+        "gemma3",
+        "Q4_0",
+        {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window_pattern": 6, "layer_types": None},
+    ),
+    ("phi3", "phi3", "Q8_0", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "architecture", "kind", "sizes"), MODELS, ids=str)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_checkpoints_are_those_of_the_same_floats(
+    family: str, architecture: str, kind: str, sizes: dict[str, Any], tp_size: int, tmp_path: Path
+) -> None:
+    """Made of the file, and of a Hugging Face folder with the weights that its blocks stand for."""
+    file, plain = write_gguf_model(tmp_path, family, architecture, kind, **SIZES | sizes)
+    folder = unfolded(file, Store(tmp_path / "store"), tokenizer=True)
+    spec = ConvertSpec(dtype="float32", tp_size=tp_size)
+    made, expected = (
+        convert_model(Model(path=each), spec, out=tmp_path / name).path for each, name in ((folder, "a"), (plain, "b"))
+    )
+    config, wanted = (json.loads((each / "config.json").read_text()) for each in (made, expected))
+    for key, content in wanted.items():
+        if isinstance(content, float):
+            assert config[key] == pytest.approx(content, rel=1e-6), key
+        elif key not in ("architecture", "max_attention_window", "hidden_act"):
+            assert config.get(key) == content, key
+    for rank in range(tp_size):
+        found, right = (read_safetensors(each / f"rank{rank}.safetensors") for each in (made, expected))
+        assert found.keys() == right.keys()
+        for name, values in right.items():
+            # Norms of Gemma were stored plus one: a rounding of the last bit.
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-7, err_msg=name)
+
+
+def test_import_of_a_file_and_of_its_folder(tmp_path: Path) -> None:
+    file, _ = write_gguf_model(tmp_path, "llama", "llama", "Q8_0", **SIZES)
+    store = Store(tmp_path / "store")
+    plans = [plan_model(text, store=store) for text in (str(file), str(file.parent))]
+    model = plans[0].run()
+    assert (model.path / "model.gguf").resolve() == file.resolve()
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {path.name for path in model.path.iterdir()}
+    assert [plan.name for plan in plans] == ["llama", plans[1].name]
+    assert plan_model(str(file), store=store).reused
+    (file.parent / "other.gguf").write_bytes(file.read_bytes())
+    with pytest.raises(UnsupportedModelError, match="several GGUF files"):
+        plan_model(str(file.parent), store=store)
+
+
+def tokenizer(tmp_path: Path, metadata: dict[str, Any]) -> Any:
+    """The tokenizer of a file without weights, read by transformers."""
+    from transformers import AutoTokenizer
+
+    config = {"max_position_embeddings": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    config |= {"num_attention_heads": 2, "vocab_size": 320}
+    file = write_gguf(tmp_path / "tokens.gguf", metadata_of(config, "llama") | metadata, {})
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name, content in tokenizer_of(GgufFile(file)).items():
+        (folder / name).write_text(json.dumps(content))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+TEXTS = ["Hello world, it's 2026!", "  two  spaces\n\nand\tlines", "Ünïcödé 速い狐 🦊", "x=1234567; f(y)", ""]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+def test_bpe_is_that_of_the_original(pre: str, tmp_path: Path) -> None:
+    """A tokenizer that the library trains, with the parts that these families publish."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    numbers = {"llama-bpe": "{1,3}", "qwen2": "", "tekken": ""}
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in numbers)
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        + numbers.get(pre, "")
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    from tokenizers import Regex
+
+    before: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pre in numbers else []
+    before += [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    original = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    original.pre_tokenizer = pre_tokenizers.Sequence([*before, level])
+    original.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+        show_progress=False,
+    )
+    original.train_from_iterator([*TEXTS, "the theory of the other thing is that it is"] * 3, trainer)
+    content = json.loads(original.to_str())
+    tokens = [token for token, _ in sorted(original.get_vocab().items(), key=lambda item: item[1])]
+    made = tokenizer(
+        tmp_path,
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.merges": [
+                merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
+            ],
+            "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 1)],
+            "tokenizer.ggml.bos_token_id": 0,
+            "tokenizer.ggml.eos_token_id": 0,
+            "tokenizer.ggml.add_bos_token": False,
+        },
+    )
+    for each in [*TEXTS, "a <|end|> b"]:
+        if pre != "tekken":  # its pattern is another one
+            assert made.encode(each) == original.encode(each).ids, each
+        assert made.decode(made.encode(each)) == each or "<|end|>" in each
+
+
+def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
+    pieces = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁ab"]
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.tokens": [*special, *pieces],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.scores": [*[0.0] * 259, -9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0],
+    }
+    made = tokenizer(tmp_path, metadata)
+    assert made.tokenize("abc") == ["▁", "abc"]  # bc before ab, then a with bc
+    assert made.tokenize("ab") == ["▁ab"]
+    assert made.tokenize("a é") == ["▁", "a", "▁", "<0xC3>", "<0xA9>"]
+    assert made.encode("ab")[0] == 1  # <s>
+    assert made.decode(made.encode("abc ab"), skip_special_tokens=True) == "abc ab"
+    assert made.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
+
+
+# Where blocks have float16 numbers; 0 for the others.
+HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
+# SHA-256 of the float32 that the package gguf 0.19.0 (llama.cpp's own) makes of the blocks below.
+MEANT = {
+    "F32": "84e8792c7b58bf06",
+    "F16": "8b2f04a372a68d20",
+    "BF16": "0bce52a029c0165f",
+    "Q4_0": "f1691d49275d8519",
+    "Q4_1": "2161e80a71a7b12b",
+    "Q5_0": "36d47333b3132f57",
+    "Q5_1": "77e6a2ae029f3823",
+    "Q8_0": "c8c9236e7a6b360c",
+    "Q2_K": "0cd5e8be1be2f98e",
+    "Q3_K": "fd2a9361f33cc4eb",
+    "Q4_K": "d83c30f1d5d82bed",
+    "Q5_K": "960dc974614d5af5",
+    "Q6_K": "cb0b2103f8a95d54",
+    "IQ4_NL": "828dd7474fb687ff",
+    "IQ4_XS": "94d0c620dc180643",
+    "MXFP4": "c59b0a413e5f6279",
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_blocks_are_those_of_llama_cpp(name: str) -> None:
+    """Random bytes, with float16 numbers, or the exponent, of a usual size."""
+    kind = BY_NAME[name]
+    blocks = np.random.default_rng(0).integers(0, 256, (64, kind.size), dtype=np.uint8)
+    places = [0] if name == "MXFP4" else [3] if name == "F32" else [at + 1 for at in HALVES.get(name, (0,))]
+    for at in places:
+        blocks[:, at] = blocks[:, at] % 16 + (120 if name == "MXFP4" else 0x28)
+    floats = np.ascontiguousarray(kind.floats(blocks).astype("<f4")) + np.float32(0)  # no −0
+    assert hashlib.sha256(floats.tobytes()).hexdigest()[:16] == MEANT[name]
+
+
+def header(tensors: int, keys: int, rest: bytes = b"") -> Callable[[bytes], bytes]:
+    return lambda _: b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest
+
+
+NAMED = text("t") + struct.pack("<I", 1)
+LIES: list[tuple[Callable[[bytes], bytes], str]] = [
+    (lambda data: b"GGML" + data[4:], "does not begin"),
+    (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "version 1"),
+    (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "big endian"),
+    (lambda data: data[:300], "beyond its header"),
+    (lambda data: data[:1000], "320 values of type 8"),
+    (lambda data: data[:-64], "ends after the file"),
+    (header(1 << 60, 0), "claims"),
+    (header(0, 1 << 60), "claims"),
+    (header(0, 1, struct.pack("<Q", 1 << 62)), "has 4611686018427387904 bytes"),
+    (header(0, 1, text("a") + struct.pack("<I", 99)), "type 99"),
+    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 4, 1 << 62)), "beyond its header"),
+    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 8, 1 << 62)), "values of type 8"),
+    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 9, 1)), "values of type 9"),
+    (header(0, 2, (text("a") + value(1)) * 2), "twice"),
+    (header(0, 1, text("general.alignment") + value(33)), "alignment"),
+    (header(1, 0, text("t") + struct.pack("<I", 9)), "9 dimensions"),
+    (header(1, 0, NAMED + struct.pack("<QIQ", 32, 16, 0)), "type 16"),
+    (header(1, 0, NAMED + struct.pack("<QIQ", 33, 2, 0)), r"Q4_0 \[33\]"),
+    (header(1, 0, NAMED + struct.pack("<QIQ", 1 << 63, 0, 0)), "F32"),
+    (header(1, 0, NAMED + struct.pack("<QIQ", 1 << 30, 0, 0)), "ends after"),
+    (header(2, 0, (NAMED + struct.pack("<QIQ", 1, 0, 0)) * 2 + bytes(64)), "overlaps"),
+]
+
+
+def test_lies_in_a_header_are_refused(tmp_path: Path) -> None:
+    file, _ = write_gguf_model(tmp_path, "llama", "llama", "Q8_0", **SIZES)
+    whole = file.read_bytes()
+    for change, message in LIES:
+        file.write_bytes(change(whole))
+        with pytest.raises(TrtserveError, match=message):
+            GgufFile(file)
+
+
+def test_models_and_tokenizers_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    plain = metadata_of(config | {"num_attention_heads": 2, "vocab_size": 320}, "llama")
+    for change, make, message in (
+        ({"general.architecture": "mamba"}, config_of, "architecture mamba"),
+        ({"split.count": 2}, config_of, "one of 2 parts"),
+        ({"llama.block_count": "2"}, config_of, "block_count is '2'"),
+        ({"llama.attention.head_count_kv": [1, 2]}, config_of, "different numbers of heads"),
+        ({"llama.rope.scaling.type": "longrope"}, config_of, "by longrope"),
+        ({"tokenizer.ggml.model": "bert"}, tokenizer_of, "kind bert"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "chatglm-bpe"}, tokenizer_of, "as chatglm-bpe"),
+        ({"tokenizer.ggml.model": "gpt2"}, tokenizer_of, "no merges"),
+        ({"tokenizer.ggml.scores": [1.0]}, tokenizer_of, "no score"),
+        ({"tokenizer.ggml.token_type": [1]}, tokenizer_of, "1 kinds"),
+    ):
+        file = write_gguf(tmp_path / "x.gguf", plain | change, {})
+        with pytest.raises((UnsupportedModelError, CorruptFileError), match=message):
+            make(GgufFile(file))
