@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from trtserve.pipeline.import_spec import ImportSpec
 
 
-_SOURCE_HELP = "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, a folder, a file *.gguf, or s3://… or gs://…"
+_SOURCE_HELP = (
+    "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, a folder, a GGUF file, or s3://… "
+    "or gs://…"
+)
 
 
 def import_(
