@@ -24,7 +24,7 @@ _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of th
         ),
         (
             ["plan"],
-            "`trtserve plan` needs MODEL.",
+            "`trtserve plan` needs MODEL, or --fleet FILE.",
             f"MODEL: {_MODEL_OF_PLAN}. `trtserve plan -h` explains the rest.",
         ),
         (

@@ -220,6 +220,7 @@ _NOT_MEASURED = "not measured yet"
 
 
 FLEET = "A fleet on paper"
+_MODEL = "Folder, name of an import, alias, or org/name[@revision] of the hub."
 
 
 def plan(
@@ -227,7 +228,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Folder, name of an import, alias, or org/name[@revision] of the hub.",
+            help=_MODEL,
             autocompletion=sources,
         ),
     ] = None,
@@ -283,8 +284,13 @@ def plan(
         trtserve plan llama-2-7b --gpu h100-80gb --tp-size 2 --max-batch-size 64
         trtserve plan --fleet fleet.yaml --write handed-over
     """
-    if (model is None) == (fleet is None):
-        raise UsageError("Name a model, or a fleet file with --fleet.", hint="`trtserve models` lists short names.")
+    if model is not None and fleet is not None:
+        raise UsageError("--fleet plans the shapes of its file; leave MODEL out.")
+    if model is None and fleet is None:
+        raise UsageError(
+            "`trtserve plan` needs MODEL, or --fleet FILE.",
+            hint=f"MODEL: {_MODEL} `trtserve plan -h` explains the rest.",
+        )
     if model is None:
         from trtserve.cli.fleet import plan_fleet
 
