@@ -217,6 +217,22 @@ def test_log_probs_of_an_echoed_prompt(client: TestClient, triton: ScriptedTrito
     assert triton.requests[0]["return_context_logits"] == [True]
 
 
+def test_log_probs_of_a_prompt_beside_the_answer(client: TestClient, triton: ScriptedTriton) -> None:
+    alone = complete(client, prompt="Hi", prompt_logprobs=2).json()["choices"][0]
+    assert (alone["text"], alone["logprobs"]) == ("Hello", None)
+    first, *rest = alone["prompt_logprobs"]
+    assert first is None
+    ids = triton.files.encode("Hi", special=False)
+    assert [next(iter(each)) for each in rest] == [str(number) for number in ids]
+    assert [each[str(number)]["decoded_token"] for each, number in zip(rest, ids, strict=True)] == ["H", "i"]
+    assert [[each["rank"] for each in row.values()] for row in rest] == [[1, 2], [1, 2]]
+    both = complete(client, prompt="Hi", prompt_logprobs=0, logprobs=0).json()["choices"][0]
+    assert both["logprobs"]["tokens"] == list("Hello")  # without echo the prompt is no part of it
+    assert [row and next(iter(row.values()))["rank"] for row in both["prompt_logprobs"]] == [None] * 3
+    assert error(complete(client, prompt_logprobs=2, logprobs=1))[0] == 400
+    assert error(complete(client, prompt_logprobs=2, stream=True))[0] == 400
+
+
 def test_an_echoed_prompt_does_not_count_for_the_best_answer(client: TestClient) -> None:
     answer = complete(client, prompt=[[5, 6], [7]], echo=True, logprobs=0, n=1, best_of=2).json()
     assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [2 + 5, 1 + 5]

@@ -73,6 +73,8 @@ class Completion:
     echoed: str = ""
     """The prompt, if the answer repeats it."""
     shows_log_probs: bool = False
+    shows_prompt: bool = False
+    """Whether the tokens of the prompt are named beside the answer, as vLLM does."""
     only_echoed: bool = False
     """Whether the client wants no token; the engine makes at least one."""
     text: str = ""
@@ -105,7 +107,10 @@ class Completion:
 
     def whole(self) -> Json:
         """Return the choice of the whole answer."""
-        choice = self._choice(self.text, [*self.prompt, *self.tokens], start=0, finish_reason=self.finish_reason)
+        echoed = self.prompt if self.echoed else []
+        choice = self._choice(self.text, [*echoed, *self.tokens], start=0, finish_reason=self.finish_reason)
+        if self.shows_prompt:
+            choice["prompt_logprobs"] = [each.by_id() for each in self.prompt]
         return {**choice, "token_ids": self.ids} if self.shows_ids else choice
 
     def _choice(self, text: str, tokens: Sequence[TokenLogProb], *, start: int, finish_reason: str | None) -> Json:
@@ -294,6 +299,7 @@ class Token:
     text: str
     raw: bytes
     """Its bytes, which may be a part of a character."""
+    id: int = -1
 
     @property
     def name(self) -> str:
@@ -313,6 +319,17 @@ class TokenLogProb:
     tops: tuple[tuple[Token, float], ...] = ()
     special: bool = False
     """Whether it is a special token of the prompt, which is not part of the text."""
+
+    def by_id(self) -> dict[str, Any] | None:
+        """Return the token and the likeliest ones by their ids, with their ranks where these are known, as in vLLM."""
+        if self.log_prob is None:
+            return None
+        named = {token.id: (token, value, rank) for rank, (token, value) in enumerate(self.tops, 1)}
+        named.setdefault(self.token.id, (self.token, self.log_prob, None))
+        return {
+            str(number): {"logprob": value, "rank": rank, "decoded_token": token.text}
+            for number, (token, value, rank) in named.items()
+        }
 
     def chat(self) -> dict[str, Any]:
         """Return the entry of `choices[].logprobs.content`."""

@@ -211,8 +211,9 @@ class CompletionBody(Sampling):
     best_of: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=5)
+    prompt_logprobs: int | None = Field(None, ge=0, le=5)  # vLLM's
 
-    @field_validator("logprobs", mode="before")
+    @field_validator("logprobs", "prompt_logprobs", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
         return None if value is False else value
@@ -229,16 +230,16 @@ class CompletionBody(Sampling):
             raise ValueError("best_of must equal n when stream is true")
         if len(self.prompts) * (self.best_of or self.n) > _MOST_ANSWERS:
             raise ValueError(f"prompts times n (or best_of) must be at most {_MOST_ANSWERS}")
+        if self.prompt_logprobs is not None and self.logprobs not in (None, self.prompt_logprobs):
+            raise ValueError("logprobs and prompt_logprobs must be the same number where both are given")
         if self.echoes_log_probs and self.stream:
-            raise ValueError(
-                "echo with logprobs cannot be streamed: log-probabilities of the prompt come with the whole answer"
-            )
+            raise ValueError("log-probabilities of the prompt (echo with logprobs, prompt_logprobs) cannot be streamed")
         return self
 
     @property
     def echoes_log_probs(self) -> bool:
         """Whether the answer has the log-probabilities of the prompt."""
-        return self.echo and self.logprobs is not None
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
     @property
     def prompts(self) -> list[str | list[int]]:

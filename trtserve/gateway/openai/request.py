@@ -224,7 +224,7 @@ def _log_prob_options(served: ServedModel, tops: int) -> dict[str, bool]:
 
 def _require_context_logits(served: ServedModel, tokens: int) -> None:
     """Raise ApiError unless the engine returns the logits of this many prompt tokens."""
-    what = "echo with logprobs needs log-probabilities of the prompt"
+    what = "echo with logprobs, like prompt_logprobs, needs log-probabilities of the prompt"
     if not served.takes_ids:
         raise ApiError(f"{what}, and a model that takes token ids.", param="echo")
     if served.context_logits is False:

@@ -124,7 +124,8 @@ class Paths:
         served, adapter = await self._find(request, body.model)
         prompts = [await completion_prompt(served, prompt) for prompt in body.prompts]
         count = body.best_of or body.n
-        tops = 0 if body.logprobs is None and count > body.n else body.logprobs
+        tops = body.logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+        tops = 0 if tops is None and count > body.n else tops
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sequences: list[Sequenced[Completion]] = []
         for prompt in prompts:
@@ -137,6 +138,7 @@ class Paths:
                     index=len(sequences),
                     echoed=echoed,
                     shows_log_probs=body.logprobs is not None,
+                    shows_prompt=body.prompt_logprobs is not None,
                     only_echoed=max_tokens == 0,
                     shows_ids=body.return_token_ids,
                 )

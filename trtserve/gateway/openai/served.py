@@ -128,14 +128,14 @@ class ServedModel:
         """Return the text and the bytes of a token, which may be a part of a character."""
         text = self.token_text(id)
         if "\ufffd" not in text:
-            return Token(text, text.encode())
+            return Token(text, text.encode(), id)
         assert self.files is not None
         spelled = str(self.files.tokenizer.convert_ids_to_tokens(id))
         if re.fullmatch("<0x[0-9A-F]{2}>", spelled):  # SentencePiece
-            return Token(text, bytes.fromhex(spelled[3:5]))
+            return Token(text, bytes.fromhex(spelled[3:5]), id)
         if all(character in _BYTES for character in spelled):
-            return Token(text, bytes(_BYTES[character] for character in spelled))
-        return Token(text, text.encode())
+            return Token(text, bytes(_BYTES[character] for character in spelled), id)
+        return Token(text, text.encode(), id)
 
     def require_tokenizer(self, what: str) -> TokenizerFiles:
         """Return the tokenizer. Raises ApiError if the endpoint has none, because `what` needs it."""
