@@ -187,7 +187,7 @@ def test_text_that_is_not_unicode_is_refused(client: TestClient, place: str) -> 
 def test_other_paths(client: TestClient) -> None:
     assert error(client.post("/v1/embeddings", json={"input": "x"}))[:2] == (
         400,
-        "This server has no embeddings: its models generate text.",
+        "This server has no embeddings and ranks no documents: its models generate text.",
     )
     assert error(client.get("/v1/files"))[:2] == (404, "Unknown request URL: GET /v1/files.")
     json_type = {"Content-Type": "application/json"}

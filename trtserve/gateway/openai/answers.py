@@ -324,6 +324,7 @@ class TokenLogProb:
         """Return the token and the likeliest ones by their ids, with their ranks where these are known, as in vLLM."""
         if self.log_prob is None:
             return None
+        named: dict[int, tuple[Token, float, int | None]]
         named = {token.id: (token, value, rank) for rank, (token, value) in enumerate(self.tops, 1)}
         named.setdefault(self.token.id, (self.token, self.log_prob, None))
         return {

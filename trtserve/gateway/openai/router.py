@@ -88,7 +88,8 @@ def openai_router(
     router.add_api_route("/v1/responses/{id}", paths.stored_response, methods=["GET", "DELETE"])
     router.add_api_route("/v1/messages", paths.messages, methods=["POST"])
     router.add_api_route("/v1/messages/count_tokens", paths.count_tokens, methods=["POST"])
-    router.add_api_route("/v1/embeddings", paths.embeddings, methods=["POST"])
+    for path in ("/v1/embeddings", "/v1/rerank"):
+        router.add_api_route(path, paths.vectors, methods=["POST"])
     router.add_api_route("/v1/load_lora_adapter", paths.load_adapter, methods=["POST"])
     router.add_api_route("/v1/unload_lora_adapter", paths.unload_adapter, methods=["POST"])
     router.add_api_route("/tokenize", paths.tokenize, methods=["POST"])
@@ -273,9 +274,12 @@ class Paths:
         text = await asyncio.to_thread(decode, files.tokenizer, body.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
-    async def embeddings(self) -> Response:
-        """Refuse embeddings."""
-        raise ApiError("This server has no embeddings: its models generate text.", code="unsupported_endpoint")
+    async def vectors(self) -> Response:
+        """Refuse embeddings and ranks."""
+        raise ApiError(
+            "This server has no embeddings and ranks no documents: its models generate text.",
+            code="unsupported_endpoint",
+        )
 
     async def unknown(self, path: str, request: Request) -> Response:
         """Refuse any other path."""
