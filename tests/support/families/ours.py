@@ -275,15 +275,15 @@ OURS: dict[str, Family] = {
         "granite",
         "Granite",
         {
-            "embedding_multiplier": 12.0,
+            "embedding_multiplier": 2.0,
             "attention_multiplier": 0.2,
-            "residual_multiplier": 0.22,
+            "residual_multiplier": 0.7,
             "logits_scaling": 8.0,
         },
         {
-            "embedding_multiplier": 12.0,
+            "embedding_multiplier": 2.0,
             "attention_multiplier": 0.2,
-            "residual_multiplier": 0.22,
+            "residual_multiplier": 0.7,
             "logits_scaling": 8.0,
         },
         shards=SHARDS,
@@ -463,6 +463,7 @@ OURS: dict[str, Family] = {
         },
         shards=SHARDS,
         logits=({}, BIASED | {"head_dim": 32}),
+        int4=0.5,  # the square of the ReLU widens errors
         constants=ROPE_BASE | ROPE_SIZE,
     ),
     "arcee": _family(
