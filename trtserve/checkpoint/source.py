@@ -97,11 +97,12 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
     Raises CorruptFileError when files and index disagree; ConversionError lists tensors stored twice with different
     values.
     """
-    if (folder / GGUF).is_file():
+    config = read_hf_config(folder) if (folder / "config.json").is_file() else {}
+    read = widened_by(config)
+    if read is not None and read.method == "gguf" and (folder / GGUF).is_file():
         return _of_gguf(folder / GGUF)
     stored = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
-    config = read_hf_config(folder) if (folder / "config.json").is_file() else {}
-    tensors = [each for tensor in _widened(stored, widened_by(config)) for each in _of_each_expert(tensor)]
+    tensors = [each for tensor in _widened(stored, read) for each in _of_each_expert(tensor)]
     bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
     named: dict[str, SourceTensor] = {}
     twice = []

@@ -147,7 +147,11 @@ def planned_files(
     known = is_convertible(config)
     if not (known or any_architecture):
         convertible_family(config)  # raises the reason
-    weights = _weight_names(label, by_name, read, unpickled=not any_architecture)
+    quantization = config.get("quantization_config")
+    made = isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf"  # of a GGUF file
+    weights = (
+        {GGUF} if made and GGUF in by_name else _weight_names(label, by_name, read, unpickled=not any_architecture)
+    )
     if own_tokenizer and not any(name in by_name for name in _TOKENIZERS):
         raise UnsupportedModelError(
             f"{label} has no tokenizer; expected one of {', '.join(_TOKENIZERS)}.",
@@ -187,8 +191,6 @@ def _weight_names(
     label: str, files: Mapping[str, RemoteFile], read: Callable[[RemoteFile], Path], *, unpickled: bool
 ) -> set[str]:
     """Return the names of the weight files; reading PyTorch's here (`unpickled`) needs PyTorch."""
-    if GGUF in files:
-        return {GGUF}
     for single, index in ((SINGLE, INDEX), (_PICKLED, _PICKLED_INDEX)):
         if unpickled and single == _PICKLED and (_PICKLED in files or _PICKLED_INDEX in files):
             from trtserve.checkpoint.tensor_files import require_torch
