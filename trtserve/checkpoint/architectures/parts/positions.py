@@ -170,7 +170,7 @@ def _yarn(powers: Sequence[float], base: float, scaling: Mapping[str, Any]) -> t
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
-    width = high - low or 0.001
+    low, width = _float32(low), _float32(high - low or 0.001)
 
     def frequency(index: int, power: float) -> float:
         kept = _float32(1 - min(max(_float32(_float32(index - low) / width), 0.0), 1.0))
