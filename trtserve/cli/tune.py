@@ -173,6 +173,6 @@ def _print(answer: TuneAnswer, target: Path | None) -> None:
     if target is not None:
         print_data(str(target))
     if answer.under:
-        print_table(("goal", "best of the trials"), list(answer.under.items()))
+        print_table(("goal alone", "fastest single trial, which may be luck"), list(answer.under.items()))
     if answer.more:
         print_table(("with more, as the model expects", "figures"), list(answer.more.items()))

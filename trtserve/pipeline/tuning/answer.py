@@ -133,7 +133,8 @@ def _words_of(best: Trial, goal: Goal, before: Prediction, after: Prediction) ->
     for figure in ("ttft_p99", "itl_p99"):
         value = figure_of(best.report.statistics, figure)
         if value is not None and before.figure(figure):
-            parts.append(f"{figure.replace('_', ' ')} {value * after.figure(figure) / before.figure(figure):.3g} ms")
+            expected = value * after.figure(figure) / before.figure(figure)
+            parts.append(f"{figure.replace('_', ' ')} {expected:.{0 if expected >= 100 else 1}f} ms")
     return ", ".join(parts)
 
 

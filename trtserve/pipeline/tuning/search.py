@@ -310,9 +310,9 @@ class Search:
             elif winner[0]:
                 outcome.gain = gain
         if not winner[0]:
-            outcome.reasons.append("The file's own configuration is as good as any.")
+            outcome.reasons.append("No other configuration is shown to be better than the file's own, which is kept.")
         elif others:
-            outcome.reasons.append(f"As good as can be told: {'; '.join(others)}.")
+            outcome.reasons.append(f"Not shown to be worse: {'; '.join(others)}.")
         outcome.best, outcome.value = last[winner], race.mean(winner)
 
     def _none_meets(self) -> None:
