@@ -205,6 +205,11 @@ def test_more_replicas_wait_less(tmp_path: Path) -> None:
         ("nodes: 20", "nodes: 0", "nodes"),
         (", burstiness: 4", ", day: [1, 2]", "day"),
         ("goal: ttft", "goal: [ttft", "not YAML"),
+        # submit.sh names jobs after shapes.
+        ("large:", '"$(touch x)":', "shapes has .*letters, digits"),
+        ("large:", '"a\\nEND\\ntouch x":', "shapes has .*letters, digits"),
+        ("large:", '"large\\n":', "shapes has .*letters, digits"),
+        ("large:", "-large:", "begins with a letter"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, before: str, after: str, message: str) -> None:
@@ -306,7 +311,7 @@ def test_files_are_handed_over_whole(tmp_path: Path) -> None:
     assert f"seq 1 {large.replicas + large.spare}" in written[1].read_text(encoding="utf-8")
     assert written[1].stat().st_mode & 0o100
     assert not list((tmp_path / "out").glob(".*"))
-    with pytest.raises(UsageError, match="nothing of what a replica is"):
+    with pytest.raises(UsageError, match="has no `manifest`, `job` or `model`"):
         hand_over(fleet_of(tmp_path, FLEET.replace("model: org/llama,", "")), large, tmp_path / "none")
     (tmp_path / "llama.yaml").write_text("kind: Pod\n", encoding="utf-8")
     with pytest.raises(UsageError, match="expected a Service and one of"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 _Amount = Annotated[float, Meta(ge=0, le=1e9)]
 Hours = Annotated[tuple[_Amount, ...], Meta(min_length=24, max_length=24)]
 _FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a shape: jobs are named after it in a shell script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,12 @@ def read_fleet(path: Path) -> Fleet:
             raise UsageError(f"{path}: the goal has {name}.", hint=f"A fleet is planned for {', '.join(_FIGURES)}.")
     shapes = {}
     for name, shape in fleet.shapes.items():
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{path}: shapes has {name!r:.80}; a name has 1 to 64 letters, digits, dots, underscores and hyphens, "
+                "and begins with a letter or a digit.",
+                hint="Rename the shape.",
+            )
         if shape.gpu not in fleet.gpus:
             hint = did_you_mean(shape.gpu, fleet.gpus, f"The file has: {', '.join(fleet.gpus)}.")
             raise UsageError(f"{path}: shapes.{name}.gpu is {shape.gpu!r}, which is not under gpus.", hint=hint)

@@ -40,8 +40,8 @@ def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
         texts["llm-d-values.yaml"] = yaml.safe_dump(llm_d_values(shape, sized, shape.model), sort_keys=False)
     if not texts:
         raise UsageError(
-            f"The shape {sized.shape} says nothing of what a replica is, so there are no files to write.",
-            hint="Give it `manifest` (of start --kubernetes), `job` (of start --slurm) or `model` (for llm-d).",
+            f"The shape {sized.shape} has no `manifest`, `job` or `model`, so there is nothing to write.",
+            hint="Add one: `manifest` (of start --kubernetes), `job` (of start --slurm) or `model` (for llm-d).",
         )
     folder.mkdir(parents=True, exist_ok=True)
     written = []
