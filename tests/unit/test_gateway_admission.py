@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from trtserve.client.endpoint import Endpoint
 from trtserve.errors import UsageError
-from trtserve.gateway.admission import Gate
+from trtserve.gateway.admission import Access, Gate
 from trtserve.gateway.app import HANG_UP, Gateway
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
 from trtserve.gateway.openai.answering import Measures
@@ -228,3 +228,12 @@ def test_origins_that_are_refused(settings: dict[str, Any], words: str) -> None:
 def test_a_bls_model_needs_what_it_calls(parameters: dict[str, str], needs: set[str]) -> None:
     config = {"name": "m", "parameters": {name: {"string_value": value} for name, value in parameters.items()}}
     assert set(_model(config).needs) == needs
+
+
+def test_the_refusal_of_a_change_says_where_the_admin_key_is() -> None:
+    with pytest.raises(RefusedError) as refused:
+        Access(None, loopback=True, admin_key="k" * 20).require_admin({"authorization": "Bearer other"})
+    assert refused.value.status == 401
+    assert refused.value.text.startswith("Send the admin key")
+    assert "servers/NAME.gateway/1.admin-key" in refused.value.text
+    assert "--admin-key-file" in refused.value.text

@@ -211,11 +211,20 @@ def test_adapters_are_added_and_removed_while_a_repository_is_served(
     ):
         with pytest.raises((UsageError, RepositoryError), match=error):
             add_adapter(made, "tensorrt_llm", "lora.json", name, folder)
-    remove_adapter(made, "lora.json", "poet")
+    with pytest.raises(RepositoryError, match=r"has no model\.lora_weights\.npy"):
+        add_adapter(made, "tensorrt_llm", "lora.json", "poet", tmp_path / "mistyped", replacing=True)
+    assert (known(), names.task_id("poet")) == (["poet"], first)
+    assert names.tensors("poet")[0][0, 0, 0] == 1
+    newer = write_adapter(tmp_path / "newer", value=2)
+    add_adapter(made, "tensorrt_llm", "lora.json", "poet", newer, replacing=True)
+    assert (known(), names.task_id("poet") == first) == (["poet"], False)
+    assert names.tensors("poet")[0][0, 0, 0] == 2
+    assert len(list(made.rglob("model.lora_weights.npy"))) == 1
+    remove_adapter(made, "tensorrt_llm", "lora.json", "poet")
     assert known() == []
     assert not list(made.rglob("model.lora_weights.npy"))
     with pytest.raises(UsageError, match="There is no adapter poet; there are: none"):
-        remove_adapter(made, "lora.json", "poet")
+        remove_adapter(made, "tensorrt_llm", "lora.json", "poet")
     add_adapter(made, "tensorrt_llm", "lora.json", "poet", write_adapter(tmp_path / "other", value=3))
     assert names.task_id("poet") != first
     assert names.tensors("poet")[0][0, 0, 0] == 3
@@ -223,11 +232,18 @@ def test_adapters_are_added_and_removed_while_a_repository_is_served(
     assert known() == ["poet"]  # a broken table changes nothing
 
 
-def test_adapters_of_vllm_are_not_added_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_vllm_stay_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_engine(tmp_path / "tensorrt_llm")
     (tmp_path / "tensorrt_llm").rename(tmp_path / "1")
     (tmp_path / "tensorrt_llm").mkdir()
     (tmp_path / "1").rename(tmp_path / "tensorrt_llm" / "1")
     monkeypatch.setattr("trtserve.repository.adapters.takes_peft", lambda _: True)
-    with pytest.raises(UsageError, match="vLLM gets its adapters when it starts"):
-        add_adapter(tmp_path, "tensorrt_llm", "lora.json", "poet", tmp_path)
+    folder = write_adapter(tmp_path / "tensorrt_llm" / "1" / "lora" / "poet")
+    entry = {"task_id": 7, "folder": "tensorrt_llm/1/lora/poet"}
+    (tmp_path / "lora.json").write_text(json.dumps({"adapters": {"poet": entry}}))
+    with pytest.raises(RepositoryError, match="vLLM gets its adapters when it starts: poet cannot"):
+        add_adapter(tmp_path, "tensorrt_llm", "lora.json", "poet", tmp_path, replacing=True)
+    with pytest.raises(RepositoryError, match="vLLM gets its adapters when it starts: poet cannot"):
+        remove_adapter(tmp_path, "tensorrt_llm", "lora.json", "poet")
+    assert len(list(folder.iterdir())) == 2
+    assert json.loads((tmp_path / "lora.json").read_text()) == {"adapters": {"poet": entry}}

@@ -90,7 +90,8 @@ def gateway(
         typer.Option(
             "--admin-key-file",
             metavar="FILE",
-            help="Key of those who may change replicas and adapters while it runs; without it nobody may.",
+            help="Key of those who may change replicas and adapters while it runs; without it nobody may. A started "
+            "server has one of its own: servers/NAME.gateway/1.admin-key in its store.",
             autocompletion=paths,
         ),
     ] = None,

@@ -69,7 +69,11 @@ class Access:
         if self._admin_key is None:
             raise RefusedError(403, "this server cannot be changed: it was started without an admin key")
         if not _has_key(headers, [self._admin_key]):
-            text = "send the admin key of this server: Authorization: Bearer KEY"
+            text = (
+                "Send the admin key of this server: Authorization: Bearer KEY. A started server has it in the file "
+                "servers/NAME.gateway/1.admin-key of its store (0.admin-key with --instances), `trtserve gateway` in "
+                "the file of its --admin-key-file"
+            )
             raise RefusedError(401, text, headers={"www-authenticate": "Bearer"})
 
 

@@ -133,38 +133,42 @@ def _resolve_peft(folders: Mapping[str, Path], config: EngineConfig) -> tuple[Na
     return tuple(adapters)
 
 
-def add_adapter(repository: Path, core: str, table: str, name: str, folder: Path) -> None:
+def add_adapter(repository: Path, core: str, table: str, name: str, folder: Path, *, replacing: bool = False) -> None:
     """Add an adapter to a repository that is being served; its models find it in their table.
 
-    Raises UsageError for a name that is taken or cannot be one, and for engines that read adapters only when they
-    start; RepositoryError for an adapter that does not fit the engine.
+    One of the same name is only replaced if `replacing`, and stays as it was when the new one is refused. Raises
+    UsageError for a name that is taken or cannot be one; RepositoryError for an adapter that does not fit the engine,
+    and for engines that read adapters only when they start.
     """
     import numpy as np
 
-    config = read_engine_config(repository / core / VERSION)
-    if takes_peft(config):
-        raise UsageError(
-            "vLLM gets its adapters when it starts.", hint=f"Make the repository with --lora {name}={folder}"
-        )
+    config = _changeable(repository, core, name)
     place = f"{core}/{VERSION}/{ADAPTER_FOLDER}"
     with locked(repository / f".{table}.change"):
         adapters = _table(repository / table)
-        if name in adapters:
+        if name in adapters and not replacing:
             raise UsageError(f"The adapter {name} is there already.", hint="Unload it first.")
         (adapter,) = resolve_adapters({name: folder}, config)
         weights, rows = _read(name, folder)
         target = child(repository / place, name)
-        shutil.rmtree(target, ignore_errors=True)  # left by an interrupted call
-        with writing(target):
-            target.mkdir(parents=True)
-            np.save(target / WEIGHTS, weights)
-            np.save(target / CONFIG, rows)
+        new = target.with_name(f".{name}.new")  # no adapter's name begins with a dot
+        shutil.rmtree(new, ignore_errors=True)  # left by an interrupted call
+        with writing(new):
+            new.mkdir(parents=True)
+            np.save(new / WEIGHTS, weights)
+            np.save(new / CONFIG, rows)
+            shutil.rmtree(target, ignore_errors=True)
+            new.rename(target)
         entry = {"task_id": adapter.task_id, "folder": f"{place}/{name}"}
         write_json(repository / table, {"adapters": {**adapters, name: entry}})
 
 
-def remove_adapter(repository: Path, table: str, name: str) -> None:
-    """Remove an adapter from a repository that is being served. Raises UsageError if it is not there."""
+def remove_adapter(repository: Path, core: str, table: str, name: str) -> None:
+    """Remove an adapter from a repository that is being served.
+
+    Raises UsageError if it is not there; RepositoryError for engines that read adapters only when they start.
+    """
+    _changeable(repository, core, name)
     with locked(repository / f".{table}.change"):
         adapters = _table(repository / table)
         if name not in adapters:
@@ -174,6 +178,17 @@ def remove_adapter(repository: Path, table: str, name: str) -> None:
         folder = (repository / str(entry["folder"])).resolve()
         if is_below(entry["folder"]) and folder.is_relative_to(repository.resolve()) and folder.name == name:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _changeable(repository: Path, core: str, name: str) -> EngineConfig:
+    """Return the config of an engine that takes other adapters while it runs; raises RepositoryError for another."""
+    config = read_engine_config(repository / core / VERSION)
+    if takes_peft(config):
+        raise RepositoryError(
+            f"vLLM gets its adapters when it starts: {name} cannot be loaded or removed while it runs.",
+            hint="Make the repository again, with --lora NAME=FOLDER for each adapter that it should have.",
+        )
+    return config
 
 
 def _table(path: Path) -> dict[str, dict[str, object]]:

@@ -221,21 +221,22 @@ class Paths:
             raise ApiError(f"The name `{body.lora_name}` is taken on this server.", param="lora_name")
         assert served.core is not None
         try:
-            if replaced:
-                await asyncio.to_thread(remove_adapter, repository, table, body.lora_name)
             core, folder = served.core.name, Path(body.lora_path).expanduser()
-            await asyncio.to_thread(add_adapter, repository, core, table, body.lora_name, folder)
+            await asyncio.to_thread(add_adapter, repository, core, table, body.lora_name, folder, replacing=replaced)
         except TrtserveError as error:
             raise ApiError(" ".join(filter(None, (error.message, error.hint))), param="lora_path") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
         """Remove an adapter from the repository; requests that have begun go on."""
-        _, repository, table = await self._adapters()
+        served, repository, table = await self._adapters()
+        assert served.core is not None
         try:
-            await asyncio.to_thread(remove_adapter, repository, table, body.lora_name)
-        except UsageError as error:
-            raise ApiError(error.message, status=404, param="lora_name") from error
+            await asyncio.to_thread(remove_adapter, repository, served.core.name, table, body.lora_name)
+        except TrtserveError as error:
+            status = 404 if isinstance(error, UsageError) else 400
+            text = " ".join(filter(None, (error.message, error.hint)))
+            raise ApiError(text, status=status, param="lora_name") from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _adapters(self) -> tuple[ServedModel, Path, str]:
