@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -120,8 +121,8 @@ def test_a_server_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("lines", "words"),
     [
         ([line("a"), line("a")], "line 2 needs a custom_id"),
-        ([line("a"), {**line("b"), "url": "/v2/models"}], "line 2 is no POST to a url below /v1"),
-        ([{**line("a"), "method": "GET"}], "line 1 is no POST"),
+        ([line("a"), {**line("b"), "url": "/v2/models"}], "line 2 is not a POST to a url below /v1"),
+        ([{**line("a"), "method": "GET"}], "line 1 is not a POST"),
         ([line("a", stream=True)], "without stream"),
         ([line("a"), {**line("b"), "body": 5}], "line 2 needs a body"),
     ],
@@ -135,10 +136,77 @@ def test_wrong_lines_are_named_before_anything_is_sent(
 
 
 def test_a_file_with_something_else_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("my notes\n")
-    with pytest.raises(UsageError, match="has lines that are no answers"):
-        AnswerFile(tmp_path / "notes")
-    assert (tmp_path / "notes").read_text() == "my notes\n"
+    for content in ("my notes\n", "my notes", json.dumps(line("a")) + "\n", json.dumps(line("a")), '{"id": 5}\n{"id'):
+        (tmp_path / "notes").write_text(content)
+        with pytest.raises(UsageError, match="has lines that are not answers"):
+            AnswerFile(tmp_path / "notes")
+        assert (tmp_path / "notes").read_text() == content
+    for content in (_answer("a", 200) + '{"i', '{"id": "batch_req_5', '{"prompt": 0, "inp', '{"id"'):
+        (tmp_path / "notes").write_text(content)
+        with AnswerFile(tmp_path / "notes"):
+            assert (tmp_path / "notes").read_text() == content[: content.rfind("\n") + 1]
+
+
+def test_the_input_is_not_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in (json.dumps(line("a")), "What is ML?"):
+        (tmp_path / "in").write_text(content)
+        (tmp_path / "out").unlink(missing_ok=True)
+        (tmp_path / "out").symlink_to(tmp_path / "in")
+        assert query(1, "--input-file", tmp_path / "in", "--output-file", tmp_path / "out") == UsageError.code
+        assert "is the file of --input-file" in " ".join(capsys.readouterr().err.split())
+        assert (tmp_path / "in").read_text() == content
+
+
+def _answer(name: str, status: int | None) -> str:
+    response = None if status is None else {"status_code": status, "request_id": "", "body": {}}
+    error = {"code": "request_timeout", "message": ""} if status is None else None
+    return json.dumps({"id": f"batch_req_{name}", "custom_id": name, "response": response, "error": error}) + "\n"
+
+
+def test_errors_that_may_pass_are_asked_again(
+    port: int, triton: ScriptedTriton, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses = {"fine": 200, "wrong": 400, "unknown": 404}
+    passing = {"key": 401, "closed": 403, "slow": 408, "busy": 429, "broken": 500, "away": 503, "late": None}
+    file, out = written(tmp_path / "in.jsonl", *map(line, [*passing, *statuses])), tmp_path / "out.jsonl"
+    both = {**passing, **statuses}
+    out.write_text("".join(_answer(name, both[name]) for name in sorted(both)) + '{"id": "bat')
+    before = len(triton.requests)
+    assert query(port, "--input-file", file, "--output-file", out) == 0
+    assert len(triton.requests) == before + len(passing)
+    assert {name: each["response"]["status_code"] for name, each in answers(out).items()} == {
+        **dict.fromkeys(passing, 200),
+        **statuses,
+    }
+    assert "7 answers, 3 were there.\n" in capsys.readouterr().err
+    assert {each.name for each in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_a_connection_that_is_not_made_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("trtserve.client.batch._PAUSES", (0.01,))
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", never)
+    file, out = written(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
+    assert query(1, "--input-file", file, "--output-file", out, "--timeout", "0.2") == ServerUnreachableError.code
+    assert out.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ([line("a")], "1 answer.\n"),
+        ([line("a", temperature=9)], "1 answer; it is an error.\n"),
+        ([line("a"), line("b", temperature=9)], "2 answers; 1 of them is an error.\n"),
+    ],
+)
+def test_the_last_words_count_right(
+    asked: list[dict[str, Any]], words: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "in.jsonl", *asked)
+    assert query(port, "--input-file", file, "--output-file", tmp_path / "out.jsonl") == 0
+    assert words in capsys.readouterr().err
 
 
 def test_prompts_that_are_no_text_or_too_many(

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from trtserve.cli import output, query_output
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.client.spec import PROMPTS, REQUEST_OPTIONS, QuerySpec, RequestOptions
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import TrtserveError, UsageError, counted
 from trtserve.files import LARGEST_TEXT, is_unicode, parse_json, read_text
 from trtserve.specs.options import given_flags
 
@@ -67,7 +67,8 @@ def query(
         typer.Option(
             "--output-file",
             metavar="FILE",
-            help="Write one JSON line per answer as it comes; what the file has already is not asked again.",
+            help="Write one JSON line per answer as it comes, in order of completion; what the file has is not asked "
+            "again, but for errors that may pass.",
             rich_help_panel=SAVING,
         ),
     ] = None,
@@ -130,6 +131,8 @@ def query(
         cat prompts.txt | trtserve query --input-file - --json
         trtserve query --input-file requests.jsonl --output-file answers.jsonl
     """
+    if input_file is not None and output_file is not None:
+        _require_two(input_file, output_file)
     found = None
     if _asks_locally(engine, local, connection):
         found = _local_engine(engine, spec.tokenizer, dry_run=dry_run)
@@ -140,7 +143,7 @@ def query(
         if dry_run or found is not None or request.given():
             raise UsageError(
                 "The requests of a batch file go to a server as they are.",
-                hint="Leave --dry-run, --local and the options of requests out.",
+                hint="Remove --dry-run, --local and the request options.",
             )
         _send_batch(input_file, output_file, find_endpoint(connection, "http"), spec)
         return
@@ -245,6 +248,12 @@ def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
     return folder
 
 
+def _require_two(source: Path, out: Path) -> None:
+    with suppress(OSError):
+        if out.samefile(source):
+            raise UsageError(f"--output-file: {out} is the file of --input-file.", hint="Name another file.")
+
+
 def _is_batch(path: Path) -> bool:
     from trtserve.client.batch import is_batch
 
@@ -261,8 +270,14 @@ def _send_batch(path: Path, out: Path | None, endpoint: Endpoint, spec: QuerySpe
         left = [request for request in requests if request.custom_id not in done]
         write = answers.write if answers is not None else lambda line: output.print_data(json.dumps(line))
         failed = send_batch(path, left, endpoint, write, model=spec.model, timeout=spec.timeout)
-    before = f", {len(requests) - len(left)} were there" if len(left) < len(requests) else ""
-    output.say(f"{len(left)} answers{before}; {failed} of them are errors.")
+    errors = (
+        "it is an error" if len(left) == 1 else f"{failed} of them {'is an error' if failed == 1 else 'are errors'}"
+    )
+    output.say(f"{_answers(len(left), len(requests) - len(left))}{f'; {errors}' if failed else ''}.")
+
+
+def _answers(new: int, before: int) -> str:
+    return counted(new, "answer") + (f", {before} {'was' if before == 1 else 'were'} there" if before else "")
 
 
 def _write_answers(spec: QuerySpec, endpoint: Endpoint, out: Path) -> None:
@@ -287,7 +302,7 @@ def _write_answers(spec: QuerySpec, endpoint: Endpoint, out: Path) -> None:
             for sequence in generation.sequences:
                 sequence.prompt = number
             answers.write({"prompt": number, "input": prompts[number], **query_output.as_json(generation, {})})
-    output.say(f"{len(left)} answers, {len(done)} were there.")
+    output.say(f"{_answers(len(left), len(done))}.")
 
 
 def _ask(spec: QuerySpec, endpoint: Endpoint, sink: query_output.Sink) -> None:

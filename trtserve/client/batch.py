@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from trtserve.client.endpoint import Endpoint, unreachable
-from trtserve.client.http_pool import HttpAnswer, HttpPool, http_request
+from trtserve.client.http_pool import ConnectTimeoutError, HttpAnswer, HttpPool, http_request
 from trtserve.client.http_transport import tls_context
 from trtserve.errors import UsageError
 from trtserve.files import parse_json, writing
@@ -25,6 +26,8 @@ _LONGEST_LINE = 8 << 20  # bytes; a gateway takes no larger body
 _URL = re.compile(r"/v1/[a-z_/]{1,100}")
 _AT_ONCE = 16
 _BUSY = (429, 503)
+_PASSING = (401, 403, 408, 429)  # with all from 500 on: what another key, or the same server later, may answer
+_BEGINNINGS = (b'{"id": "batch_req_', b'{"prompt": ')  # of lines that are answers
 _PAUSES = (0.5, 1, 2, 4, 8, 16)  # seconds before a busy or silent server is asked again
 Line = dict[str, Any]
 
@@ -60,7 +63,7 @@ def read_batch(path: Path) -> list[BatchRequest]:
             if not isinstance(custom_id, str) or custom_id in found:
                 raise UsageError(f"{where} needs a custom_id, a text that no other line has.")
             if not isinstance(url, str) or not _URL.fullmatch(url) or request.get("method", "POST") != "POST":
-                raise UsageError(f"{where} is no POST to a url below /v1, such as /v1/chat/completions.")
+                raise UsageError(f"{where} is not a POST to a url below /v1, such as /v1/chat/completions.")
             if not isinstance(request.get("body"), dict) or request["body"].get("stream"):
                 raise UsageError(f"{where} needs a body, an object without stream: answers are written as a whole.")
             if len(found) == _MOST_REQUESTS:
@@ -85,14 +88,17 @@ def _request(line: bytes, where: str) -> Line:
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise UsageError(f"--input-file: {where} is no JSON: {error}.") from None
+        raise UsageError(f"--input-file: {where} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise UsageError(f"--input-file: {where} is no JSON object.")
+        raise UsageError(f"--input-file: {where} is not a JSON object.")
     return found
 
 
 class AnswerFile:
-    """A file with a JSON line for each answer. What an earlier run wrote is kept; a line that it began is removed."""
+    """A file with a JSON line for each answer. What an earlier run wrote is kept, but for errors that may pass.
+
+    A line that it began is removed too. Answers to a batch may be in any order.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises UsageError for a file that cannot be written, or holds something else."""
@@ -102,24 +108,34 @@ class AnswerFile:
         if path.exists() and not path.is_file():
             raise UsageError(f"--output-file: {path} is not a regular file.", hint="Name a file, or leave it out.")
         with writing(path), path.open("a+b") as file:
-            whole = file.seek(0)
-            for line in iter(file.readline, b""):
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                self.lines.append(self._known(line))
+            whole, passing = file.seek(0), set[int]()
+            for number, line in enumerate(file):
+                if line.endswith(b"\n"):
+                    known = self._known(line)
+                    whole += len(line)
+                    if _may_pass(known):
+                        passing.add(number)
+                    else:
+                        self.lines.append({name: known.get(name) for name in ("custom_id", "prompt", "input")})
+                elif number == 0 and not any(line.startswith(each) or each.startswith(line) for each in _BEGINNINGS):
+                    raise self._refused()
             file.truncate(whole)
+            if passing:
+                _remove(file, passing, path.resolve())
         self._file = path.open("ab")
 
     def _known(self, line: bytes) -> Line:
-        try:
+        with suppress(ValueError):
             found = parse_json(line)
-            return {name: found.get(name) for name in ("custom_id", "prompt", "input")}
-        except (ValueError, AttributeError):
-            raise UsageError(
-                f"--output-file: {self._path} has lines that are no answers; they are not overwritten.",
-                hint="Name another file.",
-            ) from None
+            if isinstance(found, dict) and _is_answer(found):
+                return found
+        raise self._refused()
+
+    def _refused(self) -> UsageError:
+        return UsageError(
+            f"--output-file: {self._path} has lines that are not answers; they are not overwritten.",
+            hint="Name another file.",
+        )
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -134,6 +150,34 @@ class AnswerFile:
         with writing(self._path):
             self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
+
+
+def _is_answer(line: Line) -> bool:
+    if isinstance(line.get("prompt"), int):
+        return "input" in line
+    return str(line.get("id")).startswith("batch_req_") and "custom_id" in line and "response" in line
+
+
+def _may_pass(line: Line) -> bool:
+    """Return whether an answer is an error that says nothing about its request, which is asked again."""
+    if "response" not in line:  # the answer to a prompt
+        return False
+    response = line["response"]
+    status = response.get("status_code") if isinstance(response, dict) else None
+    return line.get("error") is not None or not isinstance(status, int) or status in _PASSING or status >= 500
+
+
+def _remove(file: BinaryIO, numbers: set[int], path: Path) -> None:
+    """Replace `path`, which `file` has open, by a file without the lines of these numbers, in one rename."""
+    staged = path.with_name(f".{path.name}.partial")
+    try:
+        with staged.open("wb") as kept:
+            file.seek(0)
+            kept.writelines(line for number, line in enumerate(file) if number not in numbers)
+        shutil.copymode(path, staged)
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def send_batch(
@@ -199,9 +243,9 @@ async def _ask(pool: HttpPool, endpoint: Endpoint, url: str, body: bytes) -> Htt
     for pause in (*_PAUSES, None):
         try:
             answer = await pool.send(message)
-        except asyncio.TimeoutError:
-            return None
-        except OSError as error:
+        except (OSError, asyncio.TimeoutError) as error:
+            if isinstance(error, asyncio.TimeoutError) and not isinstance(error, ConnectTimeoutError):
+                return None
             if pause is None:
                 raise unreachable(endpoint.http, str(error)) from None
         else:
@@ -218,6 +262,6 @@ def _answer_line(request: BatchRequest, answer: HttpAnswer | None) -> Line:
     try:
         body = parse_json(answer.body)
     except ValueError:
-        return {**line, "error": {"code": "invalid_response", "message": "The answer is no JSON."}}
+        return {**line, "error": {"code": "invalid_response", "message": "The answer is not JSON."}}
     request_id = answer.headers.get(b"x-request-id", b"").decode("latin-1")
     return {**line, "response": {"status_code": answer.status, "request_id": request_id, "body": body}, "error": None}

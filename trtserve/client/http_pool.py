@@ -31,6 +31,10 @@ class ConnectionEndedError(ConnectionError):
         self.begun = begun
 
 
+class ConnectTimeoutError(asyncio.TimeoutError):
+    """No connection was made in time: the request was not sent."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpAnswer:
     """A whole answer."""
@@ -82,7 +86,10 @@ class HttpPool:
         loop = asyncio.get_running_loop()
         self.opened += 1
         making = loop.create_connection(lambda: _HttpConnection(self.pressure), self._host, self._port, ssl=self._tls)
-        _, connection = await asyncio.wait_for(making, self._connect_timeout)
+        try:
+            _, connection = await asyncio.wait_for(making, self._connect_timeout)
+        except asyncio.TimeoutError:
+            raise ConnectTimeoutError(f"no connection within {self._connect_timeout:g} s") from None
         return connection
 
     async def send(
