@@ -11,20 +11,28 @@ import grpc
 
 from trtserve.client.grpc_transport import CHANNEL_OPTIONS
 from trtserve.errors import PortInUseError, ServerUnreachableError
-from trtserve.gateway.admission import Gate
+from trtserve.gateway.admission import Exchange, Gate
+from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.replicas import Replica, Replicas
 from trtserve.gateway.settings import GatewaySettings
 
 _WAITING = 4  # requests of a stream that its server has not taken yet
 _PASSED_ON = ("triton-grpc-protocol-", "traceparent")
-_SERVICES = ("/inference.GRPCInferenceService/", "/grpc.health.v1.Health/")
+_HEALTH = "/grpc.health.v1.Health/"
+_SERVICES = ("/inference.GRPCInferenceService/", _HEALTH)
+_UNCOUNTED = ("/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady", _HEALTH)
+"""Load balancers ask these; as over HTTP they take no place."""
 
 
 class GrpcFront(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Takes any method of Triton's services. The servers themselves look at keys."""
+    """Takes any method of Triton's services. The servers themselves look at keys.
 
-    def __init__(self, replicas: Replicas, gate: Gate) -> None:
-        self._replicas, self._gate = replicas, gate
+    A call counts among the requests of the gateway while it is open, a stream for as long as its client keeps it.
+    """
+
+    def __init__(self, replicas: Replicas, gate: Gate, kept_bytes: int) -> None:
+        """`kept_bytes` of what a client sends before the answer begins are kept for another server."""
+        self._replicas, self._gate, self._kept_bytes = replicas, gate, kept_bytes
 
     def service(self, handler_call_details: Any) -> Any:
         """Return what passes on the calls of a method: one request and one answer are streams of length one."""
@@ -33,27 +41,37 @@ class GrpcFront(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
 
         async def passed_on(requests: AsyncIterator[bytes], context: Any) -> None:
-            if self._gate.draining:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-            await _Passage(method, requests, context).run(self._replicas)
+            passage = _Passage(method, requests, context, self._kept_bytes)
+            if method.startswith(_UNCOUNTED) and not self._gate.draining:
+                await passage.run(self._replicas)
+                return
+            task = asyncio.current_task()
+            assert task is not None
+            try:
+                with self._gate.enter(Exchange(task=task)):
+                    await passage.run(self._replicas)
+            except RefusedError as refusal:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, refusal.text)
 
         return grpc.stream_stream_rpc_method_handler(passed_on)
 
 
 class _Passage:
-    """One call. What the client has sent is kept until an answer comes, for another server."""
+    """One call. What the client has sent is kept until an answer comes, for another server, unless it is too much."""
 
-    def __init__(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
+    def __init__(self, method: str, requests: AsyncIterator[bytes], context: Any, kept_bytes: int) -> None:
         self._method, self._requests, self._context = method, requests, context
+        self._room = kept_bytes
         self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
         self._sent: list[bytes | None] = []
-        self._begun = False
+        self._settled = False
+        """Whether the call stays with its server: an answer has begun, or the client has sent too much to be kept."""
 
     async def run(self, replicas: Replicas) -> None:
         """Pass on the call, and its error if it fails."""
         receiving = asyncio.create_task(self._receive())
         try:
-            await replicas.send(self._attempt, begun=lambda: self._begun)
+            await replicas.send(self._attempt, begun=lambda: self._settled)
         except grpc.RpcError as error:
             await self._context.abort(error.code(), error.details() or "")
         except ServerUnreachableError as error:
@@ -76,11 +94,18 @@ class _Passage:
             yield earlier
         while True:
             request = await self._arrived.get()
-            if not self._begun:
+            if not self._settled:
+                self._room -= len(request or b"")
                 self._sent.append(request)
+                if self._room < 0:
+                    self._settle()
             if request is None:
                 return
             yield request
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._sent.clear()
 
     async def _attempt(self, replica: Replica) -> None:
         context = self._context
@@ -88,8 +113,7 @@ class _Passage:
         call = replica.client.raw_call(self._method, self._feed(), metadata=metadata, timeout=context.time_remaining())
         try:
             async for answer in call:
-                self._begun = True
-                self._sent.clear()
+                self._settle()
                 await context.write(answer)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -102,8 +126,14 @@ class _Passage:
 async def serve_grpc(settings: GatewaySettings, replicas: Replicas, gate: Gate) -> Any:
     """Start the service on its port, and return it. Raises PortInUseError when it cannot listen there."""
     # Several processes listen on the port; a single one wants it for itself.
-    server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", int(settings.processes > 1))))
-    server.add_generic_rpc_handlers((GrpcFront(replicas, gate),))
+    most = settings.limits.body_bytes
+    options = {
+        **dict(CHANNEL_OPTIONS),
+        "grpc.so_reuseport": int(settings.processes > 1),
+        "grpc.max_receive_message_length": most,
+    }
+    server = grpc.aio.server(options=tuple(options.items()))
+    server.add_generic_rpc_handlers((GrpcFront(replicas, gate, kept_bytes=most),))
     where = f"{settings.host}:{settings.grpc_front_port}"
     try:
         if settings.certificate is None or settings.private_key is None:
