@@ -117,6 +117,8 @@ class Exchange:
     """What the request log says of it."""
     refusal: RefusedError | None = None
     """Why the gateway ended it."""
+    reserve: Callable[[int], None] | None = None
+    """Reserves memory until the request ends (`Gate.memory`)."""
     hang_up: Callable[[], None] | None = None
     """Closes the connection without waiting for the client."""
 

@@ -166,6 +166,7 @@ class Gateway:
             exchange.needs = self._needed
             self._health.require(exchange.needs)
         with self.gate.memory() as reserve:
+            exchange.reserve = reserve
             body = await receive_body(headers_of(scope), receive, self._json_limits, reserve)
             if self._log is not None and self._log.texts:
                 exchange.log["request"] = self._log.body(body)

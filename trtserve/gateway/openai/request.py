@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -329,8 +329,10 @@ async def completion_prompt(served: ServedModel, prompt: str | list[int]) -> Pro
     return await _text_prompt(served, files.decode(prompt), special=served.adds_special)
 
 
-async def chat_prompt(served: ServedModel, body: ChatBody, images: ImageSources) -> Prompt:
-    """Return the conversation in the model's chat template.
+async def chat_prompt(
+    served: ServedModel, body: ChatBody, images: ImageSources, reserve: Callable[[int], None]
+) -> Prompt:
+    """Return the conversation in the model's chat template; the bytes of its images are reserved.
 
     A model without a template gets the last message alone: it continues texts and follows no conversation.
     """
@@ -348,7 +350,7 @@ async def chat_prompt(served: ServedModel, body: ChatBody, images: ImageSources)
         chat=True,
         thinks=body.separates_thoughts and served.dialect.thinks(text),
         marks=served.mark_ids(served.dialect.marks(tools=bool(body.usable_tools), thoughts=body.separates_thoughts)),
-        images=await images.load(body.image_urls),
+        images=await images.load(body.image_urls, reserve),
     )
 
 

@@ -172,7 +172,7 @@ class Paths:
     async def conversation(self, request: Request, body: ChatBody) -> AskedConversation:
         """Return what any API needs to answer a conversation."""
         served, adapter = await self._find(request, body.model)
-        prompt = await chat_prompt(served, body, self._backend.images)
+        prompt = await chat_prompt(served, body, self._backend.images, _reserve(request))
         length = len(prompt.ids)
         room = CHAT_TOKENS if served.max_seq_len is None else max(1, served.max_seq_len - length)
         max_tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, room)
@@ -206,10 +206,11 @@ class Paths:
         sequence = Sequenced(request=asked.requests[0], answer=Message(**asked.message()))
         return await self._respond(request, asked.served, MessagesForm(sequence, body.model), stream=body.stream)
 
-    async def count_tokens(self, body: CountBody) -> Response:
+    async def count_tokens(self, body: CountBody, request: Request) -> Response:
         """Count the tokens of a conversation."""
         served, _ = await self._backend.find(body.model)
-        prompt = await chat_prompt(served, await asyncio.to_thread(body.chat), self._backend.images)
+        chat = await asyncio.to_thread(body.chat)
+        prompt = await chat_prompt(served, chat, self._backend.images, _reserve(request))
         return JSONResponse({"input_tokens": prompt.tokens})
 
     async def load_adapter(self, body: LoadAdapterBody) -> Response:
@@ -349,6 +350,12 @@ class AskedConversation:
             "parallel": body.parallel_tool_calls,
             "shows_reasoning": body.include_reasoning,
         }
+
+
+def _reserve(request: Request) -> Callable[[int], None]:
+    """Return what reserves memory of the gateway, where there is one."""
+    exchange = getattr(request.state, "exchange", None)
+    return getattr(exchange, "reserve", None) or (lambda _size: None)
 
 
 def _key_check(keys: Collection[str]) -> Callable[[Request], None]:
