@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import io
 import itertools
+import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -18,11 +21,16 @@ from fastapi.testclient import TestClient
 
 from tests.support.scripted_endpoint import complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import ScriptedTriton
+from trtserve.cli.replicas import _Front, _running
 from trtserve.client.endpoint import Endpoint
-from trtserve.errors import ServerUnreachableError, UsageError
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.gateway import replicas
+from trtserve.gateway.app import Gateway
 from trtserve.gateway.balancing import BLOCK, Balancer, BalancerMemory, RequestShare
+from trtserve.gateway.openai import served
+from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.replicas import Replica, ReplicaAddress, Replicas, SharedState
+from trtserve.gateway.settings import GatewaySettings, write_private
 
 SPEED = 4000.0
 """Tokens that a simulated replica works on in a second."""
@@ -214,7 +222,9 @@ def test_a_replica_that_failed_is_left_alone() -> None:
     balancer.failed(first.replica)
     other = balancer.choose(prompt)
     assert (other.replica, other.cached) == (1 - first.replica, 0)
-    assert balancer.choose(prompt, without=[other.replica]).replica in (0, 1)  # all are out: any is tried
+    assert balancer.choose(prompt, without=[other.replica]).replica == first.replica  # the other one was tried
+    with pytest.raises(ServerUnreachableError, match="can take this request"):
+        balancer.choose(prompt, without=[0, 1])
     balancer.answered(first.replica)
     assert {balancer.choose([each] * 9).replica for each in range(20)} == {0, 1}
 
@@ -289,7 +299,7 @@ def test_replicas_are_drained_added_and_removed_by_all_processes(tmp_path: Path)
     assert (shared.folder / "replicas.json").stat().st_mode & 0o077 == 0
     actions: tuple[tuple[Any, str, str], ...] = (
         ("add", "third:7", "is a replica already"),
-        ("drain", "nobody:1", f"is no replica of this gateway; it has {first}, third:7"),
+        ("drain", "nobody:1", f"is not a replica of this gateway; it has {first}, third:7"),
         ("add", "x/../y:1", "expected HOST:PORT"),
         ("add", "x:99999", "expected HOST:PORT"),
     )
@@ -299,6 +309,24 @@ def test_replicas_are_drained_added_and_removed_by_all_processes(tmp_path: Path)
     one.change("remove", "third:7")
     with pytest.raises(UsageError, match="is the only replica"):
         two.change("remove", first)
+
+
+def test_a_change_within_one_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
+    one = Replicas(Endpoint(), shared=SharedState(2, tmp_path))
+    for address in ("other:1", "third:1"):
+        one.change("add", address)
+        os.utime(one._file, ns=(0, 0))
+        one.apply()
+    assert [each["address"] for each in one.listed()] == ["127.0.0.1:8001", "other:1", "third:1"]
+
+
+def test_a_refusal_ends_with_one_full_stop() -> None:
+    content = io.BytesIO(b'{"error": "x:1 is not a replica of this gateway; it has y:1."}')
+    connection = SimpleNamespace(
+        request=lambda *_: None, getresponse=lambda: SimpleNamespace(status=400, read=content.read)
+    )
+    with pytest.raises(RequestError, match=r"refuses it: x:1 is not a replica of this gateway; it has y:1\.$"):
+        _Front(cast("Any", connection), "key").ask("GET", "/replicas")
 
 
 def test_a_request_leaves_a_server_that_stops_answering_before_it_has_begun() -> None:
@@ -322,6 +350,116 @@ def test_a_request_leaves_a_server_that_stops_answering_before_it_has_begun() ->
     assert asyncio.run(run(begun=False)) == asked[1] != asked[0]
     with pytest.raises(ServerUnreachableError, match="in the middle of an answer"):
         asyncio.run(run(begun=True))
+
+
+def test_a_request_is_tried_on_three_servers_that_are_open_and_on_each_once() -> None:
+    asked: list[int] = []
+
+    async def attempt(replica: Replica) -> None:
+        asked.append(replica.number)
+        raise ServerUnreachableError("gone")
+
+    def send(*, drained: int, needs_http: bool = False) -> list[int]:
+        asked.clear()
+        more = [ReplicaAddress(host="other", grpc_port=port, drained=port > 8 - drained) for port in range(2, 9)]
+        with pytest.raises(ServerUnreachableError, match="can take this request" if needs_http else "gone"):
+            asyncio.run(Replicas(Endpoint(), more).send(attempt, needs_http=needs_http))
+        return asked
+
+    assert len(set(send(drained=0))) == len(asked) == 3
+    assert send(drained=7) == [0]
+    assert send(drained=0, needs_http=True) == []
+
+
+def _gateway(**settings: Any) -> Gateway:
+    """Return a gateway in front of servers that do not answer."""
+    return Gateway(
+        GatewaySettings(
+            name="gateway",
+            host="127.0.0.1",
+            port=1,
+            triton_http="127.0.0.1:1",
+            triton_grpc="127.0.0.1:8001",
+            metrics="127.0.0.1:1",
+            model="m",
+            **settings,
+        )
+    )
+
+
+def test_a_server_that_is_removed_can_be_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_PROBE_PAUSE", 0.0)
+
+    async def run() -> None:
+        behind = _gateway(replicas=("127.0.0.1:8004",))._replicas
+        first, again = behind.first, behind._http(behind.first.address)
+        assert first.http is again is not None
+        assert not await again.is_ready()  # opens the session
+        await first.close()
+        assert not await again.is_ready()  # and not "Session is closed"
+
+        async def broken(*_: Any) -> bool:
+            raise RuntimeError("Session is closed")
+
+        monkeypatch.setattr(replicas, "_says_ready", broken)
+        await behind._probe(first, ())
+        assert behind.state(first) == "down"
+        await behind.close()
+
+    asyncio.run(run())
+
+
+def test_the_pages_of_a_gateway_whose_first_server_was_removed(tmp_path: Path) -> None:
+    write_private(tmp_path / "key", "k" * 16)
+    gateway = _gateway(replicas=("127.0.0.1:2:3", "127.0.0.1:4"), admin_key_file=tmp_path / "key")
+    with TestClient(gateway, base_url="http://localhost") as client:
+        actions: tuple[Literal["drain", "remove"], ...] = ("drain", "remove")
+        for action in actions:
+            assert client.get("/v2/models/m").status_code == 503
+            gateway._replicas.change(action, "127.0.0.1:8001")
+            gateway._replicas.apply()
+        gateway._replicas.change("drain", "127.0.0.1:2")
+        gateway._replicas.apply()
+        answer = client.get("/v2/models/m")
+        assert answer.status_code == 503
+        assert answer.json()["error"] == "No copy of the server that is open can take this request."
+        metrics = client.get("/metrics")
+        assert metrics.status_code == 200
+        assert 'trtserve_replica_ready{replica="127.0.0.1:4"}' in metrics.text
+
+
+def test_the_models_are_described_by_a_copy_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, watched = list[int](), asyncio.Event()
+
+    def describe(endpoint: Endpoint, _: object) -> tuple[Any, ...]:
+        asked.append(endpoint.grpc_port)
+        if len(asked) == 1:
+            raise ValueError("lora.json is broken")
+        if endpoint.grpc_port == 8001:
+            raise ServerUnreachableError("gone")
+        return (SimpleNamespace(model=SimpleNamespace(name="m"), encoder=None),)
+
+    async def watch(_self: Replicas, needed: set[str]) -> None:
+        assert not needed  # it begins before the models are known
+        while needed != {"m"}:
+            await asyncio.sleep(0.01)
+        watched.set()
+
+    monkeypatch.setattr(served, "_describe_all", describe)
+    monkeypatch.setattr(served, "_RETRY", 0.01)
+    monkeypatch.setattr(Replicas, "watch", watch)
+    both = Replicas(Endpoint(), [ReplicaAddress(host="second", grpc_port=1)])
+    asyncio.run(asyncio.wait_for(Backend(Endpoint(), replicas=both).prepare(), 60))
+    assert watched.is_set()
+    assert asked == [8001, 8001, 1]
+
+
+@pytest.mark.parametrize("address", ["[::1]:8001", "[::1]:8001:8000", "host:8001:8000", "host:8001"])
+def test_the_command_waits_for_the_requests_of_a_drained_replica(address: str) -> None:
+    name = "[::1]:8001" if "::" in address else "host:8001"
+    assert _running([{"address": "other:1", "running": 1}, {"address": name, "running": 3}], address) == 3
+    first = Replicas(Endpoint(host="::1")).first
+    assert (first.address.name, first.endpoint.host) == ("[::1]:8001", "::1")
 
 
 def test_both_servers_answer(client: TestClient, servers: list[ScriptedTriton]) -> None:

@@ -35,7 +35,8 @@ def replicas(
         str | None, typer.Option("--resume", metavar="HOST:PORT", help="Send requests to a drained one again.")
     ] = None,
     remove: Annotated[
-        str | None, typer.Option("--remove", metavar="HOST:PORT", help="Forget it; its requests run to their end.")
+        str | None,
+        typer.Option("--remove", metavar="HOST:PORT", help="Remove it from the gateway; its running requests finish."),
     ] = None,
     url: Annotated[
         str | None,
@@ -58,7 +59,8 @@ def replicas(
 ) -> None:
     """Show the copies of a server behind its gateway; add, drain, resume or remove one while it runs.
 
-    PORT is that of gRPC. Changes are forgotten when the gateway starts again.
+    PORT is that of gRPC. Changes are forgotten when the gateway starts again. A copy that is added gets the servers'
+    API key with every request: add only servers that you trust.
 
     Examples:
         trtserve replicas demo
@@ -85,7 +87,9 @@ def replicas(
 
 
 def _running(found: list[dict[str, Any]], address: str) -> int:
-    name = ":".join(address.split(":")[:2])
+    from trtserve.gateway.replicas import ReplicaAddress
+
+    name = ReplicaAddress.parse(address, "--drain").name
     return next((int(each["running"]) for each in found if each["address"] == name), 0)
 
 
@@ -110,7 +114,7 @@ class _Front:
             raise ServerUnreachableError(
                 f"No gateway answers at {where}: {error}.", hint="`trtserve status` lists the running servers."
             ) from error
-        raise RequestError(f"The gateway refuses it: {content.get('error', content)}.")
+        raise RequestError(f"The gateway refuses it: {str(content.get('error', content)).removesuffix('.')}.")
 
 
 def _of_server(name: str | None) -> _Front:

@@ -218,8 +218,11 @@ class Gateway:
 
         @routes.get("/metrics")
         async def metrics() -> Response:
-            """Return the page of Triton's metrics port, and the times of streams that the gateway measures."""
-            page = await routes.state.parts.triton.metrics()
+            """Return the page of Triton's metrics port, and the times of streams that the gateway measures.
+
+            Only the first server's port is known: the page has the gateway's part alone while another one answers.
+            """
+            page = await self._triton.metrics() if self._replicas.first.http is self._triton else b""
             ours = self._measures.page() + engine_page(page) + self._replicas.page()
             return Response(page + ours, media_type="text/plain; version=0.0.4")
 

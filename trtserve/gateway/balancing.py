@@ -104,8 +104,8 @@ class Balancer:
     def choose(self, ids: Ids, *, without: Collection[int] = ()) -> RequestShare:
         """Return the replica for a prompt, and count its work there until `end`.
 
-        `without` are replicas that it was tried on. If all are down, one that failed is tried again. Raises
-        ServerUnreachableError if all are closed.
+        `without` are replicas that it was tried on, or that cannot take it. If all others are down, one that failed a
+        moment ago is tried again. Raises ServerUnreachableError if none is left.
         """
         loads, total = self._order[: self.count], self._total
         if self._others is not None:
@@ -168,9 +168,11 @@ class Balancer:
             raise ServerUnreachableError(
                 "Every copy of the server is drained.", hint="Open one: trtserve replicas resume HOST:PORT"
             )
+        open_loads[list(without)] = np.inf
+        if np.isinf(open_loads).all():
+            raise ServerUnreachableError("No copy of the server that is open can take this request.")
         best = open_loads.copy()
         best[[each for each in self._until if each < self.count and self.is_down(each)]] = np.inf
-        best[list(without)] = np.inf
         return open_loads if np.isinf(best).all() else best
 
     def _others_now(self) -> NDArray[Any]:

@@ -12,6 +12,7 @@ from typing import Final
 from aiohttp import ClientResponse
 
 from trtserve.client.http_transport import JSON_LENGTH
+from trtserve.errors import ServerUnreachableError
 from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
@@ -60,10 +61,10 @@ class Relay:
     @property
     def _triton(self) -> TritonHttp:
         """A Triton that describes its models."""
-        http = self._replicas.first.http
-        if http is None:
-            raise RefusedError(503, "no replica has an HTTP port: name one as HOST:PORT:HTTP_PORT")
-        return http
+        for each in self._replicas.in_order:
+            if each.http is not None:
+                return each.http
+        raise RefusedError(503, "no replica has an HTTP port: name one as HOST:PORT:HTTP_PORT")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -75,7 +76,10 @@ class Relay:
         if target.operation == "control" and self._replicas.several:
             raise RefusedError(409, "this server has several replicas, and each has settings of its own: ask them")
         with self._gate.memory() as reserve:
-            await self._pass_on(target, scope, receive, send, reserve)
+            try:
+                await self._pass_on(target, scope, receive, send, reserve)
+            except ServerUnreachableError as error:
+                raise RefusedError(_UNAVAILABLE, error.message, headers={"retry-after": "1"}) from error
         if target.operation == "control":
             self._triton.forget_models()
 
@@ -218,7 +222,7 @@ async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: 
 async def _reason(response: ClientResponse) -> str:
     """Return why a server refuses all requests."""
     text = (await response.content.read(_LONGEST_REASON)).decode(errors="replace")
-    return f"every replica is busy or stops; one says: {text}"
+    return f"all replicas are busy or stopping; one reported: {text}"
 
 
 async def _end_with_client(receive: Receive, task: asyncio.Task[object]) -> None:

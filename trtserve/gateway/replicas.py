@@ -29,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})(?::(\d{1,5}))?")
 _PROBE_SECONDS, _PROBE_PAUSE = 2.0, 1.0
 _LOOK = 0.25
+_MOST_TRIES = 3  # replicas for one request: one that ends engines must not end them all
 _WHAT = "the replicas of a gateway"
 T = TypeVar("T")
 ReplicaState = Literal["ready", "down", "drained"]
@@ -147,9 +148,10 @@ class Replicas:
         """
         self._endpoint, self._timeout, self._http = endpoint, timeout, http
         self._shared, self._process = shared or SharedState(), process
-        first = ReplicaAddress(host=endpoint.host, grpc_port=endpoint.grpc_port, http_port=endpoint.http_port)
+        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+        first = ReplicaAddress(host=host, grpc_port=endpoint.grpc_port, http_port=endpoint.http_port)
         self._table = _Table(replicas=(first, *addresses))
-        self._written = 0
+        self._written: tuple[int, int] | None = None
         self._all: dict[int, Replica] = {}
         self.balancer = Balancer(1, memory=self._shared.memory, process=process)
         self._apply()
@@ -164,10 +166,14 @@ class Replicas:
         return len(self._all) > 1
 
     @property
+    def in_order(self) -> list[Replica]:
+        """The copies, for questions about the models: those that answer come first."""
+        return sorted(self._all.values(), key=lambda each: each.lost.is_set())
+
+    @property
     def first(self) -> Replica:
-        """A copy that answers, if there is one, for questions about the models."""
-        working = [each for each in self._all.values() if not each.lost.is_set()]
-        return next(iter(working or self._all.values()))
+        """A copy that answers, if there is one."""
+        return self.in_order[0]
 
     def problem(self) -> str | None:
         """Return why no request can be answered, or None."""
@@ -193,7 +199,8 @@ class Replicas:
     ) -> T:
         """Run a request on the copy that fits best; on another one if that fails before the answer has begun.
 
-        A copy that stops answering meanwhile counts as one that fails. Raises what the last attempt raised.
+        A copy that stops answering meanwhile counts as one that fails. At most three are tried. Raises what the last
+        attempt raised, and ServerUnreachableError if no copy can take the request.
         """
         tried: list[int] = []
         unfit = [each.number for each in self._all.values() if needs_http and each.http is None]
@@ -206,7 +213,8 @@ class Replicas:
             except (ServerUnreachableError, UnansweredError) as error:
                 self.balancer.failed(share.replica)
                 tried.append(share.replica)
-                if begun() or len(tried) + len(unfit) >= len(self._all):
+                others_left = len({*tried, *unfit, *self.balancer.closed}) < self.balancer.count
+                if begun() or len(tried) == _MOST_TRIES or not others_left:
                     raise error.error if isinstance(error, UnansweredError) else error from None
             finally:
                 self._count(replica, -1)
@@ -263,7 +271,7 @@ class Replicas:
                     table[free] = asked
             elif not present:
                 names = ", ".join(each.name for each in table if not each.removed)
-                raise UsageError(f"{asked.name} is no replica of this gateway; it has {names}.")
+                raise UsageError(f"{asked.name} is not a replica of this gateway; it has {names}.")
             elif action == "remove":
                 if sum(not each.removed for each in table) == 1:
                     raise UsageError(f"{asked.name} is the only replica; it stays.")
@@ -275,7 +283,7 @@ class Replicas:
     async def watch(self, needed: Collection[str]) -> None:
         """Look again and again for changes, and, in the first process, whether the copies answer, until cancelled.
 
-        `needed` are the models that a copy must have ready.
+        `needed` are the models that a copy must have ready, as soon as they are known; until then, any.
         """
         probing: dict[int, asyncio.Task[None]] = {}
         try:
@@ -295,7 +303,9 @@ class Replicas:
     async def _probe(self, replica: Replica, needed: Collection[str]) -> None:
         try:
             ready = await asyncio.wait_for(_says_ready(replica, needed), _PROBE_SECONDS)
-        except (TrtserveError, asyncio.TimeoutError):
+        except Exception as error:  # noqa: BLE001 - whatever it is, the copy did not say that it is ready
+            if not isinstance(error, (TrtserveError, asyncio.TimeoutError)):
+                _LOG.warning("replica %s could not be asked whether it is ready: %r", replica.address.name, error)
             ready = False
         self._shared.down[replica.number] = not ready
         self._note(replica, down=not ready)
@@ -323,7 +333,8 @@ class Replicas:
         if "folder" not in self._shared.__dict__:
             return
         with suppress(FileNotFoundError):
-            written = self._file.stat().st_mtime_ns
+            found = self._file.stat()
+            written = (found.st_mtime_ns, found.st_ino)  # two changes may come within one tick of the clock
             if written != self._written:
                 self._table = read_as(self._file, _Table, _WHAT)
                 self._written = written
@@ -381,7 +392,8 @@ async def _says_ready(replica: Replica, needed: Collection[str]) -> bool:
         with suppress(RefusedError):  # nobody listens there
             async with replica.http.send("GET", "/v2/health/ready") as response:
                 return response.status == HTTPStatus.OK
-    return set(needed) <= set(await replica.client.model_names())
+    names = set(await replica.client.model_names())
+    return bool(names) and names.issuperset(needed)
 
 
 async def _unless_lost(attempt: Callable[[Replica], Awaitable[T]], replica: Replica, begun: Callable[[], bool]) -> T:

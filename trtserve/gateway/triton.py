@@ -169,9 +169,10 @@ class TritonHttp:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
-        if "_session" in self.__dict__:
-            await self._session.close()
+        """Close all connections. The next request opens new ones."""
+        session: ClientSession | None = self.__dict__.pop("_session", None)
+        if session is not None:
+            await session.close()
 
     @asynccontextmanager
     async def send(

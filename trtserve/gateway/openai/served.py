@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,7 @@ from trtserve.gateway.replicas import Replicas
 from trtserve.programs.postprocessing.anchored_decoding import AnchoredDecoder
 from trtserve.programs.shared.lora_names import LoraNames
 
+_LOG = logging.getLogger(__name__)
 _DESCRIBED_WITHIN = 30.0
 _RETRY = 0.5
 # How the names of the models begin that are in every repository; the others are aliases.
@@ -217,24 +219,39 @@ class Backend:
         return self._endpoint.repository
 
     async def models(self) -> tuple[ServedModel, ...]:
-        """Return the models. Raises ServerUnreachableError or RequestError while the server cannot describe them."""
+        """Return the models. Raises ServerUnreachableError or RequestError while no copy can describe them."""
         async with self._lock:
+            failures: list[TrtserveError] = []
+            for each in () if self._served else self.replicas.in_order:
+                try:
+                    self._served = await asyncio.to_thread(_describe_all, each.endpoint, self._tokenizer)
+                    break
+                except TrtserveError as error:
+                    failures.append(error)
             if not self._served:
-                endpoint = self.replicas.first.endpoint
-                self._served = await asyncio.to_thread(_describe_all, endpoint, self._tokenizer)
+                raise failures[0]
             return self._served
 
     async def prepare(self) -> None:
         """Describe the models as soon as the server can, so that the first request does not wait for the tokenizer.
 
-        Then watch the copies.
+        Meanwhile and afterwards, watch the copies.
         """
-        while not self._served:
-            with suppress(TrtserveError):
-                await self.models()
-                break
-            await asyncio.sleep(_RETRY)
-        await self.replicas.watch({each.model.name for each in self._served})
+        needed = set[str]()
+
+        async def describe() -> None:
+            known = ""
+            while not self._served:
+                try:
+                    await self.models()
+                except Exception as error:  # noqa: BLE001, PERF203 - a file that is broken now may be mended
+                    if not isinstance(error, TrtserveError) and (text := repr(error)) != known:
+                        _LOG.exception("the models cannot be described yet")
+                        known = text
+                    await asyncio.sleep(_RETRY)
+            needed.update(each.model.name for each in self._served)
+
+        await asyncio.gather(describe(), self.replicas.watch(needed))
 
     async def find(self, name: str) -> tuple[ServedModel, str | None]:
         """Return the model that a request names, and the adapter if the name is one. ApiError: there is neither."""
