@@ -77,10 +77,6 @@ def with_backend(root: Path) -> Path:
 
     folder = prepare_backends(find_triton(), Store(root / "server" / "home"))
     shutil.copytree(STAND_INS / "tensorrtllm_backend", folder / "tensorrtllm")
-    library = folder / "python" / "libtriton_python.so"  # for a backend in Python it must not be a link
-    real = library.resolve()
-    library.unlink()
-    shutil.copyfile(real, library)
     return folder
 
 

@@ -57,13 +57,14 @@ def test_the_tutorial_for_laptops_shows_what_its_commands_print(tmp_path: Path) 
     text = (ROOT / "docs" / "tutorials" / "laptop.md").read_text(encoding="utf-8")
     _install, *blocks = re.findall(r"^```console\n(.+?)^```", text, re.MULTILINE | re.DOTALL)
     terminal = runpy.run_path(str(ROOT / "examples" / "record_demo.py"))
-    ports = free_ports("127.0.0.1", 3)
-    variables = {**_environment(tmp_path, ports), "TERM": "xterm-256color", "NO_COLOR": "1"}
+    variables = {**_environment(tmp_path, free_ports("127.0.0.1", 3)), "TERM": "xterm-256color", "NO_COLOR": "1"}
     commands = _answers("".join(blocks).splitlines(), "\n")
     assert list(commands)[-1] == "$ trtserve stop"
     try:
         for command, shown in commands.items():
-            called = command.removeprefix("$ ").replace("8000", str(ports[0]))
+            # The server takes another port where a program has taken its own meanwhile.
+            port = "$(trtserve status --json | grep -om1 '\"http_port\": [0-9]*' | grep -o '[0-9]*')"
+            called = command.removeprefix("$ ").replace("localhost:8000", f"localhost:{port}")
             printed = terminal["screen"](terminal["record"](["bash", "-c", called], variables).decode())
             assert '"error"' not in "".join(printed), command
             expected = {_shape(line) for line in shown.splitlines() if not line.startswith(VARYING)}

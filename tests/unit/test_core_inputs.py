@@ -75,6 +75,7 @@ CARRIED: dict[str, tuple[Any, Callable[[Any], Any], Any]] = {
         timedelta(milliseconds=50),
     ),
     "encoder_input_features": ([[0.5]], lambda request: request.encoder_input_features.tolist(), [[0.5]]),
+    "images": ([b"a file"], lambda request: list(request.images), [b"a file"]),
     "skip_cross_attn_blocks": (True, lambda request: request.skip_cross_attn_blocks.tolist(), [True]),
 }
 # Input → a value that asks for something, and what the error says when nothing else is given.

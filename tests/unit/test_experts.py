@@ -138,7 +138,6 @@ def test_expert_parallelism_allows_indivisible_expert_widths(
         ("qwen2_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1"),
         ("qwen2_moe", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
-        ("qwen3_moe", {"attention_bias": True}, "sets attention_bias"),
         ("qwen3_moe", {"num_experts": None}, "lacks num_experts"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
     ],

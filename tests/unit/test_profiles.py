@@ -44,7 +44,7 @@ def test_names_are_unique(release: str | None) -> None:
 ADAPTER = {"LORA_NAME", "LORA_TASK_ID", "LORA_WEIGHTS", "LORA_CONFIG"}
 OWN_INPUTS = {
     PREPROCESSING: ADAPTER,
-    CORE: {"return_finish_reason", "num_top_log_probs", "return_prompt_log_probs", "min_p"},
+    CORE: {"return_finish_reason", "num_top_log_probs", "return_prompt_log_probs", "min_p", "images"},
     ENSEMBLE: {"return_finish_reason", "lora_name"},
     BLS: {"return_finish_reason", "lora_name", "draft_acceptance_threshold"},
 }

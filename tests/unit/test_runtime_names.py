@@ -26,6 +26,8 @@ HOME = (
 # Comparisons with a word that is also a runtime's name, and the reason.
 ALLOWED = {
     ("repository/served.py", "llmapi"): "a Triton backend, which a Python model.yaml implies",
+    ("server/engine_fit.py", "vllm"): "NVIDIA's Triton backend",
+    ("server/launch/modes.py", "vllm"): "NVIDIA's Triton backend",
     ("pipeline/parity/__init__.py", "tensorrt_llm"): "the tool that a manifest records",
     ("store/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
     ("pipeline/parity/converted.py", "openvino"): "the library",

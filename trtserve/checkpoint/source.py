@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,15 @@ def _of_gguf(path: Path) -> dict[str, SourceTensor]:
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?$")
 
 
-def _widened(tensors: Iterable[SourceTensor], quantization: Widening | None) -> Iterator[SourceTensor]:
+def _widened(tensors: Sequence[SourceTensor], quantization: Widening | None) -> Iterator[SourceTensor]:
     """Return each quantised matrix as one tensor of floats, without the tensors that belong to it."""
-    found = {tensor.name: tensor for tensor in tensors}
-    matrices, used = encoded(found, quantization)
-    for name, tensor in found.items():
-        if name in matrices:
-            matrix, encoding = matrices[name]
+    matrices, used = encoded({tensor.name: tensor for tensor in reversed(tensors)}, quantization)
+    for tensor in tensors:
+        if tensor.name in matrices:
+            matrix, encoding = matrices[tensor.name]
             entry = replace(tensor.entry, code=encoding.code, shape=encoding.shape)
             yield replace(tensor, name=matrix, entry=entry, encoding=encoding)
-        elif name not in used:
+        elif tensor.name not in used:
             yield tensor
 
 

@@ -65,7 +65,7 @@ def replicas(
     Examples:
         trtserve replicas demo
         trtserve replicas demo --drain 127.0.0.1:8004
-        trtserve replicas --url gateway:9000 --admin-key-file admin.key --add gpu-3:8001
+        trtserve replicas --url gateway:9000 --admin-key-file FILE --add gpu-3:8001
     """
     given = {"add": add, "drain": drain, "resume": resume, "remove": remove}
     changes = [(action, address) for action, address in given.items() if address is not None]
