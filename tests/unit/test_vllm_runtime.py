@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from trtserve.executor.engine.limits import (
 )
 from trtserve.executor.engine.requests import AdapterSource, GenerationRequest, PromptTable
 from trtserve.executor.engine.sampling import SamplingParameters
+from trtserve.executor.vllm import engine_side
 from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
 from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
 from trtserve.executor.vllm.engine import child_environment
@@ -276,3 +280,38 @@ def test_vllms_process_keeps_the_folders_of_a_driver(monkeypatch: pytest.MonkeyP
     assert "PYTHONPATH" not in found
     monkeypatch.setenv("LD_LIBRARY_PATH", own[0])
     assert "LD_LIBRARY_PATH" not in child_environment()
+
+
+def test_pixels_of_all_images_are_bounded_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a Pillow whose files say only their sizes, and that counts what is decoded."""
+    decoded: list[int] = []
+
+    class Sized(contextlib.nullcontext["Sized"]):
+        has_transparency_data = False
+
+        def __init__(self, content: io.BytesIO) -> None:
+            super().__init__(self)
+            self.width, self.height = map(int, content.read().split(b"x"))
+
+        def convert(self, _mode: str) -> int:
+            return self.width * self.height
+
+    def exif_transpose(image: Sized) -> Sized:
+        decoded.append(image.width * image.height)
+        return image
+
+    pillow = SimpleNamespace(
+        Image=SimpleNamespace(open=lambda content, formats: Sized(content)),
+        ImageOps=SimpleNamespace(exif_transpose=exif_transpose),
+        UnidentifiedImageError=OSError,
+    )
+    monkeypatch.setitem(sys.modules, "PIL", pillow)
+    assert engine_side._images([b"8000x5000", b"4000x6000"]) == [40_000_000, 24_000_000]
+    decoded.clear()
+    with pytest.raises(ValueError, match="image 0 has 40008000 pixels"):
+        engine_side._images([b"8000x5001"])
+    with pytest.raises(ValueError, match=r"image 1 has 24000001 pixels, .* has 64000001; .* smaller"):
+        engine_side._images([b"8000x5000", b"24000001x1"])
+    with pytest.raises(ValueError, match="has 65 images; at most 64"):
+        engine_side._images([b"1x1"] * 65)
+    assert decoded == [40_000_000]

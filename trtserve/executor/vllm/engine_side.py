@@ -39,7 +39,8 @@ _LAST_SECONDS = 8.0
 _LONGEST_SEARCH, _LONGEST_END = 600.0, 60.0
 _LONGEST_FRAME = 1 << 20
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_MOST_PIXELS = 40_000_000  # 160 MB while it is decoded
+_MOST_IMAGES = 64  # of a request, as in gateway/openai/images.py
+_MOST_PIXELS, _MOST_PIXELS_TOGETHER = 40_000_000, 64_000_000  # a pixel takes 4 bytes while it is decoded, then 3
 LEADER, NODE = "TRTSERVE_VLLM_LEADER", "TRTSERVE_VLLM_NODE"
 
 Message = list[Any]
@@ -404,18 +405,25 @@ def _images(files: list[bytes]) -> list[Any]:
     """Decode images. The size in the head of a file is checked before its content takes memory."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    made = []
+    if len(files) > _MOST_IMAGES:
+        raise ValueError(f"the request has {len(files)} images; at most {_MOST_IMAGES} are allowed")
+    made, together = [], 0
     for number, data in enumerate(files):
         try:
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 pixels = image.width * image.height
-                upright = ImageOps.exif_transpose(image) if pixels <= _MOST_PIXELS else None
+                together += pixels
+                fits = pixels <= _MOST_PIXELS and together <= _MOST_PIXELS_TOGETHER
+                upright = ImageOps.exif_transpose(image) if fits else None
         except UnidentifiedImageError:
             raise ValueError(f"image {number} cannot be read: it is damaged, or no image") from None
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"image {number} cannot be read: {error}") from None
         if upright is None:
-            raise ValueError(f"image {number} has {pixels} pixels; at most {_MOST_PIXELS} are allowed")
+            raise ValueError(
+                f"image {number} has {pixels} pixels, and with those before it the request has {together}; an image "
+                f"may have {_MOST_PIXELS}, a request {_MOST_PIXELS_TOGETHER}: make the images smaller"
+            )
         if upright.has_transparency_data:  # it is seen on white
             upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
         made.append(upright.convert("RGB"))
