@@ -31,6 +31,7 @@ from trtserve.gateway.openai import served
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.replicas import Replica, ReplicaAddress, Replicas, SharedState
 from trtserve.gateway.settings import GatewaySettings, write_private
+from trtserve.gateway.triton import TritonHttp
 
 SPEED = 4000.0
 """Tokens that a simulated replica works on in a second."""
@@ -426,6 +427,25 @@ def test_the_pages_of_a_gateway_whose_first_server_was_removed(tmp_path: Path) -
         metrics = client.get("/metrics")
         assert metrics.status_code == 200
         assert 'trtserve_replica_ready{replica="127.0.0.1:4"}' in metrics.text
+
+
+def test_a_server_that_answers_is_asked_whether_a_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    async def is_ready(triton: TritonHttp, _: str = "") -> bool:
+        asked.append(triton._address)
+        return triton._address == "127.0.0.1:3"
+
+    async def no_watch(*_: Any) -> None:
+        """The test says who is lost."""
+
+    gateway = _gateway(replicas=("127.0.0.1:2:3",))
+    monkeypatch.setattr(TritonHttp, "is_ready", is_ready)
+    monkeypatch.setattr(Replicas, "watch", no_watch)
+    with TestClient(gateway, base_url="http://localhost") as client:
+        gateway._replicas.first.lost.set()
+        assert client.get("/v2/models/m/ready").status_code == 200
+    assert asked == ["127.0.0.1:3"]
 
 
 def test_the_models_are_described_by_a_copy_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:

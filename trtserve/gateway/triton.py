@@ -321,13 +321,19 @@ class TritonHealth:
             return self._replicas.problem()
         return await self._asked(target)
 
+    @property
+    def _answering(self) -> TritonHttp:
+        """A Triton that answers, if there are several."""
+        return (None if self._replicas is None else self._replicas.first.http) or self._triton
+
     async def _asked(self, target: TritonPath) -> str | None:
         """Return what Triton itself says."""
-        if await self._triton.is_ready(target.path):
+        triton = self._answering
+        if await triton.is_ready(target.path):
             return None
         if target.model is not None:
             try:
-                await self._triton.config(f"{target.path.removesuffix('/ready')}/config")
+                await triton.config(f"{target.path.removesuffix('/ready')}/config")
             except RefusedError as error:
                 if error.status == 404:
                     raise
@@ -402,7 +408,7 @@ class TritonHealth:
 
     async def _needed(self, model: str) -> Iterable[str]:
         try:
-            return (await self._triton.model(model)).needs
+            return (await self._answering.model(model)).needs
         except RefusedError:
             return (model,)  # Triton itself says what is wrong with it
 
