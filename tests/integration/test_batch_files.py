@@ -50,7 +50,7 @@ def line(name: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str,
     return {"custom_id": name, "method": "POST", "url": url, "body": {"model": NAME, **asked, **body}}
 
 
-def written(path: Path, *lines: dict[str, Any]) -> Path:
+def written(path: Path, *lines: Any) -> Path:
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
     return path
 
@@ -125,14 +125,21 @@ def test_a_server_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ([{**line("a"), "method": "GET"}], "line 1 is not a POST"),
         ([line("a", stream=True)], "without stream"),
         ([line("a"), {**line("b"), "body": 5}], "line 2 needs a body"),
+        ([line("a"), ["b"]], "line 2 is not a JSON object"),
     ],
 )
 def test_wrong_lines_are_named_before_anything_is_sent(
-    lines: list[dict[str, Any]], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lines: list[Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path / "in.jsonl", *lines)
     assert query(1, "--input-file", file) == UsageError.code
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_batch_takes_no_request_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "in.jsonl", line("a"))
+    assert query(1, "--input-file", file, "--max-tokens", "5") == UsageError.code
+    assert "Remove --dry-run, --local and the request options." in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_file_with_something_else_is_not_overwritten(tmp_path: Path) -> None:

@@ -20,9 +20,15 @@ from trtserve.pipeline import travel
 from trtserve.pipeline.model import plan_model
 from trtserve.pipeline.travel import pull, push
 from trtserve.store import Store, buckets
+from trtserve.store.remote import reaching
 
 # htpasswd -Bbn me secret
 _PASSWORDS = "me:$2b$04$/SmvurVpFjKkk0YF..nlLuEXscCqjRf/UC.d1Y3HPQK9eY58zCNKO"
+
+
+def test_a_refusal_of_a_store_says_to_what() -> None:
+    with pytest.raises(AccessDeniedError, match=r"^Access to s3://b/m is denied: no\."), reaching("s3://b/m"):
+        raise PermissionError("no")
 
 
 def _answers(port: int) -> bool:
@@ -87,7 +93,7 @@ def test_a_registry_asks_for_the_login_that_docker_keeps(
     (folder / "passwords").write_text(_PASSWORDS + "\n")
     monkeypatch.setenv("DOCKER_CONFIG", str(folder))
     for target in _registry(folder, f"auth: {{htpasswd: {{realm: x, path: {folder / 'passwords'}}}}}\n"):
-        with pytest.raises(AccessDeniedError, match="is closed to you"):
+        with pytest.raises(AccessDeniedError, match=r"^Access to .* is denied"):
             push(str(model.path), target)
         login = base64.b64encode(b"me:secret").decode()
         (folder / "config.json").write_text(json.dumps({"auths": {target.split("/")[2]: {"auth": login}}}))
@@ -169,6 +175,6 @@ def test_an_object_store_without_credentials_asks_for_a_login(
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(AccessDeniedError, match="closed to you") as caught:
+    with pytest.raises(AccessDeniedError, match=r"^Access to .* is denied") as caught:
         plan_model(f"{bucket}/models/mine", store=Store(tmp_path / "store")).run()
     assert "Log in" in (caught.value.hint or "")

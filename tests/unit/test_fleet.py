@@ -322,13 +322,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     fleet_of(tmp_path)
     file = str(tmp_path / "fleet.yaml")
     assert run(["plan", "--fleet", file, "--hours", "1", "--write", str(tmp_path / "out"), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)["result"]
+    said = capsys.readouterr()
+    assert "Simulating 1 hour of" in said.err
+    result = json.loads(said.out)["result"]
     assert result["simulated"]["requests"] > 10_000
     assert result["written"] == [str(tmp_path / "out" / "llm-d-values.yaml")]
     assert run(["plan", "--fleet", file, "--hours", "0"]) == 0
     assert "large" in capsys.readouterr().out
     fleet_of(tmp_path, FLEET.replace("nodes: 20", "nodes: 1"))
     assert run(["plan", "--fleet", file, "--hours", "0"]) == 53
-    assert "there are 1" in capsys.readouterr().err
+    assert "there is 1." in capsys.readouterr().err
     assert run(["plan"]) == 2
     assert run(["plan", "demo", "--fleet", file]) == 2
+    capsys.readouterr()
+    assert run(["plan", "demo", "--hours", "3"]) == 2
+    assert "--hours is for the plan of a fleet" in capsys.readouterr().err

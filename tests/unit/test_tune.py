@@ -165,7 +165,12 @@ def test_a_budget_ends_a_search(tmp_path: Path) -> None:
     outcome = search.run()
     assert len(search.trials.done) == 1
     assert outcome.best is not None
-    assert "budget" in " ".join(outcome.reasons)
+    assert any(reason.endswith("left no time for 9 other configurations.") for reason in outcome.reasons)
+    (tmp_path / "pair").mkdir()
+    fresh = search_of(tmp_path / "pair", "")
+    pair = replace(fresh.space, candidates=fresh.space.candidates[:2])
+    small = Search(pair, fresh.goal, fresh.trials, SpeedModel(SPEED), budget=0.0)
+    assert "left no time for 1 other configuration." in " ".join(small.run().reasons)
 
 
 def test_a_goal_that_nothing_meets(tmp_path: Path) -> None:
@@ -173,7 +178,7 @@ def test_a_goal_that_nothing_meets(tmp_path: Path) -> None:
     outcome = search.run()
     assert outcome.best is None
     assert outcome.nearest is not None
-    assert headline(make_answer(search)) == "Nothing that was tried meets ttft p99 < 1 ms"
+    assert headline(make_answer(search)) == "No configuration tried meets ttft p99 < 1 ms"
     assert write_answer(search, make_answer(search), tmp_path / "setup.yaml", tmp_path, page=False) is None
 
 
@@ -256,6 +261,11 @@ def test_a_dry_run_lists_the_lanes(
     assert run(["tune", str(tmp_path / "setup.yaml"), "--dry-run", "--json", *arguments]) == 0
     result = json.loads(capsys.readouterr().out)["result"]
     assert len(result["lanes"]) == 30
+    assert run(["tune", str(tmp_path / "setup.yaml"), "--dry-run", *arguments]) == 0
+    said = capsys.readouterr()
+    assert "… and 10 more" in said.err
+    # Each of the 30 lanes has one of these loads.
+    assert sum("concurrency" in row for row in said.out.splitlines()) == 20
     assert list(tmp_path.glob("*.tune")) == []
 
 

@@ -244,9 +244,16 @@ def plan(
         ),
     ] = None,
     hours: Annotated[
-        int,
-        typer.Option("--hours", min=0, max=168, help="Hours to simulate; 0: none.", rich_help_panel=FLEET),
-    ] = 24,
+        int | None,
+        typer.Option(
+            "--hours",
+            min=0,
+            max=168,
+            help="Hours to simulate; 0: none.",
+            show_default="24",
+            rich_help_panel=FLEET,
+        ),
+    ] = None,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -294,10 +301,12 @@ def plan(
     if model is None:
         from trtserve.cli.fleet import plan_fleet
 
-        plan_fleet(fleet, hours=hours, write=write, json=json, progress=TerminalProgress(quiet=quiet))
+        simulated = 24 if hours is None else hours
+        plan_fleet(fleet, hours=simulated, write=write, json=json, progress=TerminalProgress(quiet=quiet))
         return
-    if write is not None:
-        raise UsageError("--write is for the plan of a fleet; give --fleet.")
+    for flag, value in (("--hours", hours), ("--write", write)):
+        if value is not None:
+            raise UsageError(f"{flag} is for the plan of a fleet; give --fleet.")
     from trtserve.pipeline.estimate import Question, plan_needs, require_fit
 
     chosen = _gpu(gpu, gpu_memory)

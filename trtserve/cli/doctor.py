@@ -101,7 +101,7 @@ def _measure(runtime: RuntimeName, *, json: bool, quiet: bool) -> None:
     rows = [
         ("weights are read at", f"{speed.bytes_per_second / 1e9:.3g} GB/s"),
         ("matrices compute", f"{speed.operations_per_second / 1e9:.4g} G operations/s"),
-        ("a step costs besides", f"{1000 * speed.step_seconds:.3g} ms"),
+        ("fixed cost of a step", f"{1000 * speed.step_seconds:.3g} ms"),
         ("a sequence in a step", f"{1000 * speed.sequence_seconds:.3g} ms"),
         ("a request", f"{1000 * speed.request_seconds:.3g} ms"),
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtserve.cli.output import print_data, print_json, print_table
-from trtserve.errors import MissedLimitError
+from trtserve.errors import MissedLimitError, counted
 
 if TYPE_CHECKING:
     from trtserve.pipeline.fleet.simulation import Simulated
@@ -29,7 +29,7 @@ def plan_fleet(file: Path | None, *, hours: int, write: Path | None, json: bool,
     shapes = size(fleet)
     chosen, day, figures = shapes[0], None, dict[str, float]()
     if hours and chosen.fits:
-        progress.step(f"Simulating {hours} hours of {chosen.replicas + chosen.spare} replicas")
+        progress.step(f"Simulating {counted(hours, 'hour')} of {counted(chosen.replicas + chosen.spare, 'replica')}")
         day = simulate(fleet, chosen, hours=hours)
         figures = figures_of(day.found)
     written = hand_over(fleet, chosen, write) if write is not None else []
@@ -40,15 +40,16 @@ def plan_fleet(file: Path | None, *, hours: int, write: Path | None, json: bool,
         for path in written:
             print_data(str(path))
     if not chosen.fits:
+        available = f"there {'is' if chosen.available == 1 else 'are'} {chosen.available}"
         raise MissedLimitError(
-            f"{fleet.goal} needs {chosen.nodes} nodes for {chosen.shape}; there are {chosen.available}.",
+            f"{fleet.goal} needs {counted(chosen.nodes, 'node')} for {chosen.shape}; {available}.",
             hint="Add nodes, a faster shape, or relax the goal.",
         )
     missed = [name for name, limit in fleet.limits_ms.items() if figures and figures[name] > limit]
     if missed:
         raise MissedLimitError(
             f"The simulated day misses {fleet.goal}: {', '.join(f'{name} {figures[name]:.4g} ms' for name in missed)}.",
-            hint="Its hours are in the table. Raise the spare replicas by a slower update (at_once), or the price.",
+            hint="The table shows the hours. Lower update.at_once, add a faster shape, or relax the goal.",
         )
 
 
@@ -105,7 +106,8 @@ def _print(shapes: Sequence[Sized], day: SimulatedDay | None, figures: dict[str,
         return
     print_data("")
     found = day.found
-    scale = f"{hours} hours" if day.minutes == 60 else f"{day.minutes:.3g} minutes of each of {hours} hours"
+    many = counted(hours, "hour")
+    scale = many if day.minutes == 60 else f"{day.minutes:.3g} minutes of each of {many}"
     scale += "" if day.part == 1 else f", {day.part:.1%} of the fleet"
     answered = f"{found.completed:,} answered, {found.failed:,} cut off"
     cached = f"{found.cached_tokens / 1e6:,.1f} M tokens from caches"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trtserve.pipeline.tuning.search import Search
     from trtserve.pipeline.tuning.space import Space
 
+_LISTED = 20
+
 
 def tune(
     file: FileArgument = Path("trtserve.yaml"),
@@ -33,13 +35,15 @@ def tune(
     ] = None,
     aim: Annotated[
         Literal["throughput", "requests"] | None,
-        typer.Option("--max", help="What is to be as large as possible.", show_default="that of the file, throughput"),
+        typer.Option("--max", help="What to maximise.", show_default="that of the file, throughput"),
     ] = None,
     search: Annotated[
         str | None,
         typer.Option("--search", metavar="NAME", help="Search of the file.", show_default="the only one"),
     ] = None,
-    budget: Annotated[float, typer.Option("--budget", metavar="MINUTES", min=0.1, help="Longest time of trials.")] = 30,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="MINUTES", min=0.1, help="Stop the trials after MINUTES.")
+    ] = 30,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -109,7 +113,7 @@ def tune(
         nearest = found.outcome.nearest
         close = "" if nearest is None else f" The nearest was {nearest.name}."
         raise MissedLimitError(
-            f"Nothing that was tried meets {answer.goal}.{close}", hint="Relax the goal or the load."
+            f"No configuration tried meets {answer.goal}.{close}", hint="Relax the goal or the load."
         )
     if not quiet and not json:
         say(f"Next: trtserve up {target}")
@@ -163,8 +167,10 @@ def _print_space(space: Space, search: Search, *, json: bool) -> None:
         return
     print_table(
         ("configuration", "load", "expected rate", "misses the goal by"),
-        [(row["configuration"], row["load"], f"{row['rate']:.4g}", f"{row['missed']:.0%}") for row in rows],
+        [(row["configuration"], row["load"], f"{row['rate']:.4g}", f"{row['missed']:.0%}") for row in rows[:_LISTED]],
     )
+    if len(rows) > _LISTED:
+        say(f"… and {len(rows) - _LISTED} more; --json has all.")
     for name, why in space.refused.items():
         say(f"left out: {name}: {why}")
 

@@ -137,7 +137,7 @@ def reaching(what: str) -> Iterator[None]:
     except Exception as error:  # each package has classes of its own
         if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
             hint = "Log in as its own tools need it (AWS_PROFILE, gcloud auth, …)."
-            raise AccessDeniedError(f"{what} is closed to you: {error}.", hint=hint) from error
+            raise AccessDeniedError(f"Access to {what} is denied: {error}.", hint=hint) from error
         raise NetworkError(f"{what} cannot be reached: {type(error).__name__}: {error}.", hint="Try again.") from error
 
 
@@ -305,7 +305,7 @@ class Registry:
         if status == HTTPStatus.NOT_FOUND:
             raise ModelNotFoundError(f"{self.text} has no {path}.", hint="Check the name and the tag.")
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            raise AccessDeniedError(f"{self.text} is closed to you: {said}", hint=f"docker login {self.host}")
+            raise AccessDeniedError(f"Access to {self.text} is denied: {said}", hint=f"docker login {self.host}")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.TOO_MANY_REQUESTS:
             raise TrtserveError(f"{self.text} refused {method} {path} with {status}: {said}")
         raise NetworkError(f"{self.text} failed at {method} {path} with {status}: {said}", hint="Try again later.")

@@ -33,7 +33,7 @@ BENCHMARK_KEYS = {
 """Keys of a benchmark that are not fields of a spec, with their meaning."""
 SEARCH_KEYS = {
     "goal": "What must hold, such as `ttft p99 < 500 ms, itl p99 < 40 ms`.",
-    "max": "What is to be as large as possible: throughput (output tokens/s) or requests (per second).",
+    "max": "What to maximise: throughput (output tokens/s) or requests (per second).",
     "ranges": "Values to try: a list for each option of the model, of the server, or of the load.",
 }
 """Keys of a search besides those of its benchmark, with their meaning."""

@@ -300,7 +300,7 @@ def pareto(points: Sequence[tuple[float, float]]) -> set[int]:
 def headline(answer: TuneAnswer) -> str:
     """Return the answer in one line."""
     if answer.best is None:
-        return f"Nothing that was tried meets {answer.goal}"
+        return f"No configuration tried meets {answer.goal}"
     found = f"{answer.best}: {answer.rate:.4g} {UNITS[answer.aim]}"
     if answer.gain is not None:
         found += f", {answer.gain[0]:+.0%} to {answer.gain[1]:+.0%} compared with the file's own configuration"

@@ -20,7 +20,7 @@ from typing import Any
 from trtserve.bench.intervals import Interval
 from trtserve.bench.report import BenchReport
 from trtserve.bench.targets import figure_of
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import TrtserveError, UsageError, counted
 from trtserve.files import optional_json_object, write_json
 from trtserve.pipeline.import_spec import as_json
 from trtserve.pipeline.setup_file.content import SearchSetup
@@ -185,7 +185,7 @@ class Search:
             if self._spent(1, _EXPLORING):
                 left = len(self._candidates) - len(tried) + 1
                 self.outcome.reasons.append(
-                    f"The budget of {self._budget:.0f} s left no time for {left} other configurations."
+                    f"The budget of {self._budget:.0f} s left no time for {counted(left, 'other configuration')}."
                 )
                 return
             try:
@@ -208,7 +208,7 @@ class Search:
         hope = prospects[best.values] * (1 + self.model.margin)
         if rates and hope < max(rates) * 1.02:
             self.outcome.reasons.append(
-                f"None of the {len(left)} configurations left can be better: the best should reach "
+                f"No other configuration can be better ({len(left)} left): the best should reach "
                 f"{prospects[best.values]:.4g}, at most {hope:.4g} by the errors of the predictions; "
                 f"{max(rates):.4g} was measured."
             )
@@ -260,7 +260,7 @@ class Search:
                 break
             if self._spent(len(left)):
                 self.outcome.reasons.append(
-                    f"The budget of {self._budget:.0f} s is used; the race had {turn - 1} rounds."
+                    f"The budget of {self._budget:.0f} s is used; the race had {counted(turn - 1, 'round')}."
                 )
                 break
             # The other way round in every second round, which cancels steady drift.
