@@ -18,12 +18,16 @@ from trtserve.gateway.standstill import GatewayBeat, gateway_silence
 _LOG = logging.getLogger(__name__)
 _POLL = 0.1
 _SILENT = 2.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A process that is killed this soon after its start is started again after a pause, which doubles each time.
+_SOON, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 30.0
 
 
 def serve(settings: GatewaySettings, listening: socket.socket) -> int:
     """Serve on a bound socket until a signal, and return the exit code.
 
-    Each of several processes takes connections from the same socket. One that is killed is started again.
+    Each of several processes takes connections from the same socket. One that is killed is started again, after a
+    growing pause if it was killed at its start.
     """
     if settings.processes == 1:
         from trtserve.gateway.listener import serve as serve_here
@@ -46,22 +50,29 @@ class _Parent:
         self._settings, self._listening, self._shared = settings, listening, shared
         self._running: dict[int, int] = {}
         """Process id → number."""
+        self._started: dict[int, float] = {}
+        self._pauses: dict[int, float] = {}
+        self._due: dict[int, float] = {}
+        """Number → when it is started again."""
         self._stopping = False
 
     def run(self) -> int:
         """Return the exit code."""
         import trtserve.gateway.listener  # noqa: F401 - before the processes are forked
 
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in _SIGNALS:
             signal.signal(each, self._pass_on)
         for number in range(self._settings.processes):
             self._start(number)
         beat = None if self._settings.run_folder is None else GatewayBeat(self._settings.run_folder)
         code = 0
-        while self._running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while self._running or (self._due and not self._stopping):
+            for number in [number for number, due in self._due.items() if due <= time.monotonic()]:
+                del self._due[number]
+                self._start(number)
+            pid, status = os.waitpid(-1, os.WNOHANG) if self._running else (0, 0)
             if pid == 0:
-                if beat is not None and self._all_turn():
+                if beat is not None and self._running and self._all_turn():
                     beat.beat()
                 time.sleep(_POLL)
                 continue
@@ -70,8 +81,12 @@ class _Parent:
             if self._stopping:
                 continue
             if os.WIFSIGNALED(status):
-                _LOG.error("process %d was killed by signal %d; starting it again", pid, os.WTERMSIG(status))
-                self._start(number)
+                now = time.monotonic()
+                soon = now - self._started[number] < _SOON
+                pause = min(_LONGEST_PAUSE, self._pauses.get(number, 0.0) * 2 or _FIRST_PAUSE) if soon else 0.0
+                self._pauses[number], self._due[number] = pause, now + pause
+                text = "process %d was killed by signal %d; starting it again in %g s"
+                _LOG.error(text, pid, os.WTERMSIG(status), pause)
             else:
                 code = os.WEXITSTATUS(status) or 1
                 self._pass_on(signal.SIGTERM, None)
@@ -81,10 +96,19 @@ class _Parent:
         from trtserve.process.signals import end_with_parent
 
         ask = end_with_parent()
-        pid = os.fork()
-        if pid:
-            self._running[pid] = number
+        # A signal waits until it is known to whom it goes: the parent passes it on to the new process too, and that one
+        # ends by it until it serves.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        pid = None if self._stopping else os.fork()
+        if pid != 0:
+            if pid is not None:
+                self._running[pid], self._started[number] = number, time.monotonic()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             return
+        self._running.clear()
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         code = 1
         try:
             from trtserve.gateway.listener import serve as serve_here
