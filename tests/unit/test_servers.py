@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -61,6 +62,31 @@ def test_a_state_file_of_the_time_of_the_door_is_read(store: Store) -> None:
     write_state(written, store)
     file = state_file("demo", store)
     file.write_text(file.read_text(encoding="utf-8").replace('"gateway"', '"door"'), encoding="utf-8")
+    assert recorded_server("demo", store) == written
+
+
+@pytest.mark.parametrize("own_gateway", [True, False])
+def test_a_state_file_of_the_time_of_nginx_keeps_its_process_for_stop(store: Store, own_gateway: bool) -> None:
+    written = server(store, "demo")
+    nginx, process = ProcessId(pid=77, started=5.0), written.instances[0].process
+    if own_gateway:
+        gateway = GatewayState(process=process, log=Path("/log"), settings=Path("/1.json"), encrypted=True)
+        written = replace(written, instances=(replace(written.instances[0], gateway=gateway),))
+        write_state(written, store)
+    file = state_file("demo", store)
+    content = json.loads(file.read_text(encoding="utf-8"))
+    proxy = {"file": "/x/nginx.conf", "log": "/x/nginx.log", "http_port": 8080, "grpc_port": 8081}
+    content["proxy"] = {**proxy, "process": {"pid": 77, "started": 5.0}}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    found = recorded_server("demo", store)
+    assert found is not None
+    assert found.roots[0] == nginx  # what `stop` ends
+    assert (found.endpoint.http_port, found.endpoint.grpc_port) == (8080, 8081)
+    assert found.gateway is not None
+    assert found.gateway.encrypted == own_gateway
+    assert found.gateway.settings == (Path("/1.json") if own_gateway else Path("/x"))
+    content["proxy"] = {**proxy, "process": None}  # nginx was not installed
+    file.write_text(json.dumps(content), encoding="utf-8")
     assert recorded_server("demo", store) == written
 
 

@@ -327,8 +327,12 @@ def _read(path: Path) -> Server | None:
         for instance in content["instances"]:
             if "door" in instance:  # what the gateway was called before 2026-11-26
                 instance["gateway"] = instance.pop("door")
-        if "process" in (content.get("proxy") or {}):  # nginx, until 2026-11-26
-            content["proxy"] = None
+        proxy = content.get("proxy") or {}
+        if "process" in proxy:  # nginx, until 2026-11-26, which `stop` must still end
+            behind = content["instances"][0].get("gateway") or {"settings": str(Path(proxy["file"]).parent)}
+            nginx = {**behind, "process": proxy["process"], "log": proxy["log"]}
+            ports = {port: proxy[port] for port in ("http_port", "grpc_port")}
+            content["proxy"] = {"gateway": nginx, **ports} if proxy["process"] else None
         server = decode_as(content, Server, "the state of a server", path)
     except (FileNotFoundError, KeyError, TypeError, ValueError, ArtifactError):
         return None
