@@ -17,7 +17,7 @@ from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors
 from trtserve.artifacts import Model
 from trtserve.checkpoint.gguf import BY_NAME, GgufFile
-from trtserve.checkpoint.gguf_model import config_of, tokenizer_of
+from trtserve.checkpoint.gguf_model import config_of, tensors_of, tokenizer_of
 from trtserve.errors import CorruptFileError, TrtserveError, UnsupportedModelError
 from trtserve.pipeline.gguf_folder import unfolded
 from trtserve.pipeline.model import plan_model
@@ -231,8 +231,13 @@ LIES: list[tuple[Callable[[bytes], bytes], str]] = [
     (header(0, 1 << 60), "claims"),
     (header(0, 1, struct.pack("<Q", 1 << 62)), "has 4611686018427387904 bytes"),
     (header(0, 1, text("a") + struct.pack("<I", 99)), "type 99"),
-    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 4, 1 << 62)), "beyond its header"),
-    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 8, 1 << 62)), "values of type 8"),
+    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 4, 1 << 62)), "claim 4611686018427387904 values"),
+    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 4, 2)), "beyond its header"),
+    (
+        header(0, 2, b"".join(text(n) + struct.pack("<IIQ", 9, 0, 1_000_001) + bytes(1_000_001) for n in "ab")),
+        "lists claim 2000002 values; 2000000 are read",
+    ),
+    (header(0, 1, text("a") + struct.pack("<IIQ", 9, 8, 1 << 20)), "values of type 8"),
     (header(0, 1, text("a") + struct.pack("<IIQ", 9, 9, 1)), "values of type 9"),
     (header(0, 2, (text("a") + value(1)) * 2), "twice"),
     (header(0, 1, text("general.alignment") + value(33)), "alignment"),
@@ -252,6 +257,20 @@ def test_lies_in_a_header_are_refused(tmp_path: Path) -> None:
         file.write_bytes(change(whole))
         with pytest.raises(TrtserveError, match=message):
             GgufFile(file)
+
+
+def test_heads_of_keys_that_are_listed_for_each_layer(tmp_path: Path) -> None:
+    file, _ = write_gguf_model(tmp_path, "llama", "llama", "Q8_0", **SIZES)
+    found = GgufFile(file)
+    meant = config_of(found), [(stored.name, rows) for stored, rows in tensors_of(found)]
+    found.metadata["llama.attention.head_count_kv"] = [2, 2]
+    assert (config_of(found), [(stored.name, rows) for stored, rows in tensors_of(found)]) == meant
+    assert meant[0]["num_key_value_heads"] == 2
+    del found.metadata["llama.attention.head_count_kv"]
+    assert config_of(found)["num_key_value_heads"] == 4
+    found.metadata["llama.attention.head_count_kv"] = [0, 0]
+    with pytest.raises(CorruptFileError, match="head_count_kv has 0"):
+        config_of(found)
 
 
 def test_models_and_tokenizers_that_are_not_known_are_refused(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _MAGIC = b"GGUF"
 _MOST_TENSORS, _MOST_KEYS, _LONGEST_NAME, _MOST_DIMENSIONS = 100_000, 10_000, 256, 4
 _LARGEST_ALIGNMENT = 1 << 20
+_MOST_LISTED = 2_000_000  # values of all lists; in memory one takes up to 60 bytes. 262,000 tokens have 1.3 million
 # Metadata types: struct code, or what is read as a text or a list.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
@@ -52,7 +53,7 @@ class _Header:
     """Metadata and entries, read from the first bytes of a file."""
 
     def __init__(self, path: Path, data: bytes, size: int) -> None:
-        self._path, self._data, self._at, self._size = path, data, 0, size
+        self._path, self._data, self._at, self._size, self._listed = path, data, 0, size, 0
         if self._take(4) != _MAGIC:
             raise self._damaged("it does not begin with GGUF")
         version = self._number("I")
@@ -104,6 +105,9 @@ class _Header:
         if kind != _LIST:
             raise self._damaged(f"a value at byte {self._at} has type {kind}")
         inner, count = self._number("I"), self._number("Q")
+        self._listed += count
+        if self._listed > _MOST_LISTED:
+            raise self._damaged(f"its lists claim {self._listed} values; {_MOST_LISTED} are read")
         if inner in _NUMBERS:
             code = _NUMBERS[inner]
             return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}"))))

@@ -106,6 +106,18 @@ class _Metadata:
             raise CorruptFileError(f"{self.file.path}: {self.architecture}.{key} is {value!r:.80}.", hint=_AGAIN)
         return int(value)
 
+    def kv_heads(self) -> int:
+        """Return the heads of keys and values, which some files list for each layer."""
+        key = "attention.head_count_kv"
+        listed = self.file.metadata.get(f"{self.architecture}.{key}")
+        if not isinstance(listed, list):
+            return self.size(key if listed is not None else "attention.head_count")
+        if len(set(listed)) != 1:
+            raise UnsupportedModelError(f"{self.file.path} has layers with different numbers of heads.", hint=_OTHER)
+        if type(listed[0]) is not int or not 0 < listed[0] < 1 << 31:
+            raise CorruptFileError(f"{self.file.path}: {self.architecture}.{key} has {listed[0]!r:.80}.", hint=_AGAIN)
+        return listed[0]
+
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """Return config.json of the model. Raises UnsupportedModelError for one that cannot be expressed."""
@@ -118,11 +130,6 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if experts and data.architecture == "llama":
         family = replace(family, architecture="MixtralForCausalLM", model_type="mixtral")
     head_size = data.get("attention.key_length", int) or width // heads
-    kv_heads = data.get("attention.head_count_kv", (int, list), heads)  # type: ignore[arg-type]
-    if isinstance(kv_heads, list):
-        if len(set(kv_heads)) != 1:
-            raise UnsupportedModelError(f"{file.path} has layers with different numbers of heads.", hint=_OTHER)
-        kv_heads = kv_heads[0]
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -131,7 +138,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "hidden_size": width,
         "num_hidden_layers": data.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": data.kv_heads(),
         "intermediate_size": data.size("feed_forward_length"),
         "max_position_embeddings": data.size("context_length"),
         "rms_norm_eps": data.get("attention.layer_norm_rms_epsilon", float, 1e-5),
@@ -275,8 +282,7 @@ def _of_layer(
         own = "mlp.gate_up_proj"
     heads = 0
     if data.family.permuted and module in ("attn_q", "attn_k"):
-        heads = data.size("attention.head_count")
-        heads = data.get("attention.head_count_kv", int, heads) if module == "attn_k" else heads
+        heads = data.kv_heads() if module == "attn_k" else data.size("attention.head_count")
     if own is not None:
         yield replace(stored, name=f"{prefix}{own}.{kind}"), _rows(stored, data, norm=norm, heads=heads)
     elif module == "ffn_gate_inp":
@@ -284,9 +290,7 @@ def _of_layer(
         yield replace(stored, name=f"{prefix}{gate}.{kind}"), _rows(stored, data)
     elif module in _EXPERTS and len(stored.entry.shape) == 3:
         count, *shape = stored.entry.shape
-        part = (
-            {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[_EXPERTS[module]] if mixtral else _EXPERTS[module]
-        )
+        part = (_MIXTRAL if mixtral else _EXPERTS)[module]
         outer = "block_sparse_moe" if mixtral else "mlp"
         for expert in range(count):
             entry = replace(stored.entry, shape=tuple(shape), size=stored.entry.size // count)
