@@ -252,6 +252,13 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert speed.request_seconds == pytest.approx(0.030, rel=0.1)
 
 
+def test_doctor_names_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("trtserve.pipeline.tuning.measuring.measure_speed", lambda *_, **__: ("openvino", SPEED))
+    assert run(["doctor", "--measure"]) == 0
+    (row,) = (each for each in capsys.readouterr().out.splitlines() if "fixed cost of a step" in each)
+    assert "4 ms" in row
+
+
 @pytest.mark.parametrize("arguments", [[], ["--goal", "ttft p99 < 9 s", "--max", "requests"]])
 def test_a_dry_run_lists_the_lanes(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
