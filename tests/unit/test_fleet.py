@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -332,8 +333,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     fleet_of(tmp_path, FLEET.replace("nodes: 20", "nodes: 1"))
     assert run(["plan", "--fleet", file, "--hours", "0"]) == 53
     assert "there is 1." in capsys.readouterr().err
+    fleet_of(tmp_path, FLEET.replace("itl p99 < 100 ms", "itl p99 < 5 ms"))
+    assert run(["plan", "--fleet", file, "--hours", "0"]) == 53
+    assert "No shape meets" in capsys.readouterr().err
+    speed = "speed: {step_ms: 20, sequence_ms: 0.5, prompt_token_ms: 0.05, request_ms: 5}"
+    fleet_of(tmp_path, FLEET.replace(speed, "measured: [c1, c2]"))
+    assert run(["plan", "--fleet", file, "--hours", "0"]) == 2
+    assert re.search(r"c1 cannot be read.*next: .*bench", capsys.readouterr().err, re.DOTALL)
     assert run(["plan"]) == 2
     assert run(["plan", "demo", "--fleet", file]) == 2
     capsys.readouterr()
     assert run(["plan", "demo", "--hours", "3"]) == 2
     assert "--hours is for the plan of a fleet" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "fleet.md").read_text(encoding="utf-8")
+    example = page.partition("```yaml\n")[2].partition("```")[0]
+    fleet_of(tmp_path, example)
+    assert run(["plan", "--fleet", str(tmp_path / "fleet.yaml"), "--hours", "0"]) == 0
+    assert "tp8" in capsys.readouterr().out

@@ -219,7 +219,9 @@ def read_records(path: Path) -> list[RequestRecord]:
     try:
         lines = read_text(path, UsageError, limit=LARGEST_DATA).splitlines()
     except FileNotFoundError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}.", hint="Give the folder that `trtserve bench … --out DIR` wrote."
+        ) from None
     return [_read_record(line, number, path) for number, line in enumerate(lines, 1)]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trtserve.bench.report import BenchReport, read_report
-from trtserve.errors import UsageError
+from trtserve.errors import MissedLimitError, UsageError
 from trtserve.pipeline.fleet.content import Fleet, FleetTraffic, ShapeOption
 from trtserve.pipeline.fleet.simulation import GROUPS, Arrivals, Floats, Incident, ReplicaSpeed, Simulated, Simulation
 
@@ -174,10 +174,10 @@ def _erlang_c(servers: int, offered: float) -> float:
 
 
 def size(fleet: Fleet) -> list[Sized]:
-    """Return every shape that can meet the goal, the cheapest that fits first. Raises UsageError if none can."""
+    """Return every shape that can meet the goal, the cheapest that fits first. Raises MissedLimitError if none can."""
     found = [sized for name in fleet.shapes if (sized := _sized(fleet, name)) is not None]
     if not found:
-        raise UsageError(
+        raise MissedLimitError(
             f"No shape meets {fleet.goal}, however many replicas there are: one request alone takes longer.",
             hint="Relax the goal, or add a faster shape.",
         )
