@@ -322,7 +322,8 @@ def test_the_page(url: str, features: ModelServer) -> None:
         wait_until(lambda: page.evaluate("/ms/.test(document.querySelector('#first').textContent)"))
         wait_until(lambda: page.evaluate("/blocks/.test(document.querySelector('#kv').textContent)"))
         unlabelled = (
-            "[...document.querySelectorAll('input, select, textarea')].filter(each => !each.labels.length).length"
+            "[...document.querySelectorAll('input:not([aria-hidden]), select, textarea')]"
+            ".filter(each => !each.labels.length).length"
         )
         assert page.evaluate(unlabelled) == 0
         assert page.get_by_role("log", name="Conversation").count() == 1

@@ -286,7 +286,7 @@ def test_answers_are_lines_of_a_file_and_are_not_asked_for_again(
     whole = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(whole[1] + whole[2][:9])  # an interruption cuts the last line
     assert run(["query", *asked, *address(server)]) == 0
-    assert "2 answers, 1 were there." in capsys.readouterr().err
+    assert "2 answers, 1 was there." in capsys.readouterr().err
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(each["prompt"], each["input"], each["text"]) for each in found] == [
         (1, "two", "Echo: two"),

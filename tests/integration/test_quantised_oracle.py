@@ -164,7 +164,9 @@ def test_fp8_matrices_with_different_scales_are_joined() -> None:
     inputs = torch.tensor([1 / 64])
     codes = {name: (weight / scales[name]).to(torch.float8_e4m3fn) for name, weight in floats.items()}
     scale: Any = lambda name: (scales[name], inputs)  # noqa: E731
-    weights: Any = SimpleNamespace(tensor=codes.__getitem__, fp8_scales=scale, packed=lambda name: None)
+    weights: Any = SimpleNamespace(
+        tensor=codes.__getitem__, fp8_scales=scale, packed=lambda name: None, dtype=torch.float32
+    )
     x, bias = torch.randn(5, 64, generator=random), torch.randn(64, generator=random)
     found = load_matrix(weights, ["a", "b"], plain_operations)(x, bias)
     rounded = (x / inputs).to(torch.float8_e4m3fn).float() * inputs
