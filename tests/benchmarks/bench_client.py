@@ -18,11 +18,10 @@ from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.exact_server import exact_server
 from trtserve.bench.compare import compare
 from trtserve.bench.echo_server import Echo, Spoken
-from trtserve.bench.intervals import Interval, mean_interval, t_quantile
 from trtserve.bench.processes import LoadOutcome, run_load
 from trtserve.bench.records import RequestRecord
 from trtserve.bench.report import BenchReport
-from trtserve.bench.statistics import percentile
+from trtserve.bench.statistics import Interval, mean_interval, percentile, t_quantile
 from trtserve.bench.transport import LoadTarget
 from trtserve.bench.worker import Load
 

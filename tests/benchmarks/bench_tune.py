@@ -19,11 +19,10 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.bench.targets import figure_of, read_goal
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import make_answer
-from trtserve.pipeline.tuning.measuring import measure_speed
 from trtserve.pipeline.tuning.roofline import MachineSpeed
 from trtserve.pipeline.tuning.search import Goal, Search, prepare, steady_rate
 from trtserve.pipeline.tuning.space import Space, find_space
-from trtserve.pipeline.tuning.trials import Trial, Trials
+from trtserve.pipeline.tuning.trials import Trial, Trials, measure_speed
 from trtserve.store import Store
 
 SIZES: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8}

@@ -29,7 +29,7 @@ from tests.support.tiny_models import read_safetensors, write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of
 from trtserve.artifacts import Model
 from trtserve.executor import api
-from trtserve.pipeline.gguf_folder import unfolded
+from trtserve.pipeline.model import unfolded
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.store import Store
 

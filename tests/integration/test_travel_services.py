@@ -19,7 +19,7 @@ from trtserve.host.ports import free_ports
 from trtserve.pipeline import travel
 from trtserve.pipeline.model import plan_model
 from trtserve.pipeline.travel import pull, push
-from trtserve.store import Store, buckets
+from trtserve.store import Store, remote
 from trtserve.store.remote import reaching
 
 # htpasswd -Bbn me secret
@@ -159,11 +159,11 @@ def test_a_folder_by_url_is_listed_pinned_and_continued(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_pulled_is_refused(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "mine")
-    revision = buckets.resolve(f"file://{source}")
+    revision = remote.resolve(f"file://{source}")
     (config,) = (file for file in revision.files if file.name == "config.json")
     os.utime(source / "config.json", (1, 1))
     with pytest.raises(CorruptFileError, match=r"config\.json of .* has changed while it was pulled"):
-        buckets.pull(revision, config, tmp_path)
+        remote.pull(revision, config, tmp_path)
     assert not (tmp_path / "config.json").exists()
 
 

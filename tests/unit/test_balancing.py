@@ -21,7 +21,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.scripted_endpoint import complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import ScriptedTriton
-from trtserve.cli.replicas import _Front, _running
+from trtserve.cli.gateway import _Front, _running
 from trtserve.client.endpoint import Endpoint
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.gateway import replicas

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from trtserve.bench.intervals import effective_count, mean_interval, quantile_interval, t_quantile, warmup_length
+from trtserve.bench.statistics import effective_count, mean_interval, quantile_interval, t_quantile, warmup_length
 
 RUNS = 150
 

@@ -347,6 +347,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--hours is for the plan of a fleet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--gpu", "--gpu-memory", "--tp-size", "--max-seq-len"])
+def test_options_of_a_model_are_refused_for_a_fleet(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--fleet", str(tmp_path / "fleet.yaml"), flag, "2"]) == 2
+    assert f"leave {flag} out" in capsys.readouterr().err
+
+
 def test_the_example_of_the_page_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "fleet.md").read_text(encoding="utf-8")
     example = page.partition("```yaml\n")[2].partition("```")[0]

@@ -19,8 +19,7 @@ from trtserve.artifacts import Model
 from trtserve.checkpoint.gguf import BY_NAME, GgufFile
 from trtserve.checkpoint.gguf_model import config_of, tensors_of, tokenizer_of
 from trtserve.errors import CorruptFileError, TrtserveError, UnsupportedModelError
-from trtserve.pipeline.gguf_folder import unfolded
-from trtserve.pipeline.model import plan_model
+from trtserve.pipeline.model import plan_model, unfolded
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store
 

@@ -51,7 +51,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No vLLM is here: the tables of its releases answer."""
     monkeypatch.delenv("TRTSERVE_VLLM_PYTHON", raising=False)
     monkeypatch.setattr("trtserve.executor.vllm.installation.find_installation", lambda _=None: None)
-    monkeypatch.setattr("trtserve.repository.check.vllm.find_installation", lambda: None)
+    monkeypatch.setattr("trtserve.repository.check.runtimes.find_installation", lambda: None)
     monkeypatch.setattr("trtserve.executor.vllm.runtime.find_installation", lambda: None)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import MachineError, UsageError
-from trtserve.host import pinning
-from trtserve.host.pinning import parse_cpus, pin
+from trtserve.host import machine
+from trtserve.host.machine import parse_cpus, pin
 from trtserve.specs import ServerSpec
 
 
@@ -30,9 +30,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for node, cpus in ((0, "4000-4001"), (1, f"{first}")):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
-    monkeypatch.setattr(pinning, "NODES", tmp_path)
+    monkeypatch.setattr(machine, "NODES", tmp_path)
     bound: list[int] = []
-    monkeypatch.setattr(pinning, "_bind_memory", bound.append)
+    monkeypatch.setattr(machine, "_bind_memory", bound.append)
     return bound
 
 

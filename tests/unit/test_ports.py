@@ -11,8 +11,7 @@ import pytest
 from tests.support.http_pages import answering
 from trtserve.client.endpoint import unreachable
 from trtserve.host import ports
-from trtserve.host.ports import free_ports, is_free
-from trtserve.host.proxies import direct_opener, is_here
+from trtserve.host.ports import direct_opener, free_ports, is_free, is_here
 
 HOST = "127.0.0.1"
 

@@ -21,11 +21,10 @@ from trtserve.errors import UsageError
 from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import headline, make_answer, pareto, write_answer
-from trtserve.pipeline.tuning.measuring import measure_speed
 from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, Offered, SpeedModel
 from trtserve.pipeline.tuning.search import Goal, Search
 from trtserve.pipeline.tuning.space import Candidate, Space, Values, find_space
-from trtserve.pipeline.tuning.trials import Bench, Trials
+from trtserve.pipeline.tuning.trials import Bench, Trials, measure_speed
 from trtserve.specs import BenchSpec, ServerSpec
 from trtserve.store import Store
 
@@ -226,7 +225,7 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     """The demo's times, made with known overheads, give these overheads."""
     monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
     monkeypatch.setattr("trtserve.executor.openvino.runtime.OpenvinoRuntime.matrix_speed", lambda _: (5e9, 7e11))
-    monkeypatch.setattr("trtserve.pipeline.tuning.measuring.plan_import", lambda spec, **_: spec)
+    monkeypatch.setattr("trtserve.pipeline.tuning.trials.plan_import", lambda spec, **_: spec)
 
     class Demo(MadeUpBench):
         def __init__(self, *_: object) -> None:
@@ -242,7 +241,7 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
             ]
             return report_of(records)
 
-    monkeypatch.setattr("trtserve.pipeline.tuning.measuring.Bench", Demo)
+    monkeypatch.setattr("trtserve.pipeline.tuning.trials.Bench", Demo)
     name, speed = measure_speed("openvino")
     assert name == "openvino"
     assert speed == MachineSpeed.read("openvino", Store())
@@ -253,7 +252,7 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_doctor_names_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("trtserve.pipeline.tuning.measuring.measure_speed", lambda *_, **__: ("openvino", SPEED))
+    monkeypatch.setattr("trtserve.pipeline.tuning.trials.measure_speed", lambda *_, **__: ("openvino", SPEED))
     assert run(["doctor", "--measure"]) == 0
     (row,) = (each for each in capsys.readouterr().out.splitlines() if "fixed cost of a step" in each)
     assert "4 ms" in row

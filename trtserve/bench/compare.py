@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean, variance
 
 from trtserve.artifacts.engine_config import BuildConfig, EngineConfig
-from trtserve.bench.intervals import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.report import BenchReport
+from trtserve.bench.statistics import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import ArtifactError, UsageError
 from trtserve.files import read_json_object

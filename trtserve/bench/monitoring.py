@@ -17,7 +17,7 @@ from pathlib import Path
 from trtserve.bench.records import Real, Whole
 from trtserve.client.metrics import KV_BLOCKS, REQUESTS, TOKENS, core_metrics, model_metrics, parse
 from trtserve.host.gpus import gpu_load_reader
-from trtserve.host.proxies import direct_opener
+from trtserve.host.ports import direct_opener
 
 _COUNTERS = ("sent", "ended", "failed")
 _PER_DECADE = 20  # buckets of the histogram are 12 % wide

@@ -28,7 +28,7 @@ from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_add
 from trtserve.client.transport import SyncClient
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.files import parse_json
-from trtserve.host.proxies import direct_opener
+from trtserve.host.ports import direct_opener
 from trtserve.specs import BenchSpec
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trtserve.bench.intervals import FEWEST, mean_interval
 from trtserve.bench.monitoring import WorkerHealth
 from trtserve.bench.records import Count, Positive, Real, RequestRecord, Whole, first_token_ms
-from trtserve.bench.statistics import VALID_DELIVERY, Statistics
+from trtserve.bench.statistics import FEWEST, VALID_DELIVERY, Statistics, mean_interval
 
 # No engine generates a token of one answer faster than this; answers that do were not generated one by one.
 _FASTEST_TOKEN_MS = 0.01

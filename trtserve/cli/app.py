@@ -74,7 +74,7 @@ def _command(panel: str | None, module: str, function: str | None = None, *, cle
 
 # In the order in which a user needs them.
 COMMANDS: dict[str, CommandEntry | GroupEntry] = {
-    "run": _command(STAGES, "run_", "run", cleans_up=True),
+    "run": _command(STAGES, "import_", "run", cleans_up=True),
     "import": _command(STAGES, "import_", cleans_up=True),
     "convert": _command(STAGES, "convert", cleans_up=True),
     "build": _command(STAGES, "convert", "build", cleans_up=True),
@@ -109,19 +109,19 @@ COMMANDS: dict[str, CommandEntry | GroupEntry] = {
     "diff": _command(SETUP, "setup_file", "diff"),
     "down": _command(SETUP, "setup_file", "down"),
     "tune": _command(SETUP, "tune", cleans_up=True),
-    "plan": _command(MODELS, "check", "plan"),
+    "plan": _command(MODELS, "plan"),
     "check": _command(MODELS, "check"),
-    "inspect": _command(MODELS, "inspect"),
+    "inspect": _command(MODELS, "models", "inspect"),
     "lora": _command(MODELS, "convert", "lora", cleans_up=True),
     "models": _command(MODELS, "models"),
     "list": _command(MODELS, "models", "list_models"),
     "remove": _command(MODELS, "models", "remove"),
     "prune": _command(MODELS, "models", "prune"),
-    "push": _command(MODELS, "travel", "push"),
-    "pull": _command(MODELS, "travel", "pull"),
+    "push": _command(MODELS, "models", "push"),
+    "pull": _command(MODELS, "models", "pull"),
     "gateway": _command(UPKEEP, "gateway"),
     "door": _command(None, "gateway"),  # its former name, which no list shows
-    "replicas": _command(UPKEEP, "replicas"),
+    "replicas": _command(UPKEEP, "gateway", "replicas"),
     "status": _command(UPKEEP, "status"),
     "logs": _command(UPKEEP, "status", "logs"),
     "metrics": _command(UPKEEP, "metrics"),

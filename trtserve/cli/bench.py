@@ -202,8 +202,8 @@ def e2e(
         trtserve bench e2e --dataset questions.json
         trtserve bench e2e --dataset questions.json --num-draft-tokens 5
     """
-    from trtserve.bench.e2e import check_pipeline
     from trtserve.bench.plan import plan_benchmark
+    from trtserve.bench.run import check_pipeline
 
     spec = replace(spec, dataset=dataset, traffic="e2e")
     plan = plan_benchmark(spec, find_endpoint(connection))

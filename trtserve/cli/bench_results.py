@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trtserve.cli import output
-from trtserve.cli.options import JsonOption, QuietOption, paths
+from trtserve.cli.options import Fields, JsonOption, QuietOption, paths
 from trtserve.errors import DoubtfulResultError, RegressionError, UsageError
+from trtserve.specs import BenchRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,21 +33,7 @@ ResultArgument = Annotated[
 def report(
     *,
     result: ResultArgument,
-    table: Annotated[
-        str, typer.Option("--table", metavar="upstream|genai-perf", help="Table to print.")
-    ] = "genai-perf",
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write plots and tables as one page (.svg, .png: only the plots)."),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited`, `disturbed` or "
-            "`implausible`.",
-        ),
-    ] = False,
+    shown: Annotated[BenchRuns, Fields("table", "html", "strict", defaults={"table": "genai-perf"})],
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -58,17 +45,15 @@ def report(
     """
     from trtserve.bench.report import read_stages
 
-    if table not in ("upstream", "genai-perf"):
-        raise UsageError(f"--table is {table!r}; expected upstream or genai-perf.")
-    if html is not None:
+    if shown.html is not None:
         from trtserve.bench.plots import check_plots
 
-        check_plots(html)
+        check_plots(shown.html)
     found = read_stages(result)
-    if html is not None:  # before anything is printed: the reader of a pipe may leave early
+    if shown.html is not None:  # before anything is printed: the reader of a pipe may leave early
         from trtserve.bench.plots import write_plots
 
-        write_plots(found, html)
+        write_plots(found, shown.html)
     if json:
         whole = [each.to_json() for each in found]
         output.print_json("bench report", whole[0] if len(found) == 1 else {"stages": whole})
@@ -77,12 +62,12 @@ def report(
     else:
         if not quiet:
             output.say(f"Result: {found[0].answer}")
-        print_report(found[0], table="upstream" if table == "upstream" else "genai-perf")
+        print_report(found[0], table=shown.table)
     if not quiet:
         say_notes(found, output.say)
-        if html is not None:
-            output.say(f"Written: {html}")
-    if strict:
+        if shown.html is not None:
+            output.say(f"Written: {shown.html}")
+    if shown.strict:
         require_valid(found)
 
 

@@ -92,7 +92,7 @@ def doctor(
 
 
 def _measure(runtime: RuntimeName, *, json: bool, quiet: bool) -> None:
-    from trtserve.pipeline.tuning.measuring import measure_speed
+    from trtserve.pipeline.tuning.trials import measure_speed
 
     name, speed = measure_speed(runtime, progress=TerminalProgress(quiet=quiet))
     if json:

@@ -1,21 +1,34 @@
-"""`trtserve models`, `list`, `remove` and `prune`: the models that have a short name, and those that were imported."""
+"""Models and artefacts: `trtserve models`, `list`, `remove`, `prune`, `inspect`, `push` and `pull`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trtserve.cli.options import DryRunOption, JsonOption, imports
-from trtserve.cli.output import count, print_data, print_json, print_table, say, with_bytes
-from trtserve.errors import UsageError
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, imports
+from trtserve.cli.options import models as stored
+from trtserve.cli.output import (
+    TerminalProgress,
+    count,
+    print_block,
+    print_data,
+    print_json,
+    print_table,
+    say,
+    with_bytes,
+)
+from trtserve.errors import UsageError, counted
 from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
+    from trtserve.pipeline.inspect import Description
     from trtserve.pipeline.inventory import Removal, StoredName
+    from trtserve.pipeline.travel import Transfer
 
 
 def models(json: JsonOption = False) -> None:
@@ -27,7 +40,7 @@ def models(json: JsonOption = False) -> None:
         trtserve models
         trtserve models --json
     """
-    from trtserve.pipeline.catalogue import list_known
+    from trtserve.pipeline.known_models import list_known
 
     found = list(list_known())
     if json:
@@ -144,3 +157,187 @@ def _print_removal(command: str, removal: Removal, *, dry_run: bool, json: bool)
     for folder in removal.kept:
         say(f"kept, because another name uses it or it is outside the store: {folder}")
     say(f"{format_bytes(removal.size)} {'would be freed' if dry_run else 'freed'}")
+
+
+def inspect(
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="ENGINE",
+            help="Folder of an engine, repository or checkpoint, or the name of an imported model.",
+            autocompletion=stored,
+        ),
+    ],
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show an engine's model, limits, ranks, plugins, quantisation and versions; needs no GPU.
+
+    Reads engines of NVIDIA's own trtllm-build and checkpoints, too.
+
+    Examples:
+        trtserve inspect llama-2-7b
+        trtserve inspect ./engine --json
+    """
+    from trtserve.pipeline.inspect import describe
+
+    found = describe(engine, progress=TerminalProgress(quiet=quiet))
+    if json:
+        results = [{**asdict(each), "path": str(each.path), "missing": list(each.missing)} for each in found]
+        print_json("inspect", results[0] if len(results) == 1 else {"engines": results})
+        return
+    print_block("\n\n".join("\n".join(f"{label:<10} {text}" for label, text in _lines(each)) for each in found))
+
+
+def _lines(found: Description) -> list[tuple[str, str]]:
+    kv, parallel = found.kv_cache, found.parallel
+    per_token = kv.get("bytes_per_token")
+    blocks = f", {kv['tokens_per_block']} tokens per block" if kv.get("tokens_per_block") else ""
+    cache = f"{str(kv.get('type', 'none')).lower()}{blocks}" if found.kind == "engine" else ""
+    tokens = f"{per_token} bytes per token of all ranks" if per_token else ""
+    lines = [
+        (found.kind, str(found.path)),
+        ("model", _model(found.model)),
+        ("precision", found.precision),
+        ("quantised", _pairs(found.quantization) if found.quantization.get("quant_algo") else ""),
+        ("limits", _limits(found.limits)),
+        ("lengths", _lengths(found.limits)),
+        ("takes", ", ".join(found.features)),
+        ("ranks", f"{parallel['world_size']} ({_pairs({k: v for k, v in parallel.items() if k != 'world_size'})})"),
+        ("KV cache", ", ".join(filter(None, (cache, tokens)))),
+        ("plugins", _pairs(found.plugins)),
+        ("arguments", _pairs(found.arguments)),
+        ("built by", _pairs(found.versions) or "unknown"),
+        ("built on", _built_on(found)),
+        ("built at", found.created or ""),
+        *(("file", f"{file.name}, {format_bytes(file.size) if file.size else 'MISSING'}") for file in found.files),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    words = [
+        str(model.get("architecture")),
+        *([f"{count(model['parameters'])} parameters"] if model.get("parameters") else []),
+        f"{model.get('num_hidden_layers')} layers of {model.get('hidden_size')}",
+        f"{model.get('num_attention_heads')} heads, {model.get('num_key_value_heads')} for keys and values",
+        f"vocabulary {model.get('vocab_size')}",
+    ]
+    return ", ".join(words)
+
+
+def _limits(limits: Mapping[str, Any] | None) -> str:
+    if not limits:
+        return ""
+    return f"{limits.get('max_batch_size')} requests, {limits.get('max_num_tokens')} tokens per step, " + counted(
+        limits.get("max_beam_width", 1), "beam"
+    )
+
+
+def _lengths(limits: Mapping[str, Any] | None) -> str:
+    if not limits or not {"max_input_len", "max_seq_len"} <= limits.keys():
+        return ""
+    longest = limits["max_seq_len"]
+    prompt = min(limits["max_input_len"], longest - 1)  # an answer has at least one token
+    return f"prompts up to {prompt} tokens, prompt and answer up to {longest}"
+
+
+def _built_on(found: Description) -> str:
+    if found.built_on.get("gpu"):
+        return f"{found.built_on['gpu']}, SM {found.built_on.get('sm')}"
+    if found.built_on.get("machine"):
+        return _pairs(found.built_on["machine"])
+    return "unknown: no manifest of trtserve" if found.kind == "engine" else ""
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in values.items())
+
+
+_TARGET_HELP = (
+    "oci://HOST/NAME[:TAG] of a registry, s3://BUCKET/PATH[:TAG], gs://BUCKET/PATH[:TAG], or a folder[:TAG]; without "
+    "a tag: latest."
+)
+
+
+def push(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Name of an import, or folder of an artefact.", autocompletion=stored),
+    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET_HELP)],
+    *,
+    kind: Annotated[
+        Literal["repository", "engine", "checkpoint", "model", "adapter"],
+        typer.Option("--kind", help="Which artefact of that name."),
+    ] = "repository",
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Copy what was built to a registry, an object store or a folder, for `trtserve pull` on other machines.
+
+    Only what is not there yet is sent, so an interrupted push continues. The login of a registry is that of `docker
+    login`; object stores take their own (AWS_PROFILE, gcloud), and need `pip install 'trtserve[cloud]'`.
+
+    Examples:
+        trtserve push llama oci://registry.example.com/models/llama:2026-11
+        trtserve push llama s3://bucket/models --dry-run
+    """
+    from trtserve.artifacts import KINDS
+    from trtserve.pipeline import travel
+
+    chosen = next(each for each, word in KINDS.items() if word == kind)
+    done = travel.push(name, target, kind=chosen, dry_run=dry_run, progress=TerminalProgress(quiet=quiet))
+    _print("push", done, target, dry_run=dry_run, json=json, quiet=quiet)
+
+
+def pull(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{_TARGET_HELP} Or @sha256:… in place of the tag.")],
+    *,
+    any_machine: Annotated[
+        bool, typer.Option("--any-machine", help="Pull what this machine cannot serve, too.")
+    ] = False,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Copy what `trtserve push` stored into this machine's store; then `trtserve start NAME` serves it.
+
+    The small files come first: if TensorRT-LLM, GPUs or memory of this machine do not fit, no weights are moved. Every
+    file is compared with its digest and with the checksum that it was made with. An interrupted pull continues.
+    A model repository is a program that will run as you: pull from where you would take a program.
+
+    Examples:
+        trtserve pull oci://registry.example.com/llama:2026 && trtserve start llama
+        trtserve pull s3://bucket/models
+    """
+    from trtserve.pipeline import travel
+
+    done = travel.pull(target, any_machine=any_machine, dry_run=dry_run, progress=TerminalProgress(quiet=quiet))
+    _print("pull", done, target, dry_run=dry_run, json=json, quiet=quiet)
+
+
+def _print(command: str, done: Transfer, target: str, *, dry_run: bool, json: bool, quiet: bool) -> None:
+    kind = done.artifact.manifest.kind if done.artifact.manifest else ""
+    if json:
+        print_json(
+            command,
+            {
+                "name": done.artifact.name,
+                "kind": kind,
+                "path": str(done.artifact.path),
+                "fingerprint": done.artifact.fingerprint,
+                "digest": done.digest,
+                "bytes": done.total,
+                "moved_bytes": done.missing,
+                "dry_run": dry_run,
+            },
+        )
+        return
+    print_data(str(done.artifact.path) if command == "pull" else done.digest)
+    if not quiet:
+        moved = "would be moved" if dry_run else "moved"
+        say(f"{done.artifact.name} ({kind}): {format_bytes(done.missing)} of {format_bytes(done.total)} {moved}")
+        if kind == "repository" and not dry_run:
+            say(f"Next: trtserve {f'start {done.artifact.name}' if command == 'pull' else f'pull {target}'}")

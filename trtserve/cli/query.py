@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,7 @@ from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.client.spec import PROMPTS, REQUEST_OPTIONS, QuerySpec, RequestOptions
 from trtserve.errors import TrtserveError, UsageError, counted
 from trtserve.files import LARGEST_TEXT, is_unicode, parse_json, read_text
-from trtserve.specs.options import given_flags
+from trtserve.specs.options import Spec, given_flags, option
 
 if TYPE_CHECKING:
     from trtserve.client.endpoint import Endpoint
@@ -31,6 +31,55 @@ SAVING = "Saving outputs"
 _LOCAL = "Without a server"
 # Seconds that the other ranks wait, so that the leader reports an engine error first.
 _LEADER_FIRST = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryPlaces(Spec):
+    """Where prompts come from, where answers go, and the engine that is asked without a server."""
+
+    prompts: tuple[str, ...] = option(
+        (), "--prompt", "--text", metavar="TEXT", help="A prompt; repeat it for several.", panel=PROMPTS
+    )
+    input_file: Path | None = option(
+        None,
+        metavar="FILE",
+        help="Prompts: one per line, or a JSON list of texts; - is stdin. Or requests in OpenAI's batch format.",
+        panel=PROMPTS,
+    )
+    output_file: Path | None = option(
+        None,
+        metavar="FILE",
+        help="Write one JSON line per answer as it comes, in order of completion; what the file has is not asked "
+        "again, but for errors that may pass.",
+        panel=SAVING,
+    )
+    input_tokens_csv: str | None = option(
+        None,
+        metavar="FILE",
+        help="Prompts as token ids for a core model: one CSV line each, or the ids themselves.",
+        panel=PROMPTS,
+    )
+    inputs: tuple[str, ...] = option(
+        (),
+        "--input",
+        metavar="NAME=VALUE",
+        help="Any other input of the model: a scalar, a comma list, a JSON list, @FILE.npy, @FILE.json; repeatable.",
+        panel=PROMPTS,
+    )
+    save: tuple[str, ...] = option((), metavar="NAME", help="Save this output as NAME.npy; repeatable.", panel=SAVING)
+    output_dir: Path | None = option(
+        None,
+        metavar="DIR",
+        help="Folder for saved outputs; without --save, logits and other arrays are saved.",
+        panel=SAVING,
+    )
+    local: bool = option(False, help="Run the engine of --engine in this process.", panel=_LOCAL)
+    engine: str | None = option(
+        None,
+        metavar="ENGINE",
+        help="With --local: folder of an engine or repository, or an imported name.",
+        panel=_LOCAL,
+    )
 
 
 def query(
@@ -47,78 +96,7 @@ def query(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print times, ids and tokens/s on stderr.")] = False,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt", "--text", metavar="TEXT", help="A prompt; repeat it for several.", rich_help_panel=PROMPTS
-        ),
-    ] = None,
-    input_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--input-file",
-            metavar="FILE",
-            help="Prompts: one per line, or a JSON list of texts; - is stdin. Or requests in OpenAI's batch format.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-file",
-            metavar="FILE",
-            help="Write one JSON line per answer as it comes, in order of completion; what the file has is not asked "
-            "again, but for errors that may pass.",
-            rich_help_panel=SAVING,
-        ),
-    ] = None,
-    input_tokens_csv: Annotated[
-        str | None,
-        typer.Option(
-            "--input-tokens-csv",
-            metavar="FILE",
-            help="Prompts as token ids for a core model: one CSV line each, or the ids themselves.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="NAME=VALUE",
-            help="Any other input of the model: a scalar, a comma list, a JSON list, @FILE.npy, @FILE.json; "
-            "repeatable.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    save: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--save", metavar="NAME", help="Save this output as NAME.npy; repeatable.", rich_help_panel=SAVING
-        ),
-    ] = None,
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir",
-            metavar="DIR",
-            help="Folder for saved outputs; without --save, logits and other arrays are saved.",
-            rich_help_panel=SAVING,
-        ),
-    ] = None,
-    local: Annotated[
-        bool,
-        typer.Option("--local", help="Run the engine of --engine in this process.", rich_help_panel=_LOCAL),
-    ] = False,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="ENGINE",
-            help="With --local: folder of an engine or repository, or an imported name.",
-            rich_help_panel=_LOCAL,
-        ),
-    ] = None,
+    places: QueryPlaces,
 ) -> None:
     """Ask a served model, or with --local an engine, and print the answer alone.
 
@@ -131,57 +109,51 @@ def query(
         cat prompts.txt | trtserve query --input-file - --json
         trtserve query --input-file requests.jsonl --output-file answers.jsonl
     """
-    if input_file is not None and output_file is not None:
-        _require_two(input_file, output_file)
-    found = None
-    if _asks_locally(engine, local, connection):
-        found = _local_engine(engine, spec.tokenizer, dry_run=dry_run)
+    _require_two_files(places)
+    found = _local_engine(places, spec.tokenizer, dry_run=dry_run) if _asks_locally(places, connection) else None
     if found is not None and found.is_worker():
         _run_worker(found)
         return
-    if input_file is not None and _is_batch(input_file):
+    if places.input_file is not None and _is_batch(places.input_file):
         if dry_run or found is not None or request.given():
             raise UsageError(
                 "The requests of a batch file go to a server as they are.",
                 hint="Remove --dry-run, --local and the request options.",
             )
-        _send_batch(input_file, output_file, find_endpoint(connection, "http"), spec)
+        _send_batch(places.input_file, places.output_file, find_endpoint(connection, "http"), spec)
         return
-    texts, token_ids = read_prompts(prompt, prompts=prompts, file=input_file, tokens=input_tokens_csv)
-    spec = _complete(spec, request, inputs or [], prompts=texts, token_ids=token_ids)
+    spec = _complete(spec, request, places, prompt)
     place: AbstractContextManager[Endpoint]
     if found is None:
         place = nullcontext(find_endpoint(connection, spec.protocol))
     else:
         spec, place = replace(spec, tokenizer=found.tokenizer), found.endpoint(timeout=spec.timeout)
-    sink = query_output.Sink(
-        stream=spec.stream and not json,
-        json=json,
-        verbose=verbose,
-        folder=_folder(output_dir, save),
-        names=tuple(save or ()),
-    )
+    streams = spec.stream and not json
+    sink = query_output.Sink(stream=streams, json=json, verbose=verbose, folder=_folder(places), names=places.save)
     query_output.say_greedy(spec)
     with place as endpoint:
         if dry_run:
             query_output.describe(spec, endpoint)
-            return
-        if output_file is not None:
-            _write_answers(spec, endpoint, output_file)
-            return
-        # Without a stream there is no first token to time.
-        _ask(replace(spec, stream=spec.stream or verbose), endpoint, sink)
+        elif places.output_file is not None:
+            _write_answers(spec, endpoint, places.output_file)
+        else:
+            # Without a stream there is no first token to time.
+            _ask(replace(spec, stream=spec.stream or verbose), endpoint, sink)
 
 
-def _complete(spec: QuerySpec, request: RequestOptions, inputs: list[str], **prompts: Any) -> QuerySpec:
+def _complete(spec: QuerySpec, request: RequestOptions, places: QueryPlaces, words: list[str] | None) -> QuerySpec:
     """Add prompts, request options and further inputs to `spec`, all in UTF-8 whatever the terminal's encoding is."""
     from trtserve.client.inputs import split_input
 
+    texts, token_ids = read_prompts(
+        words, prompts=places.prompts, file=places.input_file, tokens=places.input_tokens_csv
+    )
     return replace(
         spec,
-        **prompts,
+        prompts=texts,
+        token_ids=token_ids,
         options={name: _as_utf8(REQUEST_OPTIONS[name].flag, value) for name, value in request.given().items()},
-        inputs=tuple(split_input(as_utf8(text, "--input")) for text in inputs),
+        inputs=tuple(split_input(as_utf8(text, "--input")) for text in places.inputs),
         system=_as_utf8("--system", spec.system),
     )
 
@@ -192,12 +164,10 @@ def _as_utf8(flag: str, value: Any) -> Any:
     return as_utf8(value, flag) if isinstance(value, str) else value
 
 
-def _asks_locally(engine: str | None, local: bool, connection: Connection) -> bool:
-    """Return whether the question goes to an engine in this process.
-
-    Raises UsageError for options that contradict it.
-    """
-    if (engine is None) == local:
+def _asks_locally(places: QueryPlaces, connection: Connection) -> bool:
+    """Return whether an engine in this process is asked. Raises UsageError for options that contradict it."""
+    local = places.local
+    if (places.engine is None) == local:
         flag, other = ("--local", "--engine ENGINE") if local else ("--engine", "--local")
         raise UsageError(f"{flag} needs {other}: an engine is asked in this process, without a server.")
     given = given_flags(connection, ("server", "host", "http_port", "grpc_port", "url", "ssl"))
@@ -208,12 +178,12 @@ def _asks_locally(engine: str | None, local: bool, connection: Connection) -> bo
     return local
 
 
-def _local_engine(engine: str | None, tokenizer: Path | None, *, dry_run: bool) -> LocalEngine:
+def _local_engine(places: QueryPlaces, tokenizer: Path | None, *, dry_run: bool) -> LocalEngine:
     """Return the engine to ask in this process; mpirun replaces the process first if the engine has several ranks."""
     from trtserve.process import become
     from trtserve.server.local_engine import find_local_engine  # loads what runs engines
 
-    found = find_local_engine(str(engine), tokenizer)
+    found = find_local_engine(str(places.engine), tokenizer)
     if found.needs_mpi():
         command = found.under_mpirun(sys.argv[1:])
         if dry_run:
@@ -237,9 +207,9 @@ def _run_worker(engine: LocalEngine) -> None:
         raise
 
 
-def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
+def _folder(places: QueryPlaces) -> Path | None:
     """Return the folder for outputs, made before the request. Raises UsageError when that fails."""
-    folder = output_dir if output_dir is not None else Path() if save else None
+    folder = places.output_dir if places.output_dir is not None else Path() if places.save else None
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -248,9 +218,10 @@ def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
     return folder
 
 
-def _require_two(source: Path, out: Path) -> None:
+def _require_two_files(places: QueryPlaces) -> None:
+    source, out = places.input_file, places.output_file
     with suppress(OSError):
-        if out.samefile(source):
+        if source is not None and out is not None and out.samefile(source):
             raise UsageError(f"--output-file: {out} is the file of --input-file.", hint="Name another file.")
 
 

@@ -157,7 +157,7 @@ def _supervise(
 ) -> None:
     """Be the supervisor of a server, for the user or for the `start --detach` that listens at `report_to`."""
     from trtserve.cli.json_log import JsonLog
-    from trtserve.host.pinning import parse_cpus, pin
+    from trtserve.host.machine import parse_cpus, pin
     from trtserve.server.detach import StartReport
     from trtserve.server.plan import plan_server
     from trtserve.server.supervision import serve_foreground

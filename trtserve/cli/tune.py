@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
-
-from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, paths
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
 from trtserve.cli.setup_file import FileArgument
 from trtserve.errors import MissedLimitError, MissingDependencyError, UsageError
+from trtserve.specs.options import Spec, option
 
 if TYPE_CHECKING:
     from trtserve.pipeline.setup_file.content import SearchSetup, Setup
@@ -22,48 +21,39 @@ if TYPE_CHECKING:
 _LISTED = 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(Spec):
+    """What is searched; None leaves it to the file."""
+
+    goal: str | None = option(
+        None,
+        metavar="GOAL",
+        help='What must hold: "ttft p99 < 500 ms, itl p99 < 40 ms".',
+        unset="that of the file",
+    )
+    aim: Literal["throughput", "requests"] | None = option(
+        None, "--max", help="What to maximise.", unset="that of the file, throughput"
+    )
+    search: str | None = option(None, metavar="NAME", help="Search of the file.", unset="the only one")
+    budget: float = option(30, metavar="MINUTES", help="Stop the trials after MINUTES.", minimum=0.1)
+    trace: Path | None = option(
+        None,
+        metavar="FILE",
+        help="Send the requests of this trace, as `bench replay` does.",
+        unset="the load of the file",
+    )
+    out: Path | None = option(
+        None,
+        metavar="DIR",
+        help="Folder of the trials; the same folder continues a search.",
+        unset="SEARCH.tune beside the file",
+    )
+
+
 def tune(
     file: FileArgument = Path("trtserve.yaml"),
-    goal: Annotated[
-        str | None,
-        typer.Option(
-            "--goal",
-            metavar="GOAL",
-            help='What must hold: "ttft p99 < 500 ms, itl p99 < 40 ms".',
-            show_default="that of the file",
-        ),
-    ] = None,
-    aim: Annotated[
-        Literal["throughput", "requests"] | None,
-        typer.Option("--max", help="What to maximise.", show_default="that of the file, throughput"),
-    ] = None,
-    search: Annotated[
-        str | None,
-        typer.Option("--search", metavar="NAME", help="Search of the file.", show_default="the only one"),
-    ] = None,
-    budget: Annotated[
-        float, typer.Option("--budget", metavar="MINUTES", min=0.1, help="Stop the trials after MINUTES.")
-    ] = 30,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="Send the requests of this trace, as `bench replay` does.",
-            show_default="the load of the file",
-            autocompletion=paths,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Folder of the trials; the same folder continues a search.",
-            show_default="SEARCH.tune beside the file",
-            autocompletion=paths,
-        ),
-    ] = None,
+    *,
+    wanted: TuneOptions,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
@@ -86,17 +76,17 @@ def tune(
     from trtserve.store import Store
 
     progress, store, setup = TerminalProgress(quiet=quiet), Store(), read_setup(file)
-    asked = _asked(setup, search, goal=goal, aim=aim, trace=trace)
-    folder = out or file.with_name(f"{asked.benchmark.name}.tune")
+    asked = _asked(setup, wanted)
+    folder = wanted.out or file.with_name(f"{asked.benchmark.name}.tune")
     space = find_space(setup, asked, store=store, progress=progress)
-    wanted = Goal(limits=asked.goal, aim=asked.aim)
+    goal = Goal(limits=asked.goal, aim=asked.aim)
     if dry_run:
-        _print_space(space, prepare(space, wanted, asked, folder, store), json=json)
+        _print_space(space, prepare(space, goal, asked, folder, store), json=json)
         return
     page = _can_draw(progress)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", wait=False):
-        found = prepare(space, wanted, asked, folder, store, budget=60 * budget, progress=progress)
+        found = prepare(space, goal, asked, folder, store, budget=60 * wanted.budget, progress=progress)
         with found.trials.bench:
             found.run()
         answer = make_answer(found)
@@ -119,13 +109,14 @@ def tune(
         say(f"Next: trtserve up {target}")
 
 
-def _asked(setup: Setup, name: str | None, *, goal: str | None, aim: str | None, trace: Path | None) -> SearchSetup:
+def _asked(setup: Setup, wanted: TuneOptions) -> SearchSetup:
     """Return the search that was named, or the only one, with what the command line says."""
     from trtserve.bench.targets import read_goal
     from trtserve.pipeline.setup_file.content import BenchmarkSetup, SearchSetup
     from trtserve.specs import BenchSpec
     from trtserve.specs.bench import FILE_DEFAULTS
 
+    name, trace = wanted.search, wanted.trace
     searches = {each.benchmark.name: each for each in setup.searches}
     if not searches and name is None and len(setup.servers) == 1:
         server = setup.servers[0].name
@@ -145,8 +136,8 @@ def _asked(setup: Setup, name: str | None, *, goal: str | None, aim: str | None,
     if trace is not None:
         spec = replace(found.benchmark.spec, traffic="replay", trace=trace.absolute(), **FILE_DEFAULTS["replay"])
         found = replace(found, benchmark=replace(found.benchmark, spec=spec))
-    limits = found.goal if goal is None else read_goal(goal)
-    return replace(found, goal=limits, aim=aim or found.aim)
+    limits = found.goal if wanted.goal is None else read_goal(wanted.goal)
+    return replace(found, goal=limits, aim=wanted.aim or found.aim)
 
 
 def _can_draw(progress: TerminalProgress) -> bool:

@@ -170,7 +170,7 @@ def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestErr
 
 def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableError:
     """Return the error for an endpoint that does not answer; `hint` comes before the general one."""
-    from trtserve.host.proxies import is_here, proxied
+    from trtserve.host.ports import is_here, proxied
 
     host = where.rpartition(":")[0]
     general = "`trtserve status` lists the running servers, `trtserve start` starts one."

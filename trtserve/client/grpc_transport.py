@@ -151,7 +151,7 @@ def open_channel(endpoint: Endpoint) -> Any:
     """Return a channel of `grpc.aio`. gRPC takes the proxy of the environment to other machines."""
     import grpc
 
-    from trtserve.host.proxies import is_here
+    from trtserve.host.ports import is_here
 
     options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_here(endpoint.host))))
     if endpoint.tls is None:

@@ -1,17 +1,23 @@
-"""Find free TCP ports, and the process that holds a taken one."""
+"""This machine's network: free TCP ports, the process that holds a taken one, and proxies of the environment."""
 
 from __future__ import annotations
 
 import errno
+import os
+import re
 import socket
 from collections.abc import Collection
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from random import SystemRandom
+from typing import TYPE_CHECKING
 
 from trtserve.errors import MachineError, PortInUseError, UsageError
 from trtserve.process import ProcessId, describe, listeners
+
+if TYPE_CHECKING:
+    import urllib.request
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Above the ports of well-known services and of this product's servers (8000 and up).
@@ -115,3 +121,50 @@ def _socket(host: str) -> socket.socket:
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return probe
+
+
+_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+LOOPBACK = "localhost,127.0.0.1,::1"
+"""What `no_proxy` needs, so that other programs reach a server of this machine."""
+
+
+def is_here(host: str) -> bool:
+    """Return whether `host`, a name or an address, is this machine. No name is looked up: behind a proxy that can take
+    long."""
+    name = host.strip("[]").lower().rstrip(".")
+    if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
+        return True
+    try:
+        family = socket.AF_INET6 if ":" in name else socket.AF_INET
+        address = socket.getaddrinfo(name, 0, family, socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0][4]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+    except OSError:  # a name, or an address of another machine
+        return False
+    return True
+
+
+def proxy_variables() -> dict[str, str]:
+    """Return the variables that name a proxy, in any case, with their values but for passwords."""
+    return {
+        name: re.sub(r"//[^/@]*@", "//…@", value)
+        for name, value in os.environ.items()
+        if name.lower() in _VARIABLES and value.strip()
+    }
+
+
+def proxied(host: str) -> str:
+    """Return the first variable that sends other programs' connections to `host` through a proxy, else ''."""
+    variables = sorted(proxy_variables())
+    if not variables:
+        return ""
+    from urllib.request import proxy_bypass
+
+    return "" if proxy_bypass(host) else variables[0]
+
+
+def direct_opener() -> urllib.request.OpenerDirector:
+    """Return what opens URLs without a proxy, as the clients of requests do over HTTP."""
+    from urllib.request import ProxyHandler, build_opener
+
+    return build_opener(ProxyHandler({}))

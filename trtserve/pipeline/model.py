@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trtserve.artifacts import Model
-from trtserve.errors import CorruptFileError, LockedError
+from trtserve.checkpoint.gguf import GgufFile
+from trtserve.checkpoint.gguf_model import config_of, tokenizer_of
+from trtserve.errors import CorruptFileError, LockedError, UnsupportedModelError, listing
 from trtserve.files import is_weights, locked
 from trtserve.host.machine import format_bytes, require_disk
-from trtserve.pipeline.gguf_folder import gguf_file, unfolded
-from trtserve.pipeline.model_files import ModelFiles, folder_files, planned_files, stored_files
+from trtserve.pipeline.model_files import CONFIG, GGUF, ModelFiles, folder_files, planned_files, stored_files
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
-from trtserve.store import Store, buckets, hub, link_or_copy, publish, reusable
+from trtserve.store import Store, hub, link_or_copy, publish, remote, reusable
 from trtserve.store.rates import expected_seconds, read_rates, timed
 from trtserve.store.sources import Source, other_meaning, parse_source
 
@@ -115,7 +118,7 @@ def _remote_files(
 ) -> ModelFiles:
     if source.kind == "bucket":
         progress.step(f"Looking up {source.location}")
-        revision = buckets.resolve(source.location)
+        revision = remote.resolve(source.location)
     else:
         if (stored := stored_files(source, store, offline=hub.is_offline())) is not None:
             return stored
@@ -154,8 +157,8 @@ def _fetch(
     task: Task | None = None,
 ) -> Path:
     """Put one verified file into `folder`: from the cache of the hub's client, the hub, or an object store."""
-    if buckets.is_url(revision.repository):
-        return buckets.pull(revision, file, folder, task)
+    if remote.is_url(revision.repository):
+        return remote.pull(revision, file, folder, task)
     cached = hub.cached_file(revision, file)
     if cached is not None and hub.pulled_bytes(file, folder) == 0:
         try:
@@ -197,3 +200,38 @@ def download_folder(store: Store, revision: hub.Revision, progress: Progress = S
             held.enter_context(locked(lock))
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
+
+
+def gguf_file(source: Source) -> Path | None:
+    """Return the GGUF file that a source is, or the only one of a folder without config.json; None for others.
+
+    Raises UnsupportedModelError for a folder with several.
+    """
+    place = Path(source.location)
+    if place.is_file():
+        return place
+    found = sorted(place.glob("*.gguf")) if place.is_dir() and not (place / CONFIG).is_file() else []
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"{place} has several GGUF files: {listing([path.name for path in found])}.",
+            hint=f"Name one of them: {found[0]}",
+        )
+    return found[0].resolve() if found else None
+
+
+def unfolded(file: Path, store: Store, *, tokenizer: bool) -> Path:
+    """Make the folder of a GGUF file among the store's downloads, and return it. It holds no weights of its own.
+
+    Without `tokenizer` another one is served. Raises what reading the file raises.
+    """
+    content = GgufFile(file)
+    made = {CONFIG: config_of(content)} | (tokenizer_of(content) if tokenizer else {})
+    folder = store.download("gguf", hashlib.sha256(str(file).encode()).hexdigest())
+    with locked(store.lock_of(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in made.items():
+            (folder / name).write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+        link = folder / GGUF
+        link.unlink(missing_ok=True)
+        link.symlink_to(file)
+    return folder

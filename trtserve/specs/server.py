@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.host.pinning import parse_cpus
+from trtserve.host.machine import parse_cpus
 from trtserve.specs.options import option
 from trtserve.specs.tools import InContainer
 

@@ -35,7 +35,7 @@ from trtserve.executor.vllm.arguments import (
     follower_port,
 )
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
-from trtserve.process.framed import FramedProcess
+from trtserve.process.answering import FramedProcess
 
 logger = logging.getLogger(__name__)
 

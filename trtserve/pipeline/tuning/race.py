@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Generic, TypeVar
 
 from trtserve.bench.compare import DRIFT
-from trtserve.bench.intervals import LEVEL, Interval, t_quantile
+from trtserve.bench.statistics import LEVEL, Interval, t_quantile
 
 Name = TypeVar("Name")
 _ASSUMED = (DRIFT / 2) ** 2

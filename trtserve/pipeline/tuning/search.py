@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.intervals import Interval
 from trtserve.bench.report import BenchReport
+from trtserve.bench.statistics import Interval
 from trtserve.bench.targets import figure_of
 from trtserve.errors import TrtserveError, UsageError, counted
 from trtserve.files import optional_json_object, write_json

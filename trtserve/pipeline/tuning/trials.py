@@ -6,8 +6,10 @@ end with this process. Engines and conversions are those of the store, which can
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import math
 import re
 import shutil
 import time
@@ -18,10 +20,14 @@ from trtserve.artifacts import ModelRepository
 from trtserve.bench.exports import write_result
 from trtserve.bench.plan import plan_benchmark
 from trtserve.bench.report import BenchReport, read_report
-from trtserve.bench.run import run_benchmark
+from trtserve.bench.run import machine, run_benchmark
+from trtserve.bench.targets import figure_of
 from trtserve.errors import BenchmarkError, UsageError
+from trtserve.executor.runtimes import choose_runtime
 from trtserve.files import read_json_object, write_json, writing
-from trtserve.pipeline.importing import ImportPlan, run_import
+from trtserve.pipeline.import_spec import resolve_import
+from trtserve.pipeline.importing import ImportPlan, plan_import, run_import
+from trtserve.pipeline.tuning.roofline import MachineSpeed
 from trtserve.pipeline.tuning.space import Candidate, Values, words
 from trtserve.progress import SILENT, Progress
 from trtserve.server.detach import start_in_background
@@ -30,8 +36,9 @@ from trtserve.server.plan import with_free_ports
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
 from trtserve.server.triton.tritonserver import client_host
-from trtserve.specs import BenchSpec, ServerSpec
+from trtserve.specs import BenchSpec, BuildSpec, ConvertSpec, RepositorySpec, RuntimeName, ServerSpec
 from trtserve.store import Store
+from trtserve.store.sources import DEMO
 
 _TRIAL = "trial.json"
 _ENDING = 60.0
@@ -155,3 +162,56 @@ class Trials:
         facts = json.dumps([candidate.values, load, requests, turn], default=str)
         slug = _SLUG.sub("-", "-".join(filter(None, (words(candidate.values), words(load))))).strip("-")
         return f"{slug[:80]}-{requests}-{turn}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+_MANY = 8
+_TOKENS = 64
+
+
+def measure_speed(name: RuntimeName, *, progress: Progress = SILENT) -> tuple[str, MachineSpeed]:
+    """Measure the runtime, keep the figures in the store, and return its name and them.
+
+    Raises UsageError for a runtime without kernels at hand, BenchmarkError when the demo was not measured, and what
+    importing and starting the demo raise.
+    """
+    store, runtime = Store(), choose_runtime(name, progress)
+    progress.step(f"Measuring the matrices of {runtime.name}")
+    bytes_per_second, operations_per_second = runtime.matrix_speed()
+    build = BuildSpec(runtime=name, max_batch_size=_MANY)
+    imported = resolve_import(
+        DEMO, name="measure", convert=ConvertSpec(), build=build, repository=RepositorySpec(), store=store
+    )
+    spec = BenchSpec(
+        num_requests=32, input_mean=16, input_stdev=0, output_mean=_TOKENS, output_stdev=0, calibrate=False
+    )
+    with Bench("measure-tune", store, progress) as bench:
+        plan = plan_import(imported, store=store, progress=progress)
+        one, many = (
+            bench.measure(plan, ServerSpec(), replace(spec, concurrency=count, num_requests=32 * count))
+            for count in (1, _MANY)
+        )
+    # A request alone takes its first token and all steps; many together share the steps.
+    request = _figure(one, "ttft_mean") / 1000
+    token = max(2e-5, (1 / _figure(one, "requests_per_second") - request) / _TOKENS)
+    shared = (1 / _figure(many, "requests_per_second") - request / _MANY) / _TOKENS
+    sequence = min(0.95 * token, max(0.05 * token, (shared - token / _MANY) / (1 - 1 / _MANY)))
+    speed = MachineSpeed(
+        bytes_per_second=bytes_per_second,
+        operations_per_second=operations_per_second,
+        step_seconds=token - sequence,
+        sequence_seconds=sequence,
+        request_seconds=request,
+        device=str(machine()["cpu"]),
+        measured=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )
+    speed.write(runtime.name, store)
+    return runtime.name, speed
+
+
+def _figure(report: BenchReport, name: str) -> float:
+    value = figure_of(report.statistics, name)
+    if value is None or not 0 < value < math.inf:
+        raise BenchmarkError(
+            "The demo model was not measured: requests failed.", hint="Try `trtserve run demo`, whose log says why."
+        )
+    return value

@@ -8,11 +8,11 @@ from dataclasses import replace
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.check import engines, files, llmapi, machine, models, tensors, tokenizers, vllm
+from trtserve.repository.check import engines, files, machine, models, runtimes, tensors, tokenizers
 from trtserve.repository.check.repository import MachineFacts, Repository, read_repository
 from trtserve.repository.check.rules import Finding, Needs, RepositoryReport, Rule
 
-_MODULES = (files, models, engines, tensors, tokenizers, llmapi, vllm, machine)
+_MODULES = (files, models, engines, tensors, tokenizers, runtimes, machine)
 
 RULES = tuple(each for module in _MODULES for each in vars(module).values() if isinstance(each, Rule))
 """Every rule, in the order in which findings are reported."""

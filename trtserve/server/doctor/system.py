@@ -20,8 +20,7 @@ from trtserve.host.machine import (
     free_shared_memory,
     install_command,
 )
-from trtserve.host.ports import is_free, owner
-from trtserve.host.proxies import LOOPBACK, proxied, proxy_variables
+from trtserve.host.ports import LOOPBACK, is_free, owner, proxied, proxy_variables
 from trtserve.server.doctor import EMBEDDED, EVERY, CheckResult, State, report_for
 from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store

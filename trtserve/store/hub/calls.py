@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError, UsageError
 from trtserve.files import is_below, writing_error
-from trtserve.host.proxies import is_here, proxied
+from trtserve.host.ports import is_here, proxied
 
 P = ParamSpec("P")
 R = TypeVar("R")
