@@ -40,11 +40,12 @@ def models(json: JsonOption = False) -> None:
         trtserve models
         trtserve models --json
     """
-    from trtserve.pipeline.known_models import list_known
+    from trtserve.pipeline.estimate import list_known
 
     found = list(list_known())
     if json:
-        print_json("models", [asdict(each) for each in found])
+        keys = ("alias", "repository", "parameters", "source_bytes", "licence", "gated")
+        print_json("models", [{**{key: getattr(each, key) for key in keys}, "fits": fits} for each, fits in found])
         return
     rows = [
         (
@@ -53,13 +54,13 @@ def models(json: JsonOption = False) -> None:
             count(each.parameters),
             format_bytes(each.source_bytes),
             f"{each.licence}, gated" if each.gated else each.licence,
-            each.fits or "unknown",
+            fits or "unknown",
         )
-        for each in found
+        for each, fits in found
     ]
     print_table(("alias", "hub id", "parameters", "download", "licence", "fits here"), rows)
     say("int8 and int4: with --quantize int8 or int4. Gated: accept the licence on the hub, then `hf auth login`.")
-    ungated = next((each.alias for each in found if not each.gated and each.fits == "yes"), None)
+    ungated = next((each.alias for each, fits in found if not each.gated and fits == "yes"), None)
     if ungated is not None:
         say(f"Next: trtserve import {ungated}")
 

@@ -6,9 +6,10 @@ Only config.json and the headers of the safetensors files are read, by range req
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from trtserve.artifacts import Model, looks_like
 from trtserve.checkpoint.memory import rank_weights
@@ -21,7 +22,7 @@ from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_w
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion
 from trtserve.pipeline.gpu_fit import Gpu, GpuFit, fit_gpu, fitting_step, gpu_notes, own_gpu, shorter_fit, smallest_fit
-from trtserve.pipeline.known_models import outline_model, plan_known_model
+from trtserve.pipeline.known_models import KnownModel, known_models, outline_model, plan_known_model
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, advice, build_addresses, memory_needs
 from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds
@@ -325,3 +326,40 @@ def _gpu_answer(conversion: OwnConversion, question: Question) -> GpuAnswer | No
         steps=None if asked.fits else fitting_step(conversion.config, question.build, gpu),
         note="; ".join(gpu_notes(conversion.config, asked, gpu)) or None,
     )
+
+
+Fit = Literal["yes", "int8", "int4", "no"]
+# What to convert to, and its size compared with the original's.
+_PRECISIONS: tuple[tuple[Literal["none", "int8", "int4"], Fit, float], ...] = (
+    ("none", "yes", 1.0),
+    ("int8", "int8", 0.5),
+    ("int4", "int4", 0.25),
+)
+
+
+def list_known() -> Iterator[tuple[KnownModel, Fit | None]]:
+    """Yield every model that has an alias, with the first precision that this machine can serve; None: unknown."""
+    known: dict[str, Fit | None] = {}
+    for model in known_models():
+        shape = repr(sorted(model.config.items()))  # several models differ in their weights alone
+        if shape not in known:
+            known[shape] = _fit(model)
+        yield model, known[shape]
+
+
+def _fit(model: KnownModel) -> Fit | None:
+    # Weights beyond the memory need no estimate, which would search long for what fits.
+    limit = available_memory().free if automatic_runtime()[0] == CPU_RUNTIME else None
+    for quantize, fit, size in _PRECISIONS:
+        if limit is not None and model.source_bytes * size > limit:
+            continue
+        try:
+            require_fit(plan_needs(model.alias, Question(convert=ConvertSpec(quantize=quantize), build=BuildSpec())))
+        except MemoryLimitError:
+            continue
+        except UsageError:  # a GPU that nothing is known about
+            return None
+        except TrtserveError:
+            return "no"
+        return fit
+    return "no"

@@ -1,4 +1,4 @@
-"""Models without their weights: those with an alias (known_models.yaml), what fits here, headers of safetensors."""
+"""Models without their weights: the shapes of those with an alias (known_models.yaml), and headers of safetensors."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trtserve.checkpoint.architectures import checkpoint_targets, described, text_model
 from trtserve.checkpoint.placement import source_shapes
 from trtserve.checkpoint.source import INDEX
-from trtserve.errors import CorruptFileError, MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
-from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime
+from trtserve.errors import CorruptFileError, UnsupportedModelError
 from trtserve.files import is_weights
-from trtserve.host.machine import available_memory
 from trtserve.pipeline.checkpoint_config import checkpoint_config
-from trtserve.pipeline.estimate import Question, plan_needs, require_fit
 from trtserve.pipeline.model import ModelPlan
 from trtserve.pipeline.model_files import CONFIG, SINGLE, ModelFiles, stored_files
 from trtserve.progress import Progress
-from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.specs import ConvertSpec
 from trtserve.store import Store, hub
 from trtserve.store.hub import RemoteFile
 from trtserve.store.sources import ALIASES, Source
@@ -141,61 +138,3 @@ def _write_outline(path: Path, table: dict[str, dict[str, Any]]) -> None:
     with path.open("wb") as handle:
         handle.write(struct.pack("<Q", len(text)) + text)
         handle.truncate(8 + len(text) + size)
-
-
-Fit = Literal["yes", "int8", "int4", "no"]
-# What to convert to, and its size compared with the original's.
-_PRECISIONS: tuple[tuple[Literal["none", "int8", "int4"], Fit, float], ...] = (
-    ("none", "yes", 1.0),
-    ("int8", "int8", 0.5),
-    ("int4", "int4", 0.25),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listed:
-    """One model of the list."""
-
-    alias: str
-    repository: str  # hub id
-    parameters: int
-    source_bytes: int
-    licence: str
-    gated: bool
-    fits: Fit | None  # the first precision that this machine can serve; None where that is unknown
-
-
-def list_known() -> Iterator[Listed]:
-    """Yield every model that has an alias."""
-    known: dict[str, Fit | None] = {}
-    for model in known_models():
-        shape = repr(sorted(model.config.items()))  # several models differ in their weights alone
-        if shape not in known:
-            known[shape] = _fit(model)
-        yield Listed(
-            alias=model.alias,
-            repository=model.repository,
-            parameters=model.parameters,
-            source_bytes=model.source_bytes,
-            licence=model.licence,
-            gated=model.gated,
-            fits=known[shape],
-        )
-
-
-def _fit(model: KnownModel) -> Fit | None:
-    # Weights beyond the memory need no estimate, which would search long for what fits.
-    limit = available_memory().free if automatic_runtime()[0] == CPU_RUNTIME else None
-    for quantize, fit, size in _PRECISIONS:
-        if limit is not None and model.source_bytes * size > limit:
-            continue
-        try:
-            require_fit(plan_needs(model.alias, Question(convert=ConvertSpec(quantize=quantize), build=BuildSpec())))
-        except MemoryLimitError:
-            continue
-        except UsageError:  # a GPU that nothing is known about
-            return None
-        except TrtserveError:
-            return "no"
-        return fit
-    return "no"
