@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +22,17 @@ from trtserve.cli.output import (
     say,
 )
 from trtserve.cli.status import server_record
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import TrtserveError, UsageError, counted
+from trtserve.host.machine import format_bytes
 from trtserve.specs import ServerSpec
 from trtserve.specs.cluster import OPTIONS, ClusterSpec, KubernetesOptions, SlurmOptions
 from trtserve.specs.options import Spec, given_flags
-from trtserve.specs.server import GPUS, SUPERVISION
+from trtserve.specs.server import GPUS, SUPERVISION, ManySpec
 
 if TYPE_CHECKING:
     from trtserve.artifacts import ModelRepository
     from trtserve.pipeline.stages import StageSummary
+    from trtserve.server.many import ManyPlan
     from trtserve.server.plan import ServerPlan
     from trtserve.server.state import Server
     from trtserve.specs import ServerSpec
@@ -43,7 +46,11 @@ def start(
         ),
     ] = None,
     triton_arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for tritonserver, passed on unchanged.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME…] [-- FLAG…]",
+            help="Further imports for the same port, and flags for tritonserver, passed on unchanged.",
+        ),
     ] = None,
     *,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the server is ready.")] = False,
@@ -67,6 +74,7 @@ def start(
         ),
     ] = None,
     spec: ServerSpec,
+    many: ManySpec,
     rebuild: Annotated[
         bool,
         typer.Option(
@@ -90,6 +98,7 @@ def start(
         trtserve start llama-2-7b --detach --http-port 9000
         trtserve start llama-2-7b --detach --restart on-failure
         trtserve start llama-2-7b -- --log-verbose=1
+        trtserve start llama-2-7b qwen3-4b --idle-unload 600
         trtserve start llama-2-7b --slurm --nodes 2 --account research
     """
     from trtserve.server.plan import with_free_ports
@@ -103,8 +112,13 @@ def start(
     extra = tuple(triton_arguments or ())
     if model is not None and model.startswith("-"):  # `start -- --flag` puts the first flag where a name is expected
         extra, model = (model, *extra), None
-    spec = replace(spec, extra_arguments=extra)
+    more = tuple(takewhile(lambda word: not word.startswith("-"), extra))
+    spec = replace(spec, extra_arguments=extra[len(more) :])
     spec = with_free_ports(spec) if spec.auto_ports else spec
+    if more or given_flags(many):
+        call.require_one_port(systemd=systemd, model_repository=model_repository)
+        _serve_many(() if model is None else (model, *more), spec, many, call, detach=detach, report_to=report_to)
+        return
     found = find_repository(model, path=model_repository)
     with Store().in_use(found.path):
         found = find_repository(model, path=model_repository)  # `remove` may have been faster
@@ -146,6 +160,59 @@ def _serve(
         print_server(start_in_background(repository, spec, progress=progress))
     else:
         _supervise(repository, spec, report_to, progress, print_server)
+
+
+def _serve_many(
+    names: Sequence[str], spec: ServerSpec, many: ManySpec, call: ClusterCall, *, detach: bool, report_to: int | None
+) -> None:
+    """Serve several models behind one port, until Ctrl-C or in the background."""
+    from trtserve.server.detach import StartReport, run_in_background
+    from trtserve.server.many import plan_many, serve_many
+    from trtserve.server.repositories import find_repository
+    from trtserve.store import Store
+
+    store = Store()
+    if many.every and names:
+        raise UsageError(f"Both names ({', '.join(names)}) and --all were given; give one.")
+    names = sorted(record.name for record in store.recorded()) if many.every else names
+    if not names:
+        raise UsageError("No model is named.", hint="Name imports, or serve all of them: --all")
+    progress = TerminalProgress(quiet=call.quiet)
+    plan = plan_many({name: find_repository(name) for name in names}, spec, many, store=store)
+    if call.dry_run:
+        _print_many(plan, json=call.json)
+        return
+
+    def print_server(server: Server) -> None:
+        if call.json:
+            print_json("start", {**server_record(server), "url": server.url})
+        else:
+            print_data(server.url)
+        if not call.quiet:
+            say(f"{server.name}: {counted(len(plan.models), 'model')}, each loaded at its first request.")
+            say(f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}")
+            say(f"  stop     {f'trtserve stop {server.name}' if detach else 'Ctrl-C'}")
+
+    if detach:
+        print_server(run_in_background(plan.name, plan.arguments, spec, store=store, progress=progress))
+    elif report_to is None:
+        serve_many(plan, on_ready=print_server, progress=progress)
+    else:
+        report = StartReport(report_to, progress)
+        try:
+            serve_many(plan, on_ready=lambda _: report.ready(), progress=report)
+        except TrtserveError as error:
+            report.failed(error)
+            raise
+
+
+def _print_many(plan: ManyPlan, *, json: bool) -> None:
+    memory = {name: plan.memory(name) for name in plan.models}
+    if json:
+        print_json("start", {"name": plan.name, "budget": plan.budget, "models": memory, "dry_run": True})
+        return
+    lines = [f"name: {plan.name}", f"budget: {format_bytes(plan.budget)}"]
+    print_data("\n".join([*lines, *(f"model: {name}, {format_bytes(size)}" for name, size in memory.items())]))
 
 
 def _supervise(
@@ -310,6 +377,16 @@ class ClusterCall:
     json: bool
     dry_run: bool
     quiet: bool
+
+    def require_one_port(self, *, systemd: bool, model_repository: Path | None) -> None:
+        """Raise UsageError for what only the server of one model can have."""
+        given = {
+            f"--{self.cluster.kind}": self.cluster.kind is not None,
+            "--systemd": systemd,
+            "--model-repository": model_repository is not None,
+        }
+        if wrong := [flag for flag, there in given.items() if there]:
+            raise UsageError(f"{wrong[0]} is for the server of one model.", hint="Name one model only.")
 
     def require_sense(self, spec: ServerSpec, *, detach: bool, systemd: bool) -> None:
         """Raise UsageError for options that contradict each other, or that belong to a cluster nobody asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -65,24 +66,11 @@ class GatewayParts:
     health: TritonHealth
 
 
-class Gateway:
-    """The ASGI application of one gateway."""
+class Entrance(ABC):
+    """An ASGI application that lets requests in: access, limits, the request log, and errors in every API's form."""
 
-    def __init__(self, settings: GatewaySettings, shared: SharedState | None = None, process: int = 0) -> None:
-        """`shared` is what all processes of this gateway have, and `process` the number of this one."""
-        self.settings = settings
-        self._triton = TritonHttp(settings.triton_http, settings.metrics, settings.triton_secret)
-        if settings.triton_secret is None:
-            self._triton = self._server(settings.triton_http)
-        self._replicas = Replicas(
-            settings.endpoint,
-            addresses_of(settings.replicas),
-            timeout=settings.limits.request_seconds,
-            http=self._server_at,
-            shared=shared,
-            process=process,
-        )
-        self._json_limits = replace(settings.limits, body_bytes=settings.limits.json_bytes)
+    def __init__(self, settings: GatewaySettings, gate: Gate) -> None:
+        self.settings, self.gate = settings, gate
         origins, loopback = settings.allow_origins, ip_address(settings.host).is_loopback
         admin_key = None if settings.admin_key_file is None else read_key(settings.admin_key_file)
         self._access = Access(settings.api_key, loopback=loopback, origins=origins, admin_key=admin_key)
@@ -95,38 +83,24 @@ class Gateway:
                 allow_headers=("*",),
                 expose_headers=("x-request-id", "retry-after"),
             )
-        several = shared is not None and shared.processes > 1
-        self.gate = Gate(settings.limits, None if shared is None else shared.requests, process)
-        self._shared_folder = shared.folder if shared is not None and several else None
         log = settings.request_log
         self._log = None if log is None else RequestLog(log, texts=settings.request_log_texts)
-        self._relay: Relay
-        self._health: TritonHealth
-        self._measures = Measures()
-        # OpenAI's routes ask the core model, or the text model, which asks the others.
-        self._needed = (settings.model, *settings.core_models, PREPROCESSING, POSTPROCESSING)
-        self._routes = FastAPI(
-            title="trtserve", version=__version__, lifespan=self._running, docs_url=None, redoc_url=None
-        )
-        self._add_routes()
-
-    def _server(self, address: str) -> TritonHttp:
-        """Return the HTTP service of a server, which has the key and the certificate of all."""
-        settings = self.settings
-        return TritonHttp(address, settings.metrics, key=settings.servers_key, tls=settings.servers_tls)
-
-    def _server_at(self, address: ReplicaAddress) -> TritonHttp | None:
-        if address.name == self.settings.triton_grpc:
-            return self._triton
-        return None if address.http_port is None else self._server(f"{address.host}:{address.http_port}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the start and the end of the server."""
         await self._entry(scope, receive, send)
 
+    @abstractmethod
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the messages of the server's start and end."""
+
+    @abstractmethod
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
+        """Answer a request that was let in. Raises RefusedError."""
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._routes(scope, receive, send)
+            await self._live(scope, receive, send)
             return
         task = asyncio.current_task()
         assert task is not None
@@ -152,6 +126,50 @@ class Gateway:
             except Exception:  # noqa: BLE001 - a defect here must not look like one of Triton's
                 _LOG.exception("%s %s failed", scope["method"], scope["path"])
                 await answer.refuse(RefusedError(500, "the request failed; the gateway's log says why"))
+
+
+class Gateway(Entrance):
+    """The ASGI application of one gateway."""
+
+    def __init__(self, settings: GatewaySettings, shared: SharedState | None = None, process: int = 0) -> None:
+        """`shared` is what all processes of this gateway have, and `process` the number of this one."""
+        super().__init__(settings, Gate(settings.limits, None if shared is None else shared.requests, process))
+        self._triton = TritonHttp(settings.triton_http, settings.metrics, settings.triton_secret)
+        if settings.triton_secret is None:
+            self._triton = self._server(settings.triton_http)
+        self._replicas = Replicas(
+            settings.endpoint,
+            addresses_of(settings.replicas),
+            timeout=settings.limits.request_seconds,
+            http=self._server_at,
+            shared=shared,
+            process=process,
+        )
+        self._json_limits = replace(settings.limits, body_bytes=settings.limits.json_bytes)
+        several = shared is not None and shared.processes > 1
+        self._shared_folder = shared.folder if shared is not None and several else None
+        self._relay: Relay
+        self._health: TritonHealth
+        self._measures = Measures()
+        # OpenAI's routes ask the core model, or the text model, which asks the others.
+        self._needed = (settings.model, *settings.core_models, PREPROCESSING, POSTPROCESSING)
+        self._routes = FastAPI(
+            title="trtserve", version=__version__, lifespan=self._running, docs_url=None, redoc_url=None
+        )
+        self._add_routes()
+
+    def _server(self, address: str) -> TritonHttp:
+        """Return the HTTP service of a server, which has the key and the certificate of all."""
+        settings = self.settings
+        return TritonHttp(address, settings.metrics, key=settings.servers_key, tls=settings.servers_tls)
+
+    def _server_at(self, address: ReplicaAddress) -> TritonHttp | None:
+        if address.name == self.settings.triton_grpc:
+            return self._triton
+        return None if address.http_port is None else self._server(f"{address.host}:{address.http_port}")
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._routes(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         path = scope["path"]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from trtserve.gateway.app import HANG_UP, LET_IN, Gateway
+from trtserve.gateway.app import HANG_UP, LET_IN, Entrance, Gateway
 from trtserve.gateway.replicas import SharedState
 from trtserve.gateway.settings import GatewaySettings
 
@@ -40,8 +40,13 @@ def serve(
 
     The first signal refuses new requests and waits until those that run have ended; a second one ends at once.
     """
+    serve_application(Gateway(settings, shared, process), listening)
+
+
+def serve_application(gateway: Entrance, listening: socket.socket) -> None:
+    """Serve any application that lets requests in, as `serve` does."""
+    settings = gateway.settings
     _raise_file_limit()
-    gateway = Gateway(settings, shared, process)
     config = uvicorn.Config(
         gateway,
         loop="uvloop",
@@ -80,7 +85,7 @@ class _Seldom(logging.Filter):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Entrance) -> None:
         super().__init__(config)
         self._gateway = gateway
         self._draining: asyncio.Task[None] | None = None

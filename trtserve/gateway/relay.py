@@ -27,8 +27,8 @@ _TRACE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _JSON_TYPES = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")
 """Types of JSON bodies. curl -d declares a form; large forms crash Triton 2.51, so it gets another type."""
 _BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
-# Hop by hop, or set by the server itself.
-_NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
+NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
+"""Headers that are hop by hop, or set by the server itself."""
 _OWN_ID = "gateway-"
 _STREAM = "text/event-stream"
 _EVENTS = re.compile(rb"^data:(?! *{\"error\")", re.MULTILINE)
@@ -102,7 +102,7 @@ class Relay:
             passed_on["Accept-Encoding"] = headers["accept-encoding"]
         if _TRACE.fullmatch(headers.get("traceparent", "")):
             passed_on["traceparent"] = headers["traceparent"]
-        watch = asyncio.create_task(_end_with_client(receive, exchange.task))
+        watch = asyncio.create_task(end_with_client(receive, exchange.task))
         listening, begun = True, False
 
         async def to_client(message: Message) -> None:
@@ -187,7 +187,7 @@ class Relay:
 async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: Stopwatch | None) -> None:
     """Pass Triton's answer on as it arrives, without the id that the client did not give; time its events."""
     added = f'"id":"{own_id}",'.encode()
-    headers = [(name, value) for name, value in response.raw_headers if name.lower() not in _NOT_PASSED_ON]
+    headers = [(name, value) for name, value in response.raw_headers if name.lower() not in NOT_PASSED_ON]
     length, status = response.content_length, response.status
     first = b""
     if own_id and response.content_type != _STREAM:
@@ -225,7 +225,7 @@ async def _reason(response: ClientResponse) -> str:
     return f"all replicas are busy or stopping; one reported: {text}"
 
 
-async def _end_with_client(receive: Receive, task: asyncio.Task[object]) -> None:
+async def end_with_client(receive: Receive, task: asyncio.Task[object]) -> None:
     """End a request when its client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

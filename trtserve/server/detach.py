@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,12 +154,30 @@ def start_in_background(
     With `bound` the supervisor stops the server when this process ends without having done so. Raises what the
     supervisor raised. SIGINT, SIGTERM and SIGHUP end the start and raise KeyboardInterrupt.
     """
-    store = store or Store()
-    name = server_name(repository, spec)
+    return run_in_background(
+        server_name(repository, spec),
+        lambda pipe: start_arguments(repository, spec, report_to=pipe),
+        spec,
+        bound=bound,
+        store=store or Store(),
+        progress=progress,
+    )
+
+
+def run_in_background(
+    name: str,
+    arguments: Callable[[int], Sequence[str]],
+    spec: ServerSpec,
+    *,
+    bound: bool = False,
+    store: Store,
+    progress: Progress = SILENT,
+) -> Server:
+    """Start a supervisor as `start_in_background` does: `trtserve` with `arguments` of the pipe that it reports to."""
     log = log_file(f"{name}@supervisor", store)
     reading, writing = os.pipe()
     command = Command(
-        argv=(sys.executable, "-m", "trtserve", *start_arguments(repository, spec, report_to=writing)),
+        argv=(sys.executable, "-m", "trtserve", *arguments(writing)),
         # No command line shows the key.
         env={"TRTSERVE_HOME": str(store.root), **({} if spec.api_key is None else {"TRTSERVE_API_KEY": spec.api_key})},
     )

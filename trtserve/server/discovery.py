@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trtserve.client.endpoint import Endpoint
-from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
+from trtserve.errors import ServerAmbiguousError, ServerNotFoundError, UsageError
 from trtserve.process import tree
 from trtserve.server.state import Server, failure_of, forget, list_servers, log_file, recorded_server, recorded_servers
 from trtserve.server.triton import server_log
@@ -104,7 +104,16 @@ def chosen_store() -> str:
 
 
 def endpoint_of(server: Server) -> Endpoint:
-    """Return the endpoint of a server, with its default model, its key and its certificate."""
+    """Return the endpoint of a server, with its default model, its key and its certificate.
+
+    Raises UsageError for one port in front of many models, which has no gRPC.
+    """
+    if server.kept is not None:
+        loaded = ", ".join(name for name, how in server.kept.items() if how == "loaded") or "none yet"
+        raise UsageError(
+            f"{server.name} is one port for many models, and speaks HTTP only: {server.url}/v1.",
+            hint=f"Name the server of a model that is loaded ({loaded}).",
+        )
     front = server.endpoint
     endpoint = Endpoint(
         host=front.host,

@@ -244,6 +244,18 @@ def fitting_tokens(needs: ServerNeeds, kv_per_token: int, free: int) -> int:
     return max(0, free - needs.processes - needs.engine) // kv_per_token // _BLOCK * _BLOCK
 
 
+def needs_of(served: ServedRepository) -> ServerNeeds:
+    """Return what a server of a repository needs in main memory."""
+    return server_needs(
+        served.engine,
+        kv_tokens=served.kv_tokens,
+        draft=served.draft or None,
+        tokenizers=sum(served.instances.get(model, 0) for model in (PREPROCESSING, POSTPROCESSING)),
+        bls=served.instances.get(BLS, 1),
+        tokenizer_bytes=served.tokenizer_bytes,
+    )
+
+
 def require_servable(served: ServedRepository, name: str, progress: Progress = SILENT, *, copies: int = 1) -> None:
     """Raise MemoryLimitError when the embedded executor and Triton's processes do not fit the free memory.
 
@@ -259,14 +271,7 @@ def require_servable(served: ServedRepository, name: str, progress: Progress = S
             f"ulimit -v allows each process {format_bytes(space.limit)}.",
             hint="Raise the limit: ulimit -v unlimited.",
         )
-    needs = server_needs(
-        served.engine,
-        kv_tokens=served.kv_tokens,
-        draft=served.draft or None,
-        tokenizers=sum(served.instances.get(model, 0) for model in (PREPROCESSING, POSTPROCESSING)),
-        bls=served.instances.get(BLS, 1),
-        tokenizer_bytes=served.tokenizer_bytes,
-    )
+    needs = needs_of(served)
     explicit = served.kv_tokens is not None
     per_token = needs.kv // needs.kv_tokens
     least = needs.kv if explicit else _BLOCK * per_token

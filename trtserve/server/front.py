@@ -166,8 +166,8 @@ def plan_front(
     return replace(plan, settings=settings, log=log_file(f"{name}@proxy", store))
 
 
-def spawn_gateway(plan: GatewayPlan, triton: ProcessId | None, *, bound: bool) -> GatewayState:
-    """Start the process of a gateway, in front of the Triton that descends from `triton`, or of several."""
+def write_settings(plan: GatewayPlan, triton: ProcessId | None) -> None:
+    """Write what a gateway reads, in front of the Triton that descends from `triton`, or of several."""
     folder = plan.file.parent
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -176,6 +176,11 @@ def spawn_gateway(plan: GatewayPlan, triton: ProcessId | None, *, bound: bool) -
         if plan.settings.admin_key_file is not None:
             write_private(plan.settings.admin_key_file, secrets.token_urlsafe(32) + "\n")
     replace(plan.settings, triton=triton).write(plan.file)
+
+
+def spawn_gateway(plan: GatewayPlan, triton: ProcessId | None, *, bound: bool) -> GatewayState:
+    """Start the process of a gateway, in front of the Triton that descends from `triton`, or of several."""
+    write_settings(plan, triton)
     process = spawn(plan.command, log=plan.log, bound=bound, private=True)
     encrypted = plan.settings.certificate is not None
     return GatewayState(process=process, log=plan.log, settings=plan.file, encrypted=encrypted)

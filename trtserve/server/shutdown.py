@@ -66,6 +66,9 @@ def _drain(server: Server, store: Store, seconds: float, progress: Progress) -> 
         if instance.gateway is not None:
             terminate(instance.gateway.process)  # it ends with its last request
     progress.step(f"Refusing new requests; running ones get {seconds:g} s to end …")
+    if server.kept is not None:  # it ends with its last request
+        wait_gone([each.process for each in server.instances], seconds)
+        return
     deadline = time.monotonic() + seconds
     idle_since, shown = time.monotonic(), -1
     while time.monotonic() < deadline and any(instance.process.alive() for instance in server.instances):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -140,6 +141,8 @@ class Server:
     """When it last became ready, in seconds since the epoch."""
     failure: Failure | None = None
     """The last failure, also one that it has recovered from."""
+    kept: Mapping[str, str] | None = None
+    """Of one port for many models: name → loaded, unloaded, loading or unloading."""
     schema: int = _SCHEMA
 
     def alive(self) -> bool:
@@ -182,7 +185,7 @@ class Server:
     def roots(self) -> tuple[ProcessId, ...]:
         """The processes that were started for it; all others descend from these. What answers clients comes first."""
         gateways = (each.process for each in self.gateways)
-        return (*gateways, *(instance.process for instance in self.instances))
+        return tuple(dict.fromkeys((*gateways, *(instance.process for instance in self.instances))))
 
     @property
     def ports(self) -> set[int]:

@@ -109,7 +109,7 @@ def unready_models(server: Server, store: Store) -> dict[str, str]:
     """
     found = {each.model: each.ailment for each in read_heartbeats(run_folder(server.name, store)) if each.ailment}
     for instance in server.instances:
-        if not is_ready(instance.address):
+        if server.kept is None and not is_ready(instance.address):
             found[server.name] = f"its HTTP port {instance.address.http_port} does not report it as ready"
     for gateway in server.gateways:
         silence = gateway_silence(run_folder(server.name, store), gateway.process.pid)
@@ -235,7 +235,7 @@ def _status(server: Server, store: Store) -> Status:
         state=state,
         reason=reason,
         log=log,
-        models=model_states(server.address) if alive else {},
+        models=_states(server) if alive else {},
         uptime=None if not alive or server.ready_since is None else max(0.0, time.time() - server.ready_since),
         requests=_requests(page),
         precision={} if served is None else served.precision,
@@ -243,6 +243,12 @@ def _status(server: Server, store: Store) -> Status:
         ignored_parameters=() if served is None else served.ignored_parameters,
         warnings=tuple(warnings),
     )
+
+
+def _states(server: Server) -> Mapping[str, str]:
+    if server.kept is None:
+        return model_states(server.address)
+    return {name: "READY" if how == "loaded" else f"UNAVAILABLE {how}" for name, how in server.kept.items()}
 
 
 def _requests(page: str) -> dict[str, int]:

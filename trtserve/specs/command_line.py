@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.specs.options import Option, Spec, options_of
+from trtserve.specs.server import ManySpec
 
 S = TypeVar("S", bound=Spec)
 
@@ -21,7 +22,7 @@ PLACE = ("runtime", "trtllm_version", "container", "container_flags", "build_wor
 
 
 def given_values(
-    spec: ConvertSpec | BuildSpec | RepositorySpec | ServerSpec, *, without: Collection[str] = ()
+    spec: ConvertSpec | BuildSpec | RepositorySpec | ServerSpec | ManySpec, *, without: Collection[str] = ()
 ) -> dict[str, Any]:
     """Return field → value, in the types of JSON, of all fields that differ from their default; a name is left out."""
     found = {name: (option, getattr(spec, name)) for name, option in options_of(type(spec)).items()}
@@ -46,9 +47,9 @@ def option_words(values: Mapping[str, Any]) -> list[str]:
     return [word for name, value in values.items() for word in _words(name, value, _options().get(name))]
 
 
-def spec_arguments(spec: ServerSpec) -> list[str]:
+def spec_arguments(spec: ServerSpec | ManySpec) -> list[str]:
     """Return the command-line arguments that give a server's options, except for its name and its API key."""
-    options = options_of(ServerSpec)
+    options = options_of(type(spec))
     given = given_values(spec, without=("api_key",))
     words = (word for name, value in given.items() for word in _words(name, value, options[name]))
     return [argument for word in words for argument in shlex.split(word)]

@@ -9,11 +9,12 @@ from typing import Literal
 
 from trtserve.errors import UsageError
 from trtserve.host.machine import parse_cpus
-from trtserve.specs.options import option
+from trtserve.specs.options import Spec, option
 from trtserve.specs.tools import InContainer
 
 GPUS = "Engines on GPUs"
 ACCESS = "Access and protection"
+MANY = "Many models behind one port"
 Api = Literal["shared-memory", "trace", "logging", "model-control"]
 """Parts of Triton's protocol that change or reveal more than a client of a model needs."""
 SUPERVISION = "Supervision"
@@ -21,6 +22,28 @@ _LAST_PORT = 65535
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 # Triton's default ports, which clients assume too.
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManySpec(Spec):
+    """How several models share one port."""
+
+    every: bool = option(False, "--all", help="Serve every import behind one port.", panel=MANY)
+    idle_unload: float = option(
+        300.0,
+        metavar="SECONDS",
+        help="Unload a model that had no request for so long; 0: only when another one needs its memory.",
+        minimum=0,
+        panel=MANY,
+    )
+    memory_budget: float | None = option(
+        None,
+        metavar="GIB",
+        help="Most memory of all loaded models together, as `trtserve plan` counts it.",
+        above=0,
+        unset="what is free at the start",
+        panel=MANY,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,107 @@
+"""Two imports behind one port, of which only one fits the memory budget, on real servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from anthropic import Anthropic
+from openai import APIStatusError, OpenAI
+
+from tests.support.commands import trtserve
+from tests.support.waiting import wait_until
+from trtserve.host.ports import free_ports
+
+pytestmark = pytest.mark.triton
+
+QUESTION = "What is machine learning?"
+KEY = "a-key-for-two-models"
+
+
+def answer(client: OpenAI, model: str, tokens: int = 8) -> str:
+    made = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=tokens
+    )
+    return str(made.choices[0].message.content)
+
+
+def test_two_models_in_turn(tmp_path: Path) -> None:
+    home, (port,) = tmp_path / "store", free_ports("127.0.0.1", 1)
+    for name in ("one", "two", "broken"):
+        trtserve("import", "demo", "--name", name, home=home)
+    (broken,) = (home / "repositories").glob("broken-*")
+    (broken / "tensorrt_llm" / "1" / "model.py").write_text("import nothing_of_this_name\n")
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    start = (
+        "start",
+        "one",
+        "two",
+        "broken",
+        "--http-port",
+        str(port),
+        "--idle-unload",
+        "5",
+        "--memory-budget",
+        "0.6",
+        "--no-verify",
+    )
+    refused = trtserve(*start[:-2], "0.1", home=home, check=False)
+    assert "one needs" in refused.stderr
+    trtserve(*start, "--api-key-file", str(key), "--detach", home=home)
+    url = f"http://127.0.0.1:{port}"
+    client = OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=300, max_retries=0)
+    try:
+        _use(client, url, home)
+    finally:
+        stopped = trtserve("stop", "models", home=home)
+    assert stopped.stdout.split() == ["models"]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(home) in " ".join(each.info["cmdline"] or ())]
+
+
+def _use(client: OpenAI, url: str, home: Path) -> None:
+    def states() -> dict[str, str]:
+        return {each.id: each.model_extra["status"]["value"] for each in client.models.list().data if each.model_extra}
+
+    assert states() == {"one": "unloaded", "two": "unloaded", "broken": "unloaded"}
+    with pytest.raises(APIStatusError, match="API key"):
+        answer(OpenAI(base_url=f"{url}/v1", api_key="another-key-of-nobody", max_retries=0), "one")
+    with pytest.raises(APIStatusError, match="The model `three` does not exist"):
+        answer(client, "three")
+
+    # First requests for both at once, a stream among them: there is room for one, and all are answered.
+    with ThreadPoolExecutor(7) as pool:
+        whole = [pool.submit(answer, client, name) for name in ("one", "two") * 3]
+        stream = client.completions.create(model="one", prompt=QUESTION, max_tokens=200, stream=True)
+        pieces = [chunk.choices[0] for chunk in stream if chunk.choices]
+        assert len({each.result() for each in whole}) == 1, "both are the same model"
+    assert pieces[-1].finish_reason in ("length", "stop")
+    assert sum(state == "loaded" for state in states().values()) <= 1
+
+    (name,) = [name for name, state in states().items() if state == "loaded"]
+    made = Anthropic(base_url=url, api_key=KEY, timeout=300).messages.create(
+        model=name, max_tokens=8, messages=[{"role": "user", "content": QUESTION}]
+    )
+    assert made.content[0].type == "text"
+    (server,) = [each["server"] for each in _status(home) if each["server"]["name"] == name]
+    os.kill(server["supervisor"], signal.SIGKILL)
+    assert answer(client, name), "a model that has ended is loaded again"
+    for _ in range(2):
+        with pytest.raises(APIStatusError, match="the model broken could not be loaded") as error:
+            answer(client, "broken")
+        assert error.value.status_code == 503
+
+    wait_until(lambda: set(states().values()) == {"unloaded"}, 60)
+    assert {each["server"]["name"]: each["state"] for each in _status(home)} == {"models": "ready", "broken": "failed"}
+
+
+def _status(home: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(trtserve("status", "--json", home=home, check=False).stdout)["result"]
+    return found

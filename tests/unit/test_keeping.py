@@ -1,0 +1,173 @@
+"""Loading and unloading models within a budget, with models that are only pretended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from trtserve.errors import ServerStartError
+from trtserve.gateway import keeping
+from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.keeping import ModelKeeper, OneModel
+from trtserve.gateway.triton import TritonHttp
+
+
+class Pretended:
+    """A model that takes a moment to load, and notes what happens to it."""
+
+    http = TritonHttp("127.0.0.1:1", "")
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes, self.lives = name, notes, True
+
+    def alive(self) -> bool:
+        return self.lives
+
+    async def stop(self) -> None:
+        self.notes.append(f"-{self.name}")
+
+
+class Models:
+    """Models a, b and c of 4, 4 and 6 bytes, of which 10 may be loaded."""
+
+    def __init__(self, **more: Any) -> None:
+        self.notes: list[str] = []
+        self.broken: set[str] = set()
+        models = [
+            self._model(name, memory, name in more.get("exclusive", ""))
+            for name, memory in (("a", 4), ("b", 4), ("c", 6), ("huge", 11))
+        ]
+        self.keeper = ModelKeeper(models, budget=10, idle=more.get("idle", 0.0))
+
+    def _model(self, name: str, memory: int, exclusive: bool) -> OneModel:
+        async def load() -> Pretended:
+            self.notes.append(f"+{name}")
+            await asyncio.sleep(0.01)
+            if name in self.broken:
+                raise ServerStartError("It is broken.")
+            return Pretended(name, self.notes)
+
+        return OneModel(name=name, memory=memory, load=load, exclusive=exclusive)
+
+    async def ask(self, name: str, during: Callable[[], Coroutine[Any, Any, object]] | None = None) -> None:
+        async with self.keeper.use(self.keeper.models[name]) as running:
+            assert running.alive()
+            if during is not None:
+                await during()
+
+
+def run(work: Coroutine[Any, Any, object]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def test_first_requests_that_come_together_load_a_model_once() -> None:
+    async def together() -> None:
+        models = Models()
+        await asyncio.gather(*(models.ask("a") for _ in range(20)))
+        assert models.notes == ["+a"]
+
+    run(together())
+
+
+def test_what_was_used_least_recently_makes_room() -> None:
+    async def three() -> None:
+        models = Models()
+        for name in ("a", "b", "a", "c"):
+            await models.ask(name)
+        assert models.notes == ["+a", "+b", "-b", "+c"]
+
+    run(three())
+
+
+def test_a_model_with_requests_leaves_after_them_however_many_more_come() -> None:
+    async def busy() -> None:
+        models, done = Models(), asyncio.Event()
+        first = asyncio.create_task(models.ask("c", done.wait))
+        await asyncio.sleep(0.05)
+        other = asyncio.create_task(models.ask("b", lambda: asyncio.sleep(0)))
+        blocked = asyncio.create_task(models.ask("a", lambda: asyncio.sleep(0)))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(models.ask("c"))  # waits until a had its turn
+        await asyncio.sleep(0.05)
+        assert models.notes == ["+c", "+b", "-b", "+a"], "c has requests, b has none"
+        again = asyncio.create_task(models.ask("huge"))
+        done.set()
+        with pytest.raises(RefusedError, match="huge needs 11 bytes of memory"):
+            await again
+        await asyncio.gather(first, other, blocked, late)
+
+    run(busy())
+
+
+def test_no_request_is_lost_when_two_models_that_exclude_each_other_are_asked_in_turn() -> None:
+    async def in_turn() -> None:
+        models = Models(exclusive="ab")
+        pause = lambda: asyncio.sleep(0.002)  # noqa: E731 - read once
+        await asyncio.gather(*(models.ask("ab"[number % 2], pause) for number in range(40)))
+        loaded = 0
+        for note in models.notes:
+            loaded += 1 if note[0] == "+" else -1
+            assert loaded <= 1
+
+    run(in_turn())
+
+
+def test_a_busy_model_is_not_waited_for_endlessly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_ROOM_SECONDS", 0.1)
+
+    async def endless() -> None:
+        models, done = Models(), asyncio.Event()
+        first = asyncio.create_task(models.ask("c", done.wait))
+        second = asyncio.create_task(models.ask("a", done.wait))
+        await asyncio.sleep(0.05)
+        with pytest.raises(RefusedError, match="there is no room for b: a, c are answering") as refusal:
+            await models.ask("b")
+        assert refusal.value.status == 503
+        await models.ask("a")  # nobody waits for its end any more
+        done.set()
+        await asyncio.gather(first, second)
+
+    run(endless())
+
+
+def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken() -> None:
+        models = Models()
+        models.broken.add("a")
+        for _ in range(3):
+            with pytest.raises(RefusedError, match=r"the model a could not be loaded: It is broken\.") as refusal:
+                await models.ask("a")
+            assert refusal.value.status == 503
+        assert models.notes == ["+a"]
+        assert models.keeper.models["a"].state == "unloaded"
+        models.broken.clear()
+        monkeypatch.setattr(keeping, "_FAILED_SECONDS", 0.0)
+        await models.ask("a")
+
+    run(broken())
+
+
+def test_idle_models_are_unloaded_and_those_that_ended_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_SWEEP", 0.01)
+
+    async def idle() -> None:
+        models = Models(idle=0.1)
+        sweep = asyncio.create_task(models.keeper.sweep())
+        await models.ask("a", lambda: asyncio.sleep(0.3))  # longer than a model may be idle
+        assert models.notes == ["+a"]
+        await asyncio.sleep(0.3)
+        assert models.notes == ["+a", "-a"]
+        await models.ask("a")
+        running = models.keeper.models["a"].running
+        assert isinstance(running, Pretended)
+        running.lives = False
+        await models.ask("a")
+        assert models.notes[2:] == ["+a", "-a", "+a"]
+        sweep.cancel()
+        await models.keeper.close()
+        assert models.notes[-1] == "-a"
+
+    run(idle())
