@@ -1,6 +1,6 @@
 """The vllm runtime behind a real Triton: right answers of several formats, speed against vLLM alone, dead engines.
 
-`TRTSERVE_VLLM_PYTHON=… python -m tests.gpu.bench_vllm models|speed|faults`
+`TRTSERVE_VLLM_PYTHON=… python -m tests.gpu.bench_vllm models|speed|faults|nvidia [--tp-size 2]`
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from tests.support.quantised_models import write_quantised_model
 from tests.support.release_client import NEWEST
 from tests.support.servers import running_server
 from tests.support.tiny_models import write_byte_tokenizer, write_safetensors, write_tiny_model
-from trtserve.artifacts import ModelRepository
+from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.executor.engine.limits import EngineOptions, KvCacheOptions
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.vllm.arguments import MODEL_FOLDER, engine_arguments
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
+from trtserve.host.gpus import list_gpus
+from trtserve.host.ports import free_ports
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
 from trtserve.process import tree
@@ -72,12 +74,15 @@ def served(work: Path, repository: ModelRepository, name: str, **options: Any) -
         yield server
 
 
-def alone(repository: ModelRepository, **given: Any) -> list[dict[str, Any]]:
-    """Run vLLM alone with the arguments that the executor gives it."""
+def given_arguments(repository: ModelRepository) -> dict[str, Any]:
+    """Return the arguments that the executor gives vLLM."""
     engine = repository.path / "tensorrt_llm" / "1"
-    config = read_engine_config(engine)
     options = EngineOptions(kv_cache=KvCacheOptions(free_fraction=0.5))
-    arguments = engine_arguments(config, options, engine / MODEL_FOLDER, adapters=0)
+    return engine_arguments(read_engine_config(engine), options, engine / MODEL_FOLDER, adapters=0)
+
+
+def alone(arguments: dict[str, Any], **given: Any) -> list[dict[str, Any]]:
+    """Run vLLM alone."""
     python = str(require_installation().python)
     script = Path(__file__).with_name("vllm_alone.py")
     done = subprocess.run(
@@ -95,9 +100,8 @@ def core(server: Server, prompt: list[int], count: int = COUNT) -> list[int]:
     return [int(answer["output_ids"].item()) for answer in answers]
 
 
-def http(server: Server, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+def fetched(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
     """Return the status and the JSON of an answer; 0 when nothing listens."""
-    url = f"http://127.0.0.1:{server.address.http_port}{path}"
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(
@@ -109,6 +113,11 @@ def http(server: Server, path: str, body: dict[str, Any] | None = None) -> tuple
         return error.code, error.read().decode()
     except OSError as error:
         return 0, str(error)
+
+
+def http(server: Server, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    """Return what `fetched` returns of a path of the gateway."""
+    return fetched(f"http://127.0.0.1:{server.address.http_port}{path}", body)
 
 
 def contract(server: Server, name: str) -> str:
@@ -137,13 +146,15 @@ def contract(server: Server, name: str) -> str:
 
 
 def models(work: Path, names: list[str], *, tp_size: int) -> None:
-    """Serve each model, and compare its tokens with those of vLLM alone."""
+    """Serve each model, and compare its tokens with those of vLLM alone on one GPU."""
     failed = []
     for name in names:
         folder = work / "models" / name
         dtype: Dtype = "auto"
         if name == "demo":
             source, dtype = "demo", "float32"
+        elif name == "8b":
+            source, dtype = str(written_8b(work)), "float32"
         elif name in ("awq", "gptq", "fp8"):
             source = str(write_quantised_model(folder, name).folder)
         else:
@@ -155,7 +166,8 @@ def models(work: Path, names: list[str], *, tp_size: int) -> None:
                 ready = time.monotonic() - begin
                 found = [core(server, prompt) for prompt in PROMPTS]
                 asked = contract(server, name)
-            expected = [row["tokens"] for row in alone(repository, prompts=PROMPTS, count=COUNT) if "tokens" in row]
+            one = given_arguments(repository) | {"tensor_parallel_size": 1}
+            expected = [row["tokens"] for row in alone(one, prompts=PROMPTS, count=COUNT) if "tokens" in row]
             pairs = [
                 (a, b) for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)
             ]
@@ -173,14 +185,87 @@ def models(work: Path, names: list[str], *, tp_size: int) -> None:
 
 
 def random_8b(work: Path, layers: int) -> Path:
-    """Write the config of an 8 B Llama, whose weights vLLM draws itself (load_format=dummy)."""
+    """Write the config of an 8 B Llama, whose weights vLLM draws itself (load_format=dummy); a CPU gets a small one."""
     folder = work / "models" / "8b"
     folder.mkdir(parents=True, exist_ok=True)
     config = LLAMA_8B | {"num_hidden_layers": layers, "eos_token_id": 2, "bos_token_id": 1}
+    if DEVICE == "cpu":
+        config |= {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 1024}
+        config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     write_safetensors(folder / "model.safetensors", {"none": np.zeros(1, np.float32)})
     write_byte_tokenizer(folder, max_length=8192)
     return folder
+
+
+def written_8b(work: Path) -> Path:
+    """Write an 8 B Llama with random weights: those that vLLM draws itself depend on the number of GPUs."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = random_8b(work, LLAMA_8B["num_hidden_layers"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "model.safetensors").unlink()
+    hidden, inner, vocabulary = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    values = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+    sizes = {
+        **{
+            f"self_attn.{name}_proj": (rows, hidden)
+            for name, rows in zip("qkvo", (hidden, values, values, hidden), strict=True)
+        },
+        **{f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")},
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    layers = range(config["num_hidden_layers"])
+    files = [
+        {"model.embed_tokens": (vocabulary, hidden), "model.norm": (hidden,), "lm_head": (vocabulary, hidden)},
+        *({f"model.layers.{layer}.{name}": size for name, size in sizes.items()} for layer in layers),
+    ]
+    where: dict[str, str] = {}
+    draw = torch.Generator(DEVICE).manual_seed(1)
+    for number, tensors in enumerate(files):
+        made = {}
+        for name, size in tensors.items():
+            plain = torch.ones(size, dtype=torch.bfloat16)
+            drawn = plain if len(size) == 1 else torch.randn(size, device=DEVICE, generator=draw).mul(size[-1] ** -0.5)
+            made[f"{name}.weight"] = drawn.to("cpu", torch.bfloat16)
+            where[f"{name}.weight"] = f"model-{number:05}.safetensors"
+        save_file(made, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+@contextmanager
+def vllm_serve(arguments: dict[str, Any], name: str) -> Iterator[tuple[str, float]]:
+    """Run vLLM's own server; yields the address of its API, and the seconds until its first answer."""
+    (port,) = free_ports("127.0.0.1", 1)
+    words = ["serve", arguments["model"], "--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
+    for key, value in arguments.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{flag}" if value else f"--no-{flag}"]
+        elif key != "model":
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    python = str(require_installation().python)
+    command = [python, "-P", "-m", "vllm.entrypoints.cli.main", *words, "--disable-uvicorn-access-log"]
+    begin = time.monotonic()
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ""}, start_new_session=True) as server:
+        try:
+            address = f"http://127.0.0.1:{port}/v1"
+            asked = {"model": name, "prompt": PROMPTS[0], "max_tokens": 1}
+            while fetched(f"{address}/completions", asked)[0] != 200:
+                if server.poll() is not None or time.monotonic() > begin + _READY:
+                    raise SystemExit("vllm serve does not start")
+                time.sleep(0.2)
+            yield address, time.monotonic() - begin
+        finally:
+            server.terminate()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 def speed(work: Path, loads: list[int], *, layers: int, tp_size: int) -> None:
@@ -189,40 +274,81 @@ def speed(work: Path, loads: list[int], *, layers: int, tp_size: int) -> None:
         work, str(random_8b(work, layers)), "random", max_seq_len=2048, max_batch_size=256, max_num_tokens=8192,
         settings={"load_format": "dummy"} | (EAGER if DEVICE == "cpu" else {}), tp_size=tp_size,
     )  # fmt: skip
-    home = work / "home"
+    home, arguments = work / "home", given_arguments(repository)
     requests = {streams: max(8, 4 * streams) for streams in loads}
-    own: dict[int, float] = {}
+    found: dict[str, dict[int, float]] = {}
     seconds: dict[str, float] = {}
     for _ in range(2):  # the first one compiles, for both
-        for row in alone(repository, loads=[[n, requests[n]] for n in loads] if seconds else []):
+        for row in alone(arguments, loads=[[n, requests[n]] for n in loads] if seconds else []):
             if "streams" in row:
-                own[row["streams"]] = row["tokens_per_second"]
+                found.setdefault("alone", {})[row["streams"]] = row["tokens_per_second"]
+                print_figures(**{f"alone_{row['streams']}": f"{row['tokens_per_second']:.0f} tokens/s"})
             else:
                 seconds["alone"] = row["first_answer_seconds"]
+
+    def measure(way: str, *where: str) -> None:
+        for streams in loads:
+            workers = 4 if streams >= 16 else 1
+            try:
+                report = measured(where, streams, home, requests=requests[streams], workers=workers)
+            except subprocess.CalledProcessError as error:
+                print_figures(**{f"{way}_{streams}": f"FAILED with code {error.returncode}"})
+                continue
+            found.setdefault(way, {})[streams] = report["statistics"]["output_tokens_per_second"]
+            print_figures(**{f"{way}_{streams}": f"{found[way][streams]:.0f} tokens/s"})
+
     begin = time.monotonic()
     with served(work, repository, "random") as server:
         core(server, PROMPTS[0], 1)
         seconds["served"] = time.monotonic() - begin
-        print_figures(**{f"first_answer_{name}_seconds": round(value, 1) for name, value in seconds.items()})
-        address = server.address
-        v1 = f"http://127.0.0.1:{address.http_port}/v1"
-        for streams in loads:
-            workers = 4 if streams >= 16 else 1
-            ways = {"triton": ("--server", "random", "--model", "tensorrt_llm"), "gateway": ("--openai", v1)}
-            for way, where in ways.items():
-                try:
-                    found = measured(where, streams, home, requests=requests[streams], workers=workers)
-                except subprocess.CalledProcessError as error:
-                    print_figures(**{f"{way}_{streams}": f"FAILED with code {error.returncode}"})
-                    continue
-                tokens = found["statistics"]["output_tokens_per_second"]
-                text = f"{tokens:.0f} tokens/s, ÷ vLLM alone {tokens / own[streams]:.3f} ({own[streams]:.0f})"
-                print_figures(**{f"{way}_{streams}": text})
+        measure("triton", "--server", "random", "--model", "tensorrt_llm")
+        measure("gateway", "--openai", f"http://127.0.0.1:{server.address.http_port}/v1")
+    with vllm_serve({**arguments, "skip_tokenizer_init": False}, "random") as (address, seconds["vllm_serve"]):
+        measure("vllm_serve", "--openai", address)
+    print_figures(first_answer_seconds={name: round(value, 1) for name, value in seconds.items()})
+    for way, other in (("triton", "alone"), ("gateway", "alone"), ("gateway", "vllm_serve")):
+        both = found.get(way, {}).keys() & found.get(other, {}).keys()
+        ratios = {f"{streams}": round(found[way][streams] / found[other][streams], 3) for streams in sorted(both)}
+        print_figures(**{f"{way} ÷ {other}": ratios})
 
 
-def faults(work: Path) -> None:
+def nvidia(work: Path) -> None:
+    """Serve a repository of NVIDIA's backend `vllm`: the demo model's texts as vLLM alone makes them."""
+    from tokenizers import Tokenizer
+
+    model = imported(work, "demo", "demo", dtype="float32").path / "tensorrt_llm" / "1" / MODEL_FOLDER
+    arguments: dict[str, Any] = {
+        "model": str(model), "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True,
+        "gpu_memory_utilization": 0.3,
+    }  # fmt: skip
+    version = work / "nvidia" / "vllm_model" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "vllm"\ninstance_group [{ kind: KIND_MODEL }]\n')
+    (version / "model.json").write_text(json.dumps(arguments))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = ["What is ML?", "What is AI?", "Hello"]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    rows = [row["tokens"] for row in alone(arguments, prompts=prompts, count=COUNT) if "tokens" in row]
+    expected = [tokenizer.decode(row) for row in rows]
+    artifact = load_artifact(ModelRepository, version.parents[1])
+    repository = ModelRepository(path=artifact.path, manifest=artifact.manifest)
+    with served(work, repository, "nvidia") as server:
+        asked = json.dumps({"max_tokens": COUNT, "temperature": 0, "ignore_eos": True})
+        bodies = [{"text_input": text, "sampling_parameters": asked, "exclude_input_in_output": True} for text in texts]
+        found = [http(server, "/v2/models/vllm_model/generate", body)[1] for body in bodies]
+        right = sum(str(dict(answer).get("text_output")) == text for answer, text in zip(found, expected, strict=True))
+        body = {"model": "vllm_model", "prompt": texts[0], "max_tokens": 8, "temperature": 0}
+        status = http(server, "/v1/completions", body)[0]
+        report = measured(("--server", "nvidia", "--model", "vllm_model"), 8, work / "home", requests=32, answer=64)
+        tokens = report["statistics"]["output_tokens_per_second"]
+    print_figures(nvidia=f"{right} of {len(texts)} texts as vLLM alone; /v1 {status}; 8 streams {tokens:.0f} tokens/s")
+    if right < len(texts) or status != 200:
+        raise SystemExit(f"expected {expected}, found {found}")
+
+
+def faults(work: Path, *, tp_size: int) -> None:
     """Kill the engine of a supervised server: how long until it is not ready, and until it answers right again."""
-    repository = imported(work, "demo", "fragile", dtype="float32")
+    repository = imported(work, "demo", "fragile", dtype="float32", tp_size=tp_size)
     environment = {**os.environ, "TRTSERVE_HOME": str(work / "home")}
 
     def trtserve(*words: str) -> None:
@@ -239,7 +365,7 @@ def faults(work: Path) -> None:
     try:
         server = now()
         right = core(server, PROMPTS[0])
-        for victim in (b"EngineCore", b"engine_side"):
+        for victim in (*((b"Worker_TP1",) if tp_size > 1 else ()), b"EngineCore", b"engine_side"):
             root = server.instances[0].process
             (engine,) = [each for each in tree(root) if victim in Path(f"/proc/{each.pid}/cmdline").read_bytes()]
             begin = time.monotonic()
@@ -255,14 +381,19 @@ def faults(work: Path) -> None:
             text = f"not ready after {noticed:.2f} s, right again after {time.monotonic() - begin:.1f} s"
             print_figures(**{f"killed {victim.decode()}": text})
     finally:
+        last = [now().supervisor, *tree(now().instances[0].process)]
         trtserve("stop", "fragile")
-    sys.stdout.write("The engine was killed twice, and the server came back\n")
+    left = [each.pid for each in last if each is not None and each.alive()]
+    print_figures(left_after_stop=left, memory_in_use=[gpu.memory - gpu.free >> 20 for gpu in list_gpus()])
+    if left:
+        raise SystemExit(f"after the stop {left} still run")
+    sys.stdout.write("The engine was killed, and the server came back\n")
 
 
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("models", "speed", "faults"))
+    parser.add_argument("part", choices=("models", "speed", "faults", "nvidia"))
     parser.add_argument("names", nargs="*", help="models, or streams")
     parser.add_argument("--work", type=Path, default=Path("/tmp/trtserve-vllm"))
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
@@ -278,8 +409,10 @@ def main() -> None:
     elif options.part == "speed":
         loads = list(map(int, options.names or (1, 64, 256)))
         speed(options.work, loads, layers=options.layers, tp_size=options.tp_size)
+    elif options.part == "nvidia":
+        nvidia(options.work)
     else:
-        faults(options.work)
+        faults(options.work, tp_size=options.tp_size)
 
 
 if __name__ == "__main__":

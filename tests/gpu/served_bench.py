@@ -44,12 +44,14 @@ def behind_triton(server: Server) -> tuple[str, ...]:
     return ("--server", server.name, "--model", "tensorrt_llm")
 
 
-def measured(where: tuple[str, ...], streams: int, home: Path, *, requests: int, workers: int = 1) -> dict[str, Any]:
+def measured(
+    where: tuple[str, ...], streams: int, home: Path, *, requests: int, workers: int = 1, answer: int = ANSWER
+) -> dict[str, Any]:
     """Return the report of `streams` requests at a time; `where` are flags of the target."""
     command = (
         sys.executable, "-m", "trtserve", "bench", "token-norm-dist", *where, "--concurrency", str(streams),
         "--num-requests", str(requests), "--warmup-requests", str(streams), "--input-mean", str(PROMPT),
-        "--input-stdev", "0", "--output-mean", str(ANSWER), "--output-stdev", "0", "--no-calibrate", "--json",
+        "--input-stdev", "0", "--output-mean", str(answer), "--output-stdev", "0", "--no-calibrate", "--json",
         *(("--workers", str(workers)) if workers > 1 else ()),
     )  # fmt: skip
     environment = {**os.environ, "TRTSERVE_HOME": str(home)}

@@ -135,10 +135,11 @@ def test_salts_keep_prefixes_apart_and_priorities_decide_who_is_next(tmp_path: P
             return response.result.request_perf_metrics.kv_cache_metrics.num_reused_blocks
 
         assert [reused(1), reused(1), reused(2), reused(2)] == [0, 3, 0, 3]
-        first = executor.enqueue_request(Request([1], 100, end_id=-1))
+        first = executor.enqueue_request(Request([1], 100, streaming=True, end_id=-1))
+        executor.await_responses(first)  # it has the only place before the others come
         low, high = (executor.enqueue_request(Request([2], 20, end_id=-1, priority=each)) for each in (0.1, 0.9))
         order: list[int] = []
         while len(order) < 3:
             ready = executor.await_responses(timeout=60)
-            order += [each.request_id for each in ready if isinstance(each, Response)]
+            order += [each.request_id for each in ready if isinstance(each, Response) and each.result.is_final]
         assert order == [first, high, low]
