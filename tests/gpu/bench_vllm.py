@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+import trtserve
 from tests.gpu.random_engines import LLAMA_8B
 from tests.gpu.served_bench import measured, print_figures
 from tests.support.devices import DEVICE
@@ -48,6 +49,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 PROMPTS = [[1, 60, 61, 62], [1, *range(100, 160)], [5, 9, 200]]
 COUNT = 24
 EAGER = {"enforce_eager": "true"}
+ON_CPU = EAGER | {"kv_cache_memory_bytes": "500000000"}
 _READY = 400.0
 
 
@@ -190,8 +192,8 @@ def random_8b(work: Path, layers: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = LLAMA_8B | {"num_hidden_layers": layers, "eos_token_id": 2, "bos_token_id": 1}
     if DEVICE == "cpu":
-        config |= {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 1024}
-        config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "torch_dtype": "float32"}
+        demo = json.loads(Path(trtserve.__file__).with_name("demo").joinpath("config.json").read_text())
+        config |= {name: demo[name] for name in config.keys() & demo.keys()}
     (folder / "config.json").write_text(json.dumps(config))
     write_safetensors(folder / "model.safetensors", {"none": np.zeros(1, np.float32)})
     write_byte_tokenizer(folder, max_length=8192)
@@ -272,7 +274,7 @@ def speed(work: Path, loads: list[int], *, layers: int, tp_size: int) -> None:
     """Measure the 8 B shape behind Triton, behind the gateway, and in vLLM alone."""
     repository = imported(
         work, str(random_8b(work, layers)), "random", max_seq_len=2048, max_batch_size=256, max_num_tokens=8192,
-        settings={"load_format": "dummy"} | (EAGER if DEVICE == "cpu" else {}), tp_size=tp_size,
+        settings={"load_format": "dummy"} | (ON_CPU if DEVICE == "cpu" else {}), tp_size=tp_size,
     )  # fmt: skip
     home, arguments = work / "home", given_arguments(repository)
     requests = {streams: max(8, 4 * streams) for streams in loads}

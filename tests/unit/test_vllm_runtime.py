@@ -29,15 +29,17 @@ from trtserve.executor.engine.limits import (
 )
 from trtserve.executor.engine.requests import AdapterSource, GenerationRequest, PromptTable
 from trtserve.executor.engine.sampling import SamplingParameters
-from trtserve.executor.vllm import engine_side
+from trtserve.executor.vllm import engine_side, installation
 from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
 from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
 from trtserve.executor.vllm.engine import child_environment
-from trtserve.executor.vllm.installation import VllmInstallation
+from trtserve.executor.vllm.installation import SomeRelease, VllmInstallation, offer_of, read_releases
 from trtserve.executor.vllm.runtime import VllmRuntime, vllm_engine_config
 from trtserve.host.gpus import Device
+from trtserve.pipeline.model_files import folder_files
 from trtserve.repository.vllm import require_vllm_serves, split_settings
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.store.sources import Source
 
 COUNTING = VllmInstallation(Path("/env/bin/python"), PACKAGES / "vllm")
 LLAMA = {
@@ -66,6 +68,60 @@ def planned(
 def test_names_come_from_vllms_own_files() -> None:
     assert {"max_model_len", "disable_log_requests"} <= COUNTING.arguments
     assert COUNTING.architectures == {"LlamaForCausalLM", "LlavaForConditionalGeneration"}
+
+
+# A tiny model in the words of Llama, GPT-2, MPT, ChatGLM, Nemotron-H and DBRX, and inside configs of several models.
+_GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": None}
+_MPT = {"vocab_size": 100, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
+_OTHER_WORDS: dict[str, dict[str, Any]] = {
+    "llama": {name: size for name, size in LLAMA.items() if name not in ("architectures", "torch_dtype")},
+    "gpt2": _GPT2,
+    "starcoder": {**_GPT2, "multi_query": True},
+    "mpt": _MPT,
+    "dbrx": {**_MPT, "attn_config": {"kv_n_heads": 2}},
+    "chatglm": {
+        "padded_vocab_size": 100,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "kv_channels": 8,
+        "multi_query_group_num": 2,
+        "seq_length": 64,
+        "ffn_hidden_size": 64,
+    },
+    "nemotron": {"vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4, "layers_block_type": ["mamba", "moe"]},
+    "gemma": {"text_config": {"vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}},
+    "omni": {"thinker_config": {"text_config": {"intermediate_size": [64, 96], **_MPT}}, "talker_config": {}},
+}
+
+
+@pytest.mark.parametrize("words", _OTHER_WORDS.values(), ids=list(_OTHER_WORDS))
+def test_every_architecture_of_vllms_registry_can_be_planned_in_every_models_words(words: dict[str, Any]) -> None:
+    for name in read_releases().architectures:
+        hf = {"architectures": [name], **words}
+        specs = (ConvertSpec(), BuildSpec(device="cuda"))
+        config = vllm_engine_config(hf, 10**9, *specs, {}, SomeRelease(Path(), Path()), named=None)
+        assert config.model.vocab_size
+        heads, size = config.model.num_key_value_heads, config.model.head_size
+        assert kv_per_token(config) == 2 * config.model.num_hidden_layers * heads * size * 2 > 0
+
+
+def test_layers_of_several_sizes_count_as_the_largest() -> None:
+    assert shape_of(_OTHER_WORDS["omni"], dtype="auto", tp_size=1, pp_size=1)["intermediate_size"] == 96
+    assert shape_of(_OTHER_WORDS["starcoder"], dtype="auto", tp_size=1, pp_size=1)["num_key_value_heads"] == 1
+
+
+def test_a_model_that_only_vllm_has_is_offered_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRTSERVE_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["BailingMoeV2ForCausalLM"]}')
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UnsupportedModelError) as caught:
+        folder_files(Source(kind="folder", location=str(tmp_path), text=str(tmp_path), name="new"))
+    assert str(caught.value.hint).startswith("vLLM 0.19 and later has it: --runtime vllm --install-vllm newest.")
+    monkeypatch.setattr(installation, "find_installation", lambda: COUNTING)
+    assert offer_of("LlamaForCausalLM").endswith("which is here, has it: --runtime vllm. ")
+    assert offer_of("NobodysForCausalLM") == ""
 
 
 def test_the_engines_config_has_limits_and_arguments() -> None:

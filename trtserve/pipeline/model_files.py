@@ -17,6 +17,7 @@ from trtserve.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from trtserve.executor.vllm.installation import offer_of
 from trtserve.files import LARGEST_TEXT, is_weights, read_json_object, require_own
 from trtserve.host.machine import format_bytes
 from trtserve.programs.shared.tokenizer import require_bounded, require_packages
@@ -131,6 +132,7 @@ def planned_files(
     converted here, or without a tokenizer unless `own_tokenizer` is False. With `any_architecture` NVIDIA's tools will
     convert or load the model: one that our converter does not know is taken with all its small files.
     """
+    from trtserve.checkpoint.architectures import architecture_of
     from trtserve.nvidia.releases.converters import convertible_family
 
     read_whole = {*SMALL_FILES, INDEX, _PICKLED_INDEX}
@@ -146,7 +148,11 @@ def planned_files(
     config = _config(read(by_name[CONFIG]))
     known = is_convertible(config)
     if not (known or any_architecture):
-        convertible_family(config)  # raises the reason
+        try:
+            convertible_family(config)
+        except UnsupportedModelError as error:
+            offer = offer_of(architecture_of(config))
+            raise UnsupportedModelError(error.message, hint=offer + (error.hint or "")) from None
     quantization = config.get("quantization_config")
     made = isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf"  # of a GGUF file
     weights = (

@@ -101,22 +101,44 @@ def kv_per_token(config: EngineConfig) -> int:
     return kv_bytes_per_token(model, precision, tp_size=mapping.tp_size, pp_size=mapping.pp_size)
 
 
+# What the architectures of vLLM's registry call the sizes of a model. Where none is, the sizes are unknown.
+_SIZES = {
+    "vocab_size": ("vocab_size", "padded_vocab_size"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num"),
+    "head_size": ("head_dim", "kv_channels"),
+    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
+    "max_position_embeddings": (
+        "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx",
+    ),
+}  # fmt: skip
+# Where a layer's kind is listed, a hybrid model may not give their number.
+_LISTS = ("layers_block_type", "layer_types", "hybrid_override_pattern", "hybrid_layer_ids")
+_USUAL_POSITIONS = 2048
+
+
 def shape_of(hf: Mapping[str, Any], *, dtype: str, tp_size: int, pp_size: int) -> dict[str, Any]:
-    """Return a `pretrained_config` with what a server must know of a Hugging Face model of any architecture."""
-    text = {**hf, **_nested(hf)}
-    heads, hidden = int(text.get("num_attention_heads") or 1), int(text.get("hidden_size") or 0)
+    """Return a `pretrained_config` with what a server must know of a Hugging Face model of any architecture.
+
+    A size that differs between layers is that of the largest; one that is not known is 0.
+    """
+    text = _language_model(hf)
+    sizes = {name: _size(text, names) for name, names in _SIZES.items()}
+    heads = sizes["num_attention_heads"] or 1
+    kv_heads = sizes["num_key_value_heads"] or (1 if text.get("multi_query") else heads)
+    layers = sizes["num_hidden_layers"] or next((len(text[name]) for name in _LISTS if text.get(name)), 0)
     own = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
     found = {
+        **sizes,
         "architecture": str((hf.get("architectures") or [""])[0]),
         "dtype": str(own if dtype == "auto" else dtype).removeprefix("torch."),
-        "vocab_size": int(text.get("vocab_size") or 0),
-        "hidden_size": hidden,
-        "num_hidden_layers": int(text.get("num_hidden_layers") or 0),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": int(text.get("num_key_value_heads") or text.get("multi_query_group_num") or heads),
-        "head_size": int(text.get("head_dim") or hidden // heads),
-        "intermediate_size": int(text.get("intermediate_size") or 0),
-        "max_position_embeddings": _positions(text),
+        "num_key_value_heads": kv_heads,
+        "head_size": sizes["head_size"] or sizes["hidden_size"] // heads,
+        "max_position_embeddings": sizes["max_position_embeddings"] or _USUAL_POSITIONS,
         "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
     }
     if text.get("kv_lora_rank"):
@@ -124,11 +146,13 @@ def shape_of(hf: Mapping[str, Any], *, dtype: str, tp_size: int, pp_size: int) -
     return found
 
 
-def _nested(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of the language model in the config of a model with pictures or sound."""
-    return next((hf[key] for key in ("text_config", "llm_config", "thinker_config") if hf.get(key)), {})
+def _language_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config with that of the language model and of its attention, which some models nest, on top."""
+    inner = ("thinker_config", "text_config", "llm_config", "language_config", "attn_config")
+    part = next((hf[key] for key in inner if isinstance(hf.get(key), Mapping) and hf[key]), None)
+    return hf if part is None else {**hf, **_language_model(part)}
 
 
-def _positions(text: Mapping[str, Any]) -> int:
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-    return int(next((text[name] for name in names if text.get(name)), 2048))
+def _size(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    found = next((text[name] for name in names if text.get(name)), 0)
+    return int(max(found) if isinstance(found, list) else found)

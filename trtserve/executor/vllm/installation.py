@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -121,6 +122,16 @@ def _releases_of(architecture: str) -> str:
     """Return which releases of the table have an architecture, such as "0.24 and later", or "" for none."""
     first, last = read_releases().architectures.get(architecture, ("", None))
     return f"{first} – {last}" if last is not None else f"{first} and later" if first else ""
+
+
+def offer_of(architecture: str) -> str:
+    """Return the words that offer vLLM for an architecture, or "" when neither the one here nor any release has it."""
+    with suppress(MissingDependencyError):
+        found = find_installation()
+        if found is not None and architecture in found.architectures:
+            return f"vLLM {found.version}, which is here, has it: --runtime vllm. "
+    releases = _releases_of(architecture)
+    return f"vLLM {releases} has it: --runtime vllm --install-vllm newest. " if releases else ""
 
 
 class SomeRelease(VllmInstallation):
