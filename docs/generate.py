@@ -101,18 +101,9 @@ def _console(lines: Iterable[str]) -> str:
 
 
 def exit_codes() -> str:
-    """Return the table of exit codes, from the tree in the docstring of trtserve.errors."""
-    drawn = re.findall(r"[├└]── (\w+) +(\d+) +(.+)", errors.__doc__ or "")
-    return _table(
-        ("Code", "Class", "When"),
-        [
-            ("0", "–", "success"),
-            ("1", "`TrtserveError`", "an unexpected error: a bug in trtserve"),
-            *((code, f"`{name}`", meaning) for name, code, meaning in drawn),
-            ("129, 143", "–", "ended by SIGHUP or SIGTERM; unfinished work was removed"),
-            ("130", "–", "Ctrl-C"),
-        ],
-    )
+    """Return the table of exit codes."""
+    rows = [(code, name if name == "–" else f"`{name}`", meaning) for code, name, meaning in errors.exit_codes()]
+    return _table(("Code", "Class", "When"), rows)
 
 
 def rules() -> str:

@@ -37,6 +37,7 @@ TrtserveError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -197,6 +198,18 @@ class RegressionError(TrtserveError):
 
 class MissedLimitError(TrtserveError):
     code = 53
+
+
+def exit_codes() -> list[tuple[str, str, str]]:
+    """Return code, class and meaning of each way in which a command ends, from the tree above."""
+    drawn = re.findall(r"[├└]── (\w+) +(\d+) +(.+)", __doc__ or "")
+    return [
+        ("0", "–", "success"),
+        ("1", "TrtserveError", "an unexpected error: a bug in trtserve"),
+        *((code, name, meaning) for name, code, meaning in drawn),
+        ("129, 143", "–", "ended by SIGHUP or SIGTERM; unfinished work was removed"),
+        ("130", "–", "Ctrl-C"),
+    ]
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, most: int = 1, cutoff: float = 0.6) -> str:

@@ -13,7 +13,7 @@ import pytest
 from trtserve.__main__ import main
 from trtserve.cli.app import SHOWN, STAGES, command_tree, run
 from trtserve.cli.output import print_json
-from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError
+from trtserve.errors import CheckError, MemoryLimitError, ServerNotFoundError, UsageError, exit_codes
 
 
 def _commands() -> dict[str, Any]:
@@ -115,6 +115,12 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     found = [line for line in shown.splitlines() if line.startswith("trtserve")]
     assert found == [f"trtserve {name}:" for name in ("import", "convert", "build", "plan")]
+    assert run(["help", "exit-codes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {code} " in shown and meaning in shown for code, _, meaning in exit_codes())
+    assert run(["help", "31"]) == 0
+    assert "31  a port is taken" in capsys.readouterr().out
+    assert run(["build", "--help", "exit-codes"]) == UsageError.code
     assert run(["help", "xyzzy"]) == UsageError.code
     assert "no word 'xyzzy'" in capsys.readouterr().err
     assert run(["--help", "bench", "report"]) == 0

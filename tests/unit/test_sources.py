@@ -91,6 +91,19 @@ def test_refuses_texts_that_name_no_source(text: str) -> None:
     assert caught.value.code == 10
 
 
+def test_a_missing_gguf_file_is_named_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-q4.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=r"\./tiny-q8\.gguf is not a file on this machine") as caught:
+        parse_source("./tiny-q8.gguf")
+    assert caught.value.hint == "Did you mean tiny-q4.gguf?"
+    with pytest.raises(ModelNotFoundError, match="is not a file") as caught:
+        parse_source("org/other.gguf")
+    assert caught.value.hint == "GGUF files there: none. A repository of the hub is named hf:org/other.gguf."
+
+
 def test_suggests_close_aliases() -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         parse_source("lama-2-7b")

@@ -43,6 +43,11 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_a_place_without_artefacts_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere holds nothing that `trtserve push` has stored"):
+        pull(str(tmp_path / "nowhere"), store=Store(tmp_path / "store"))
+
+
 @pytest.mark.usefixtures("pieces")
 def test_a_repository_arrives_as_it_was(built: tuple[Engine, ModelRepository], tmp_path: Path) -> None:
     repository, target, store = built[1], str(tmp_path / "shelf"), Store(tmp_path / "other")

@@ -46,6 +46,16 @@ _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of th
             "`trtserve metrics -h` explains it.",
         ),
         (["list", "--jsno"], "`trtserve list` has no option --jsno.", "Did you mean --json?"),
+        (
+            ["push", "llama", "--to", "x"],
+            "`trtserve push` has no option --to.",
+            "It takes TARGET as plain words. `trtserve push -h` lists its options.",
+        ),
+        (
+            ["start", "--nonsense"],
+            "`trtserve start` has no option --nonsense.",
+            "`trtserve start -h` lists its options.",
+        ),
     ],
 )
 def test_one_form_of_error(arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:

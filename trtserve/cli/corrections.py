@@ -10,13 +10,16 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from trtserve.cli.parser import UnknownOptionError, commands_of
-from trtserve.errors import TrtserveError, UsageError, did_you_mean
+from trtserve.errors import TrtserveError, UsageError
 
 if TYPE_CHECKING:
     from trtserve.nvidia.releases.options import BuildFlag, OldOption
+
+_TOLD = len("--to")  # so many letters of an option of another command do not tell which one is meant
 
 
 def explain_unknown(error: UnknownOptionError, tree: Any) -> UsageError:
@@ -44,7 +47,11 @@ def _explain_options(
     unknown = {option.name: explain(option.name) for option in line.unknown}
     if len(unknown) == 1:
         [(name, found)] = unknown.items()
-        message, hints = f"`{command}` has no option {name}.", [found.advice or f"`{command} -h` lists its options."]
+        missing = [each.metavar or each.name for each in node.params if each.param_type_name == "argument"]
+        missing = missing[len(line.arguments) :]
+        takes = f"It takes {' '.join(missing)} as plain words. " if missing and node.params[0].required else ""
+        advice = found.advice or f"{takes}`{command} -h` lists its options."
+        message, hints = f"`{command}` has no option {name}.", [advice]
     else:
         message = f"`{command}` has none of the options {', '.join(unknown)}."
         hints = [_named(name, found.advice) for name, found in unknown.items()]
@@ -140,10 +147,11 @@ def _explain(
     old = old_option_of_any_tool(option)
     if old is not None:
         return UnknownOption(advice=f"{old.answer} `trtserve {old.command}` does that tool's work.")
-    begun = next((each for each in sorted(owners, key=len) if each.startswith(spelled)), None)
+    begun = next((each for each in sorted(owners, key=len) if each.startswith(spelled) and len(spelled) > _TOLD), None)
     elsewhere = f"Did you mean {begun} of `{owners[begun][0]}`?" if begun else ""
-    meant = _meant(spelled, known) or elsewhere or did_you_mean(spelled, known, most=3, cutoff=0.65)
-    return UnknownOption(advice=meant or None)
+    close = get_close_matches(spelled[2:], [name[2:] for name in known], n=3, cutoff=0.65)
+    near = f"Did you mean {' or '.join(f'--{name}' for name in close)}?" if close else ""
+    return UnknownOption(advice=_meant(spelled, known) or elsewhere or near or None)
 
 
 def _meant(option: str, known: Sequence[str]) -> str:

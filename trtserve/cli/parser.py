@@ -26,7 +26,7 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from trtserve.errors import UsageError
+from trtserve.errors import UsageError, exit_codes
 from trtserve.specs.options import metavar_of, read_value
 
 PREFIX = "TRTSERVE"
@@ -320,7 +320,8 @@ def _asked_help(context: Any, args: list[str]) -> list[str]:
 def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
     """Write the commands and options of a command, and of those below it, that have the word in name, text or heading.
 
-    Raises UsageError when there are none.
+    The whole command line also has a table of exit codes, found by that name or by a code. Raises UsageError when there
+    is nothing.
     """
     found, begins = False, re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE)
     for names, each in commands_of(node, tuple(context.command_path.split())):
@@ -337,6 +338,11 @@ def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
             found = True
             with formatter.section(" ".join(names)):
                 _write_columns(formatter, records)
+    codes = [(code, meaning) for code, _, meaning in exit_codes() if begins.search("exit-codes") or word == code]
+    if codes and context.parent is None:
+        found = True
+        with formatter.section("exit codes"):
+            _write_columns(formatter, codes)
     if not found:
         path = context.command_path
         raise UsageError(f"The help of `{path}` has no word {word!r}.", hint=f"`{path} -h` shows it.")

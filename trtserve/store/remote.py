@@ -166,7 +166,12 @@ class Layout:
             if reference in (entry.get("digest"), entry.get("annotations", {}).get(_TAG_NAME)):
                 blob = Blob(entry.get("digest"), entry.get("size"))
                 return b"".join(self.receive(Blob(blob.digest, min(blob.size, LARGEST_MANIFEST))))
-        raise ModelNotFoundError(f"{self.text} has nothing under {reference}.", hint=f"There: {self._tags() or 'none'}")
+        if tags := self._tags():
+            raise ModelNotFoundError(f"{self.text} has nothing under {reference}.", hint=f"There: {tags}")
+        raise ModelNotFoundError(
+            f"{self.text} holds nothing that `trtserve push` has stored.",
+            hint="Check its spelling. A model of the hub or in a folder is imported: trtserve import MODEL",
+        )
 
     def has(self, blob: Blob) -> bool:
         """Return whether a file of this size is there."""

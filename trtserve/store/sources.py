@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from trtserve.artifacts import plain_name
-from trtserve.errors import ModelNotFoundError, TrtserveError, UsageError, counted
+from trtserve.errors import ModelNotFoundError, TrtserveError, UsageError, counted, did_you_mean, listing
 from trtserve.files import read_text
 
 DEMO = "demo"
@@ -101,6 +101,13 @@ def parse_source(text: str, *, name: str | None = None) -> Source:
     if path.is_file():
         raise ModelNotFoundError(
             f"{text} is a file; a model is a folder.", hint="Give the folder that holds it, or a GGUF file."
+        )
+    if path.suffix == ".gguf" and not path.is_dir():
+        near = sorted(str(each) for each in path.parent.glob("*.gguf"))
+        raise ModelNotFoundError(
+            f"{text} is not a file on this machine.",
+            hint=did_you_mean(str(path), near, f"GGUF files there: {listing(near) or 'none'}.")
+            + f" A repository of the hub is named hf:{text}." * (text.count("/") == 1 and text[0] not in "./~"),
         )
     if _is_folder_source(text):
         return _folder(text, text, name)
