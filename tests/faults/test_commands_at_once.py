@@ -15,10 +15,9 @@ import pytest
 
 from tests.support.supervised import measured
 from tests.support.tiny_models import write_tiny_model
-from trtserve.artifacts import KINDS, load_artifact
+from trtserve.artifacts import KINDS, Checksums, damages, load_artifact
 from trtserve.errors import LockedError, ModelNotFoundError
 from trtserve.store import Store
-from trtserve.store.integrity import Checksums, damages
 
 ROUNDS = int(os.environ.get("TRTSERVE_ROUNDS", "1"))
 NAME = "tiny"

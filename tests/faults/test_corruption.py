@@ -14,7 +14,7 @@ import pytest
 from tests.support.stages import build_engine, convert_model
 from tests.support.supervised import ALL, measured
 from tests.support.tiny_models import write_tiny_model
-from trtserve.artifacts import Model, ModelRepository, load_artifact
+from trtserve.artifacts import Checksums, Model, ModelRepository, load_artifact
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
 from trtserve.progress import SILENT
@@ -23,7 +23,6 @@ from trtserve.repository.check import check_repository
 from trtserve.repository.check.files import require_intact
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
-from trtserve.store.integrity import Checksums
 
 
 def flip(path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.support.bench_records import answered, report_of
-from trtserve.artifacts import Manifest
+from trtserve.artifacts import Checksums, Manifest
 from trtserve.bench.exports import write_result
 from trtserve.bench.prompts import read_dataset, read_trace
 from trtserve.bench.records import read_records
@@ -43,7 +43,6 @@ from trtserve.repository.engines import read_engine
 from trtserve.repository.served import read_model_yaml
 from trtserve.repository.tokenizer import token_ids
 from trtserve.store.hub import RemoteFile
-from trtserve.store.integrity import Checksums
 
 DEEP = 50_000
 CONTENTS = {

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from trtserve.artifacts import Engine, Manifest, ModelRepository, load_artifact
+from trtserve.artifacts import Checksums, Engine, Manifest, ModelRepository, accept_change, damages, load_artifact
 from trtserve.errors import CorruptFileError
 from trtserve.progress import SILENT
 from trtserve.repository.check.files import require_intact
 from trtserve.store import NameRecord, Store, publish, remembered_checksums, reusable
-from trtserve.store.integrity import Checksums, accept_change, damages
 
 MANIFEST = Manifest(kind="engine", name="demo", fingerprint="1" * 64)
 

@@ -37,7 +37,7 @@ from trtserve.executor.vllm.installation import SomeRelease, VllmInstallation, o
 from trtserve.executor.vllm.runtime import VllmRuntime, vllm_engine_config
 from trtserve.host.gpus import Device
 from trtserve.pipeline.model_files import folder_files
-from trtserve.repository.vllm import require_vllm_serves, split_settings
+from trtserve.repository.assembling import require_vllm_serves, split_settings
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store.sources import Source
 
@@ -177,7 +177,7 @@ def test_transformers_own_implementation_needs_no_entry_in_the_registry() -> Non
 
 
 def test_without_vllm_here_the_table_of_its_releases_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.repository.vllm.find_installation", lambda _: None)
+    monkeypatch.setattr("trtserve.repository.assembling.find_installation", lambda _: None)
 
     def serves(architecture: str, **settings: str) -> EngineConfig:
         hf = {**LLAMA, "architectures": [architecture]}

@@ -19,8 +19,6 @@ from trtserve.errors import TrtserveError, UsageError
 if TYPE_CHECKING:
     from trtserve.nvidia.releases.options import BuildFlag, OldOption
 
-_TOLD = len("--to")  # so many letters of an option of another command do not tell which one is meant
-
 
 def explain_unknown(error: UnknownOptionError, tree: Any) -> UsageError:
     """Return the error for an option that a command does not have; `tree` holds all commands."""
@@ -47,9 +45,9 @@ def _explain_options(
     unknown = {option.name: explain(option.name) for option in line.unknown}
     if len(unknown) == 1:
         [(name, found)] = unknown.items()
-        missing = [each.metavar or each.name for each in node.params if each.param_type_name == "argument"]
-        missing = missing[len(line.arguments) :]
-        takes = f"It takes {' '.join(missing)} as plain words. " if missing and node.params[0].required else ""
+        words = [each.metavar for each in node.params if each.param_type_name == "argument" and each.required]
+        missing = " ".join(words[len(line.arguments) :])
+        takes = f"It takes {missing} as plain words. " if missing else ""
         advice = found.advice or f"{takes}`{command} -h` lists its options."
         message, hints = f"`{command}` has no option {name}.", [advice]
     else:
@@ -147,11 +145,16 @@ def _explain(
     old = old_option_of_any_tool(option)
     if old is not None:
         return UnknownOption(advice=f"{old.answer} `trtserve {old.command}` does that tool's work.")
-    begun = next((each for each in sorted(owners, key=len) if each.startswith(spelled) and len(spelled) > _TOLD), None)
+    begun = next((each for each in sorted(owners, key=len) if _begins(each, spelled)), None)
     elsewhere = f"Did you mean {begun} of `{owners[begun][0]}`?" if begun else ""
     close = get_close_matches(spelled[2:], [name[2:] for name in known], n=3, cutoff=0.65)
     near = f"Did you mean {' or '.join(f'--{name}' for name in close)}?" if close else ""
     return UnknownOption(advice=_meant(spelled, known) or elsewhere or near or None)
+
+
+def _begins(known: str, typed: str) -> bool:
+    """Return whether `typed` is the beginning of an option of another command: two letters must be a whole word."""
+    return known.startswith(typed if len(typed) > len("--tp") else f"{typed}-")
 
 
 def _meant(option: str, known: Sequence[str]) -> str:

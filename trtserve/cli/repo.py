@@ -170,9 +170,8 @@ def _assemble(call: _Call) -> None:
 
 def _assemble_vllm(call: _Call, convert: ConvertSpec) -> None:
     from trtserve.repository.adapters import find_adapters
-    from trtserve.repository.assembling import default_name
+    from trtserve.repository.assembling import default_name, plan_vllm_repository
     from trtserve.repository.publishing import assemble_repository
-    from trtserve.repository.vllm import plan_vllm_repository
 
     if call.draft_engine is not None:
         raise UsageError("--draft-engine has no meaning with --runtime vllm.")

@@ -32,14 +32,19 @@ from trtserve.pipeline.model import ModelPlan, plan_model
 from trtserve.pipeline.model_files import GGUF, is_convertible
 from trtserve.pipeline.stages import StagePlan, StageSummary, summary
 from trtserve.progress import SILENT, Progress
-from trtserve.repository.assembling import engine_models, plan_repository, require_fitting
+from trtserve.repository.assembling import (
+    engine_models,
+    plan_repository,
+    plan_vllm_repository,
+    require_fitting,
+    require_vllm_serves,
+)
 from trtserve.repository.engines import read_engine
 from trtserve.repository.llmapi import llmapi_models, plan_llmapi_repository, require_architecture
 from trtserve.repository.profiles import profile
 from trtserve.repository.publishing import RepositoryPlan, assemble_repository, require_addable_spec
 from trtserve.repository.settings import resolve_settings, settings_of, spelled_as
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files
-from trtserve.repository.vllm import plan_vllm_repository, require_vllm_serves
 from trtserve.server.engine_fit import server_needs
 from trtserve.specs.runtime import Runtime
 from trtserve.store import Store, reusable

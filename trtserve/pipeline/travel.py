@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import KINDS, MANIFEST, Artifact, Manifest, ModelRepository, load_artifact
+from trtserve.artifacts import EDITABLE, KINDS, MANIFEST, Artifact, Manifest, ModelRepository, damages, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, UsageError
 from trtserve.files import is_below, is_weights, locked, open_file, parse_json
 from trtserve.host.gpus import count_gpus, list_gpus, require_gpus
@@ -26,7 +26,6 @@ from trtserve.repository.served import inspect_repository
 from trtserve.server.engine_fit import require_fitting_engine, require_servable
 from trtserve.specs import ServerSpec
 from trtserve.store import NameRecord, Store, link_or_copy, publish, remembered_checksums, reusable
-from trtserve.store.integrity import EDITABLE, damages
 from trtserve.store.remote import LARGEST_MANIFEST, MANIFEST_TYPE, Blob, Shelf, parse_target
 
 PIECE = 256 << 20

@@ -1,17 +1,21 @@
-"""Triton model repositories: planned from an engine, a tokenizer, a draft engine and adapters, then written."""
+"""Triton model repositories: planned from an engine (or a model for vLLM), a tokenizer, draft and adapters; written."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import Artifact, Engine, Manifest, ModelRepository, fingerprint
+from trtserve.artifacts import Artifact, Engine, Manifest, Model, ModelRepository, fingerprint
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.errors import UsageError
+from trtserve.errors import CorruptFileError, UsageError
 from trtserve.executor.loaders import embedded_runtime, is_embedded, is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
+from trtserve.executor.vllm.installation import SomeRelease, find_installation
+from trtserve.executor.vllm.runtime import vllm_engine_config
+from trtserve.files import read_json_object
 from trtserve.progress import Progress
 from trtserve.repository.adapters import NamedAdapter, resolve_adapters, write_adapters
 from trtserve.repository.config import ConfigOptions
@@ -25,6 +29,7 @@ from trtserve.repository.engines import (
     require_engine_files,
     write_hugging_face,
 )
+from trtserve.repository.llmapi import require_weights
 from trtserve.repository.options import resolve_options
 from trtserve.repository.profiles import (
     BLS,
@@ -38,8 +43,9 @@ from trtserve.repository.profiles import (
 )
 from trtserve.repository.programs import VERSION, model_names, placed, program_digest, root_of, write_model
 from trtserve.repository.publishing import RepositoryPlan, exists
+from trtserve.repository.settings import settable
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files, require_same_tokens
-from trtserve.specs import RepositorySpec
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import Store, link_or_copy
 from trtserve.store.sources import parse_source, served_name
 
@@ -269,3 +275,67 @@ def _ignored_parameters(table: Profile, options: ConfigOptions, device: str) -> 
         options = replace(options, parameters={**options.parameters, CORE: core})
     found = {model: ignored_settings(model, given, table.release) for model, given in options.parameters.items()}
     return [name if model == CORE else f"{model}.{name}" for model, names in found.items() for name in names]
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def plan_vllm_repository(
+    model: Model,
+    spec: RepositorySpec,
+    *,
+    convert: ConvertSpec,
+    build: BuildSpec,
+    tokenizer: Path | None = None,
+    out: Path | None = None,
+    into: Path | None = None,
+    store: Store | None = None,
+) -> EngineRepositoryPlan:
+    """Plan the repository of a Hugging Face model for vLLM.
+
+    Settings that are no parameters of the Triton models are arguments of vLLM's engine. Raises UsageError for those
+    that the vLLM here does not have, UnsupportedModelError for an architecture that it does not know,
+    MissingDependencyError for a `--vllm-python` without vLLM, and what `plan_repository` raises.
+    """
+    require_weights(model.path)
+    hf = read_json_object(model.path / "config.json", CorruptFileError)
+    weights = sum(path.stat().st_size for path in own_files(model.path) if path.suffix in _WEIGHTS)
+    return plan_repository(
+        Engine(path=model.path, manifest=model.manifest),
+        tokenizer or model.path,
+        replace(spec, settings=split_settings(spec.settings)[0]),
+        hugging_face=_config(hf, weights, spec, convert, build),
+        out=out,
+        into=into,
+        store=store,
+    )
+
+
+def require_vllm_serves(
+    hf: Mapping[str, Any], weights: int, spec: RepositorySpec, *, convert: ConvertSpec, build: BuildSpec
+) -> EngineConfig:
+    """Return the engine's config of a model with the config `hf` and `weights` bytes, before its files are here.
+
+    Raises what `plan_vllm_repository` would raise.
+    """
+    config = _config(hf, weights, spec, convert, build)
+    resolve_options(replace(spec, settings=split_settings(spec.settings)[0]), config)
+    resolve_adapters(spec.lora, config)
+    return config
+
+
+def _config(
+    hf: Mapping[str, Any], weights: int, spec: RepositorySpec, convert: ConvertSpec, build: BuildSpec
+) -> EngineConfig:
+    # Without one here, as for a container or another machine, the tables of vLLM's releases answer.
+    installation = find_installation(spec.vllm_python) or SomeRelease(Path(), Path())
+    settings = split_settings(spec.settings)[1]
+    return vllm_engine_config(hf, weights, convert, build, settings, installation, named=spec.vllm_python)
+
+
+def split_settings(settings: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings of the Triton models, and those of vLLM's engine."""
+    own = {key for key in settings if key.partition(".")[0] in (*MODELS, DRAFT) or settable(key) == key}
+    return {key: settings[key] for key in settings if key in own}, {
+        key: settings[key] for key in settings if key not in own
+    }

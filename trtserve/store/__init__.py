@@ -25,17 +25,19 @@ from trtserve.artifacts import (
     Adapter,
     Artifact,
     Checkpoint,
+    Checksums,
     Engine,
     Manifest,
     Model,
     ModelRepository,
+    damages,
     load_artifact,
     looks_like,
+    with_checksums,
 )
 from trtserve.errors import ArtifactError, ModelNotFoundError, UsageError, did_you_mean, listing
 from trtserve.files import child, locked, read_as, write_json, writing
 from trtserve.progress import SILENT, Progress
-from trtserve.store.integrity import Checksums, damages, with_checksums
 
 A = TypeVar("A", bound=Artifact)
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trtserve.artifacts import Artifact, Engine, ModelRepository, load_artifact
+from trtserve.artifacts import Artifact, Checksums, Engine, ModelRepository, damages, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, listing
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
@@ -24,7 +24,6 @@ from trtserve.repository.profiles import CLASSES_FILE, CORE, DRAFT, ENSEMBLE, MO
 from trtserve.repository.programs import PACKAGE, SOURCES, imported_modules, model_names, require_program
 from trtserve.specs.command_line import import_command
 from trtserve.store import Store, remembered_checksums
-from trtserve.store.integrity import Checksums, damages
 
 _MAKE_AGAIN = "Rebuild the repository with trtserve repo or trtserve import."
 _MOST_FILES = 100_000

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trtserve.artifacts import accept_change
 from trtserve.errors import RepositoryError, counted
 from trtserve.files import read_json_object, writing
 from trtserve.progress import Progress
 from trtserve.repository.served import CoreModel, Groups
-from trtserve.store.integrity import accept_change
 
 _DEFAULT = 8
 
