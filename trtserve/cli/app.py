@@ -74,7 +74,7 @@ def _command(panel: str | None, module: str, function: str | None = None, *, cle
 
 # In the order in which a user needs them.
 COMMANDS: dict[str, CommandEntry | GroupEntry] = {
-    "run": _command(STAGES, "import_", "run", cleans_up=True),
+    "run": _command(STAGES, "run_", "run", cleans_up=True),
     "import": _command(STAGES, "import_", cleans_up=True),
     "convert": _command(STAGES, "convert", cleans_up=True),
     "build": _command(STAGES, "convert", "build", cleans_up=True),

@@ -1,19 +1,15 @@
-"""`trtserve import` and `run`: turn a model of the hub, a folder or the package into a model repository."""
+"""`trtserve import`: turn a model of the hub, a folder or the package into a model repository."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.chat import MAX_TOKENS, converse
-from trtserve.cli.options import DryRunOption, Fields, JsonOption, OutOption, QuietOption, VerifyOption, models, sources
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption, models, sources
 from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
 from trtserve.cli.repo import DraftOption, IntoOption, require_one_place, say_version_is_unused
-from trtserve.client.spec import QuerySpec, RequestOptions
-from trtserve.errors import ServerNotFoundError
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.repository import REPOSITORY
@@ -21,7 +17,6 @@ from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.pipeline.import_spec import ImportSpec
-    from trtserve.server.state import Server
 
 
 _SOURCE_HELP = (
@@ -171,64 +166,3 @@ def _print_plan(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> 
         run = "" if any(stage["command"] for stage in stages) else "; no external command is run"
         print_data(f"memory    needs  {format_bytes(memory):>9}  to build and serve{run}")
     print_commands(stages)
-
-
-def run(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A server, an import, or what `trtserve import` takes: demo, an alias, org/name, a folder.",
-            autocompletion=sources,
-        ),
-    ],
-    question: Annotated[
-        str | None, typer.Argument(metavar="QUESTION", help="Answer this and end, instead of a conversation.")
-    ] = None,
-    *,
-    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    request: Annotated[RequestOptions, Fields(defaults={"max_tokens": MAX_TOKENS})],
-    plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without Markdown.")] = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Talk to a model: what is missing of its import and its server is made first, with the defaults.
-
-    The server keeps running in the background for the next `run`, until `trtserve stop`. Ports that are taken are
-    replaced by free ones. For other options than the defaults use `trtserve import` and `trtserve start` first.
-
-    Examples:
-        trtserve run demo
-        trtserve run demo "What is ML?"
-        trtserve run smollm2-135m --system "Answer briefly."
-    """
-    from trtserve.server.discovery import endpoint_of
-
-    server = _running(model, TerminalProgress(quiet=quiet))
-    converse(endpoint_of(server), QuerySpec(options=request.given()), system=system, plain=plain, question=question)
-    if not quiet:
-        say(f"{server.name} keeps running on {server.url}. Stop: trtserve stop {server.name}")
-
-
-def _running(model: str, progress: TerminalProgress) -> Server:
-    """Return the server of a model, started in the background if there is none."""
-    from trtserve.pipeline.import_spec import resolve_import
-    from trtserve.pipeline.importing import import_to_repository
-    from trtserve.server.detach import start_in_background
-    from trtserve.server.discovery import find_server
-    from trtserve.server.plan import with_free_ports
-    from trtserve.server.repositories import find_repository
-    from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
-    from trtserve.store import Store
-    from trtserve.store.sources import parse_source
-
-    store = Store()
-    recorded = {record.name for record in store.recorded()}
-    for name in dict.fromkeys((model, *(() if model in recorded else (parse_source(model).name,)))):
-        with suppress(ServerNotFoundError):
-            return find_server(name, store=store)
-    if name not in recorded:
-        specs: Any = {"convert": ConvertSpec(), "build": BuildSpec(), "repository": RepositorySpec()}
-        import_to_repository(resolve_import(model, **specs, progress=progress), progress=progress)
-    repository = find_repository(name)
-    with store.in_use(repository.path):
-        return start_in_background(repository, with_free_ports(ServerSpec(auto_ports=True)), progress=progress)
