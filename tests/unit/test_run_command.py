@@ -54,7 +54,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
         Store, "recorded", lambda _: [SimpleNamespace(name=name, repository=name) for name in fake.imported]
     )
     talk = lambda _server, _spec, *, question, **_: fake.done.append(f"ask {question}")  # noqa: E731
-    monkeypatch.setattr("trtserve.cli.import_.converse", talk)
+    monkeypatch.setattr("trtserve.cli.run_.converse", talk)
     return fake
 
 

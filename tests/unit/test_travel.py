@@ -119,7 +119,7 @@ def test_an_interrupted_push_names_nothing(
     monkeypatch.setattr(Layout, "send", three)
     with pytest.raises(KeyboardInterrupt):
         push(str(built[1].path), target)
-    with pytest.raises(ModelNotFoundError, match="nothing under latest"):
+    with pytest.raises(ModelNotFoundError, match="holds nothing that"):
         pull(target, store=Store(tmp_path / "other"))
     monkeypatch.setattr(Layout, "send", sent)
     assert push(str(built[1].path), target).missing < push(str(built[1].path), str(tmp_path / "new")).missing
