@@ -60,7 +60,7 @@ def main() -> int:
     results.mkdir(parents=True, exist_ok=True)
     endings: dict[int, list[str]] = {}
     for name in arguments.only or BENCHMARKS:
-        print(f"\n## {name} (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs)\n", flush=True)
+        print(f"\n## {name} (load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} CPUs)\n", flush=True)
         module = f"tests.benchmarks.bench_{name}"
         options = ["--work", str(work), "--out", str(results), "--pairs", str(arguments.pairs)]
         code = run([sys.executable, "-m", module, *options])

@@ -128,7 +128,7 @@ def _folder(name: str) -> Path:
 
 def finish(arguments: argparse.Namespace, name: str, rows: Sequence[Row], **more: Any) -> None:
     """Write the rows and what else was found to NAME.json; exit with MISSED if a target was missed."""
-    report: Mapping[str, Any] = {"cpus": os.cpu_count(), "rows": rows, **more}
+    report: Mapping[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "rows": rows, **more}
     file = (arguments.out or arguments.work) / f"{name}.json"
     file.write_text(json.dumps(report, indent=2, default=asdict) + "\n", encoding="utf-8")
     missed = [row for row in rows if row.missed]

@@ -259,7 +259,7 @@ class Checksums:
     def of(self, files: Collection[Path]) -> dict[Path, str]:
         """Return the checksum of each file that can be read; several are read at once."""
         before = len(self._known)
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
             found = dict(zip(files, pool.map(self._checksum, files), strict=True))
         if self._memory is not None and len(self._known) != before:
             with suppress(TrtserveError, OSError):  # what cannot be remembered is read again

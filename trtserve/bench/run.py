@@ -250,7 +250,7 @@ def machine() -> dict[str, Any]:
         "host": platform.node(),
         "kernel": platform.release(),
         "cpu": model or platform.machine(),
-        "cpus": os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": os.getloadavg()[0],
     }

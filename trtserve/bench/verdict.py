@@ -67,7 +67,7 @@ def find_machine(engine: Path | None, *, gpu: bool) -> Machine:
         array.sum()
         best = min(best, time.perf_counter() - began)
     # one core's rate times their number is an upper bound
-    return Machine(weight_bytes=size, bytes_per_second=array.nbytes / best * (os.cpu_count() or 1))
+    return Machine(weight_bytes=size, bytes_per_second=array.nbytes / best * len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, kw_only=True)
