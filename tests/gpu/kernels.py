@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trtserve.executor.engine.guided import Guide
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.model import Draws
 from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
@@ -243,6 +244,24 @@ def experts(dtype: Any, tokens: int) -> float:
     return error(kernels.expert_mlp(x, ExpertWeights(outer=outer, inner=inner), chosen, shares, "silu"), wanted)
 
 
+class HalfGuide:
+    """Allows half of the tokens, others after every token."""
+
+    failure = None
+
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        self._vocabulary, self._state = vocabulary, seed
+
+    def allowed(self) -> Any:
+        return np.random.default_rng(self._state).integers(0, 2**32, -(-self._vocabulary // 32), np.uint32)
+
+    def mask(self, row: Any) -> None:
+        Guide.mask(self, row)  # type: ignore[arg-type]
+
+    def accept(self, token: int) -> None:
+        self._state += token + 1
+
+
 def sampling(vocabulary: int) -> float:
     """Return the part of rows with another token than the host's sampler chooses, or log-probs that differ."""
     generator = np.random.default_rng(0)
@@ -262,8 +281,11 @@ def sampling(vocabulary: int) -> float:
     for number in range(count):
         parameters = SamplingParameters(seed=number * 7919 + 2**40, **choices[number % len(choices)])
         prompt_tokens = generator.integers(0, vocabulary, 50)
-        words = [[int(generator.integers(vocabulary))] for _ in range(3)] if number % 3 == 0 else []
-        processor = LogitsProcessor(parameters, prompt_tokens, vocab_size=vocabulary, end_id=2, bad_words=words)
+        bad_words = [[int(generator.integers(vocabulary))] for _ in range(3)] if number % 3 == 0 else []
+        guide: Any = HalfGuide(vocabulary, number) if number % 5 == 0 else None
+        processor = LogitsProcessor(
+            parameters, prompt_tokens, vocab_size=vocabulary, end_id=2, bad_words=bad_words, guide=guide
+        )
         rows.append(SamplingRow(parameters, processor, [], log_prob=number % 2 == 0))
     tokens = torch.zeros(count, dtype=torch.int32, device="cuda")
     log_probs = torch.zeros((count, 2), device="cuda")
@@ -279,9 +301,9 @@ def sampling(vocabulary: int) -> float:
         for entry, ids, numbers in arrays.new_rows:
             table[entry].zero_()
             table[entry, torch.from_numpy(ids).cuda()] = torch.from_numpy(numbers).cuda()
-        sampler.choose(
-            torch.from_numpy(logits).cuda().clone(), torch.from_numpy(arrays.words).cuda(), table, tokens, log_probs
-        )
+        allowed = np.stack([row.processor.guide.allowed() for row in rows if row.processor.guide])
+        values, words, bits = (torch.from_numpy(each).cuda() for each in (logits, arrays.words, allowed.view(np.int32)))
+        sampler.choose(values, words, table, bits, tokens, log_probs)
         found, numbers = tokens.tolist(), log_probs.cpu().numpy()
         for number, (row, choice) in enumerate(zip(rows, choose_tokens(logits, rows), strict=True)):
             same = found[number] == choice.token
@@ -317,8 +339,9 @@ def frequencies() -> float:
         ]
         draws = Draws(list(range(count)), rows, list(range(count)), [step] * count, [True] * count)
         words = torch.from_numpy(writer.write(draws).words).cuda()
+        nothing = table[:0].int()
         tokens, log_probs = torch.zeros(count, dtype=torch.int32, device="cuda"), torch.zeros((count, 2), device="cuda")
-        sampler.choose(shares.log().float().repeat(count, 1), words, table, tokens, log_probs)
+        sampler.choose(shares.log().float().repeat(count, 1), words, table, nothing, tokens, log_probs)
         found += tokens.bincount(minlength=vocabulary)
     expected = shares * 50 * count
     return float(((found - expected) ** 2 / expected).sum() / (vocabulary - 1))

@@ -169,8 +169,14 @@ class FakeChoosingModel(FakeModel):
         while to in self._waiting:
             self._waiting.popleft()()
 
-    def choose(self, draws: Draws, begun: dict[int, SamplingRow], step: StepInputs) -> Chosen:
-        """Compute a step; `begun` are the sequences whose slots are new."""
+    def choose(
+        self,
+        draws: Draws,
+        begun: dict[int, SamplingRow],
+        step: StepInputs,
+        allowed: npt.NDArray[np.uint32] | None,
+    ) -> Chosen:
+        """Compute a step; `begun` are the sequences whose slots are new, `allowed` is what their guides allow."""
         self._rows |= begun
         ids = step.token_ids
         for place in np.flatnonzero(ids < 0):
@@ -178,6 +184,10 @@ class FakeChoosingModel(FakeModel):
         logits = self.forward(step)
         rows = [self._rows[slot] for slot in draws.slots]
         assert [len(row.generated) for row in rows] == draws.counts
+        guides = [row.processor.guide for row in rows if row.processor.guide is not None]
+        assert (allowed is None) == (not guides)
+        for guide, told in zip(guides, () if allowed is None else allowed, strict=True):
+            assert not told.any() or np.array_equal(told, guide.allowed())  # nothing: it has ended meanwhile
         choices = choose_tokens(logits[draws.numbers], rows, normalize_log_probs=draws.normalize_log_probs)
         self._last = {}
         for number, row, choice in zip(draws.numbers, rows, choices, strict=True):
@@ -192,12 +202,18 @@ class _FakeStep:
     """A step of a `FakeChoosingModel`."""
 
     def __init__(self, model: FakeChoosingModel, *step: Any) -> None:
-        self._model, self._step = model, step
+        self._model: FakeChoosingModel = model
+        self._step: Any = step
         self._outcome: Chosen | Exception | None = None
+        self._allowed: npt.NDArray[np.uint32] | None = None
+
+    def choose(self, allowed: npt.NDArray[np.uint32]) -> None:
+        assert self._allowed is None
+        self._allowed = allowed
 
     def compute(self) -> None:
         try:
-            self._outcome = self._model.choose(*self._step)
+            self._outcome = self._model.choose(*self._step, self._allowed)
         except (ValueError, MemoryError, FatalModelError) as error:  # of `FakeModel.failures`
             self._outcome = error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ BATCH, LENGTH = 6, 60
 def _requests(vocabulary: int) -> list[api.Request]:
     """Return requests of all kinds; what only the host can do is among them."""
     sampling = api.SamplingConfig
+    guide = partial(api.GuidedDecodingParams, api.GuidedDecodingParams.GuideType.REGEX)
     kinds: list[dict[str, Any]] = [
         {},
         {"sampling_config": sampling(top_k=9, temperature=1.5, seed=4), "streaming": True},
@@ -32,6 +35,14 @@ def _requests(vocabulary: int) -> list[api.Request]:
         {"output_config": api.OutputConfig(return_context_logits=True)},
         {"embedding_bias": np.linspace(-1, 1, vocabulary, dtype=np.float32)},
         {"sampling_config": sampling(num_return_sequences=2, top_k=7, seed=3)},
+        {"guided_decoding_params": guide("ab(c|d)+e"), "end_id": 3},
+        {"guided_decoding_params": guide("[f-p]+"), "end_id": 3, "sampling_config": sampling(top_k=50, seed=7)},
+        {
+            "guided_decoding_params": guide("([q-z]|<[0-9]*>)*"),
+            "end_id": 3,
+            "output_config": api.OutputConfig(return_log_probs=True),
+            "sampling_config": sampling(top_p=0.95, seed=8, repetition_penalty=1.2, min_tokens=3),
+        },
     ]
     generator = np.random.default_rng(0)
     prompts = [generator.integers(11, vocabulary, 3 + 2 * number).tolist() for number in range(len(kinds))]
@@ -39,8 +50,14 @@ def _requests(vocabulary: int) -> list[api.Request]:
 
 
 def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list[Any]:
+    vocabulary = [*string.ascii_lowercase, *(f"<{token}>" for token in range(26, model.vocab_size))]
     config = api.ExecutorConfig(
-        enable_chunked_context=True, kv_cache_config=api.KvCacheConfig(max_tokens=320), gather_generation_logits=True
+        enable_chunked_context=True,
+        kv_cache_config=api.KvCacheConfig(max_tokens=320),
+        gather_generation_logits=True,
+        guided_decoding_config=api.GuidedDecodingConfig(
+            api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE, vocabulary, None, [3]
+        ),
     )
     limits = EngineLimits(
         max_batch_size=BATCH,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.checkpoint.architectures.base import ClampedGate
+from trtserve.checkpoint.architectures.base import ClampedGate, Experts
+from trtserve.executor.engine.guided import Guide
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.model import Draws
 from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
@@ -182,6 +183,26 @@ def test_experts(tokens: int) -> None:
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("count", [5, 8, 40])
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "grouped"])
+def test_routes(kind: str, count: int) -> None:
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+
+    experts = Experts(count=count, chosen=3, renormalized=False, scale=1.5)
+    if kind != "softmax":
+        groups = {"groups": 4, "chosen_groups": 2} if kind == "grouped" and count % 4 == 0 else {}
+        experts = replace(experts, scores="sigmoid", renormalized=kind == "grouped", **groups)
+    correction = None if kind == "softmax" else torch.rand(count)
+    logits = torch.randn(9, count)
+    (chosen, shares), (wanted, weights) = (
+        each.route(logits, correction, experts) for each in (kernels, plain_operations)
+    )
+    assert chosen.tolist() == wanted.tolist()
+    torch.testing.assert_close(shares, weights, rtol=1e-5, atol=1e-6)
+
+
 SAMPLING: list[dict[str, Any]] = [
     {},
     {"greedy": False, "top_k": 12, "temperature": 0.8},
@@ -193,13 +214,33 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
+class _Guide:
+    """Allows other tokens after every token."""
+
+    failure = None
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary, self._taken = vocabulary, 0
+
+    def allowed(self) -> Any:
+        bits = np.random.default_rng(self._taken).integers(0, 2**32, -(-self._vocabulary // 32), np.uint32)
+        return bits & ~np.uint32(1 << 31)
+
+    def mask(self, row: Any) -> None:
+        Guide.mask(self, row)  # type: ignore[arg-type]
+
+    def accept(self, token: int) -> None:
+        self._taken += 1
+
+
 def _rows(vocabulary: int) -> list[SamplingRow]:
-    """Return a row for each of SAMPLING, some with banned words."""
+    """Return a row for each of SAMPLING, some with banned words or guides."""
     generator, rows = np.random.default_rng(0), []
     for number, values in enumerate(SAMPLING):
         parameters = SamplingParameters(seed=2**63 + number, **values)
         prompt, banned = generator.integers(0, vocabulary, 30), [[int(number)]] if number % 2 else []
-        processor = LogitsProcessor(parameters, prompt, vocab_size=vocabulary, end_id=2, bad_words=banned)
+        guide: Any = _Guide(vocabulary) if number % 4 < 2 else None
+        processor = LogitsProcessor(parameters, prompt, vocab_size=vocabulary, end_id=2, bad_words=banned, guide=guide)
         assert processor.drawable
         rows.append(SamplingRow(parameters, processor, [], log_prob=number % 3 == 0))
     return rows
@@ -227,7 +268,9 @@ def test_devices_choose_the_tokens_of_the_host(kind: str, vocabulary: int) -> No
         arrays = writer.write(draws)
         for entry, ids, numbers in arrays.new_rows:
             table[entry, torch.from_numpy(ids)] = torch.from_numpy(numbers)
-        choose(torch.from_numpy(logits.copy()), torch.from_numpy(arrays.words), table, tokens, log_probs)
+        guides = [row.processor.guide for row in rows]
+        allowed = torch.from_numpy(np.stack([each.allowed() for each in guides if each]).view(np.int32))
+        choose(torch.from_numpy(logits.copy()), torch.from_numpy(arrays.words), table, allowed, tokens, log_probs)
         choices = choose_tokens(logits, rows)
         assert tokens.tolist() == [choice.token for choice in choices]
         for row, choice, found in zip(rows, choices, log_probs.tolist(), strict=True):
@@ -262,7 +305,7 @@ def test_rows_without_a_token_say_why(kind: str) -> None:
     ((entry, ids, numbers),) = arrays.new_rows
     table[entry, torch.from_numpy(ids)] = torch.from_numpy(numbers)
     tokens = torch.zeros(4, dtype=torch.int32)
-    choose(logits, torch.from_numpy(arrays.words), table, tokens, torch.zeros(4, 2))
+    choose(logits, torch.from_numpy(arrays.words), table, table[:0].int(), tokens, torch.zeros(4, 2))
     assert tokens.tolist() == [UNDEFINED, UNDEFINED, UNDEFINED, EXHAUSTED]
 
 

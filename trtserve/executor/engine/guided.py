@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Floats = npt.NDArray[np.float32]
+TokenBits = npt.NDArray[np.uint32]
 
 LONGEST_GUIDE = 128 << 10
 """Bytes of a guide."""
@@ -313,15 +314,23 @@ class Guide:
     def __init__(self, matcher: LLMatcher, ends: list[int], vocab_size: int, end_id: int) -> None:
         self.failure: str | None = None
         self.matcher = matcher
+        self._vocab_size = vocab_size
         self._ends = [end for end in ends if end < vocab_size]
         self._end_id = end_id
         self._allowed_seconds = FIRST_SECONDS
 
     def mask(self, row: Floats) -> None:
-        """Set the logits f32[V] of tokens that cannot come next to −∞; all of them if the guide has failed.
+        """Set the logits f32[V] of tokens that are not `allowed` to −∞."""
+        bits = np.unpackbits(self.allowed().view(np.uint8), count=len(row), bitorder="little")
+        row[bits == 0] = -np.inf
 
-        Where the guide may end, `end_id` is allowed. Ids outside the tokenizer's vocabulary are never allowed.
+    def allowed(self) -> TokenBits:
+        """Return u32[⌈V / 32⌉] with a bit for each token, the lowest first: 1 if it may come next.
+
+        All are 0 if the guide has failed. Where it may end, `end_id` is allowed. Ids outside the tokenizer's vocabulary
+        are never allowed; the bits of ids outside the engine's say nothing.
         """
+        words = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
         bits = _NO_BITS
         if self.failure is None:
             began = time.thread_time()
@@ -330,15 +339,13 @@ class Guide:
             if self.matcher.is_error():
                 self._fail(limit_reason(self.matcher.get_error()))
         if self.failure is not None:
-            row[:] = -np.inf
-            return
-        allowed = np.zeros(len(row), dtype=bool)
-        known = np.unpackbits(bits, count=min(len(row), 8 * len(bits)), bitorder="little")
-        allowed[: len(known)] = known
+            return words
+        words.view(np.uint8)[: len(bits)] = bits[: words.nbytes]
         if self._end_id >= 0:
-            allowed[self._ends] = False
-            allowed[self._end_id] |= self.matcher.is_accepting()
-        row[~allowed] = -np.inf
+            for end in self._ends:
+                words[end // 32] &= ~np.uint32(1 << end % 32)
+            words[self._end_id // 32] |= np.uint32(self.matcher.is_accepting() << self._end_id % 32)
+        return words
 
     def accept(self, token: int) -> None:
         """Advance to the state after `token`; `end_id` and tokens after the end of the guide change nothing."""

@@ -30,7 +30,7 @@ class LogitsProcessor:
 
     neutral: rows need no processing.
     keeps_order: the largest logit stays the largest.
-    drawable: nothing but temperature, penalties, bans of single tokens, min_tokens and a constant nucleus.
+    drawable: nothing but temperature, penalties, bans of single tokens, min_tokens, a constant nucleus and a guide.
     top_p: the nucleus of this step.
     """
 
@@ -60,8 +60,7 @@ class LogitsProcessor:
         self.keeps_order = all(each is None for each in conditions)
         self.neutral = self.keeps_order and parameters.temperature == 1 and not parameters.min_p
         single_bans = self.bad_words is None or not self.bad_words.reach
-        own_state = (bias, self.ngrams, guide)
-        self.drawable = single_bans and parameters.top_p_decay == 1 and all(each is None for each in own_state)
+        self.drawable = single_bans and parameters.top_p_decay == 1 and bias is None and self.ngrams is None
 
     @property
     def failure(self) -> str | None:

@@ -220,6 +220,8 @@ class EngineLoop:
             self._finish(running.popleft())
         if running and not self.scheduler.active:  # all of its sequences have ended meanwhile
             self._stepper.abandon(running.popleft())
+        for step in running:
+            self._stepper.choose(step)
 
     def _finish(self, running: RunningStep) -> None:
         """Finish a step and deliver its responses."""

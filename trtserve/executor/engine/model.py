@@ -172,6 +172,13 @@ class Chosen(NamedTuple):
 class PendingStep(Protocol):
     """A step that the model computes."""
 
+    def choose(self, allowed: npt.NDArray[np.uint32]) -> None:
+        """Let the tokens of a step with guides be chosen, while it may still be computed.
+
+        `allowed` u32[guides, ⌈V / 32⌉] has what `Guide.allowed` gives, for the draws with a guide in their order. It is
+        called once for each step with guides, before the next step is started.
+        """
+
     def result(self) -> Chosen:
         """Wait until the step is computed. Called once for each step, in the order of the steps."""
         ...
@@ -185,6 +192,7 @@ class ChoosingModel(ModelRunner, Protocol):
         """Send a step and return without waiting for it.
 
         Steps, and calls of `copy_block` between them, take effect in the order of the calls. At most two steps are
-        pending. An id of -1 - n in `token_ids` is the token that the model chose for row n of the step before.
+        pending. If a row has a guide, no token of the step is chosen before `PendingStep.choose`.
+        An id of -1 - n in `token_ids` is the token that the model chose for row n of the step before.
         """
         ...

@@ -52,6 +52,8 @@ class RunningStep:
     pending: PendingStep | None = None
     drawn: list[Sequence] = field(default_factory=list)
     """Sequences whose tokens the model chooses."""
+    guided: list[Sequence] = field(default_factory=list)
+    """Those of them with guides that the model has yet to be told."""
 
 
 class Stepper:
@@ -119,7 +121,16 @@ class Stepper:
             sequence.place = number
         for span in step.spans:
             span.sequence.ahead += 1
-        return RunningStep(plan, step, begin, _NO_LOGITS, pending, drawn)
+        guided = [sequence for sequence in drawn if sequence.row.processor.guide is not None]
+        return RunningStep(plan, step, begin, _NO_LOGITS, pending, drawn, guided)
+
+    def choose(self, running: RunningStep) -> None:
+        """Tell the model what the guides of a step allow; the steps before it are finished."""
+        guided, running.guided = running.guided, []
+        if guided and running.pending is not None:
+            nothing = np.zeros(-(-self._model.vocab_size // 32), np.uint32)
+            guides = [sequence.row.processor.guide if sequence.slots else None for sequence in guided]
+            running.pending.choose(np.stack([nothing if guide is None else guide.allowed() for guide in guides]))
 
     def finish(self, running: RunningStep, iteration: int) -> StepOutcome:
         """Wait for a step and choose its tokens. Sequences that have ended since its start are left out."""
@@ -157,6 +168,7 @@ class Stepper:
         """Wait for a step whose sequences have ended. Raises FatalModelError; its other results are dropped."""
         try:
             if running.pending is not None:
+                self.choose(running)
                 self._await(running.pending)
         except FatalModelError:
             raise

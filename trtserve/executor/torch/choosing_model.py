@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trtserve.executor.engine.model import Chosen, Draws, StepInputs
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter, choose_tokens
-from trtserve.executor.torch.model import StepFaults, TorchModel, max_rows
+from trtserve.executor.torch.model import TorchModel, max_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,38 +22,55 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-TokenChooser: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]"
-"""Takes logits f32[r, V], which may be overwritten, words and table; writes tokens i32[r] and log-probs f32[r, 2]."""
+TokenChooser: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]"
+"""Takes logits f32[r, V], which may be overwritten, words, table and bits of guides; writes tokens i32[r] and log-probs
+f32[r, 2]."""
 
 
-def choose_on_cpu(logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-    chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy())
+def choose_on_cpu(
+    logits: Tensor, words: Tensor, table: Tensor, allowed: Tensor, tokens: Tensor, log_probs: Tensor
+) -> None:
+    chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy(), allowed.numpy().view(np.uint32))
     tokens.copy_(torch.from_numpy(chosen))
     log_probs.copy_(torch.from_numpy(numbers))
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    """A step on its way; on a GPU the tensors are filled when `arrived` is."""
+class _Results:
+    """What a step gives, on its way to the host; on a GPU the tensors are filled when `arrived` is."""
 
-    draws: DrawArrays
     tokens: Tensor
     log_probs: Tensor | None
     logits: Tensor | None
     arrived: Any
-    faults: StepFaults
+
+
+class PendingTorchStep:
+    """`PendingStep` of a `ChoosingTorchModel`."""
+
+    def __init__(self, model: ChoosingTorchModel, draws: DrawArrays, results: _Results | Tensor) -> None:
+        """`results` are logits [r, V] on the device if the guides of the step are not known yet."""
+        self._model = model
+        self._draws = draws
+        self._results = results
+
+    def choose(self, allowed: npt.NDArray[np.uint32]) -> None:
+        """See `PendingStep.choose`."""
+        assert isinstance(self._results, Tensor)
+        self._results = self._model.choose(self._results, self._draws, allowed)
 
     def result(self) -> Chosen:
         """See `PendingStep.result`. The GIL is released while the GPU computes."""
-        if self.arrived is not None:
-            with self.faults:
-                self.arrived.synchronize()
-        numbers = self.draws.numbers
+        results, numbers = self._results, self._draws.numbers
+        assert isinstance(results, _Results)
+        if results.arrived is not None:
+            with self._model.faults:
+                results.arrived.synchronize()
         log_probs = np.zeros((len(numbers), 2), np.float32)
-        if self.log_probs is not None:
-            log_probs = self.log_probs.numpy()[numbers]
-        logits = np.zeros((0, 0), np.float32) if self.logits is None else self.logits.numpy()
-        return Chosen(self.tokens.numpy()[numbers].tolist(), log_probs, logits)
+        if results.log_probs is not None:
+            log_probs = results.log_probs.numpy()[numbers]
+        logits = np.zeros((0, 0), np.float32) if results.logits is None else results.logits.numpy()
+        return Chosen(results.tokens.numpy()[numbers].tolist(), log_probs, logits)
 
 
 class ChoosingTorchModel(TorchModel):
@@ -66,6 +83,8 @@ class ChoosingTorchModel(TorchModel):
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)
         self._log_probs = torch.zeros((self.max_rows, 2), dtype=torch.float32, device=self.device)
         self._table = torch.zeros((self.max_rows, self.vocab_size), dtype=torch.int16, device=self.device)
+        words = -(-self.vocab_size // 32)
+        self._allowed = torch.zeros((self.max_rows, words), dtype=torch.int32, device=self.device)
         self._chooser = self._make_chooser()
         self._graphs: DecodeGraphs | None = None
 
@@ -76,19 +95,39 @@ class ChoosingTorchModel(TorchModel):
 
         return KernelSampler(self.max_rows, self.vocab_size, self.device).choose
 
-    def start(self, draws: Draws, step: StepInputs) -> _Pending:
+    def start(self, draws: Draws, step: StepInputs) -> PendingTorchStep:
         return self.launch(self.arrays(draws), step)
 
     def arrays(self, draws: Draws) -> DrawArrays:
         return self._writer.write(draws)
 
-    def launch(self, draws: DrawArrays, step: StepInputs) -> _Pending:
-        """Send a step whose draws are arrays, as every rank of a group does."""
+    def launch(self, draws: DrawArrays, step: StepInputs) -> PendingTorchStep:
+        """Send a step whose draws are arrays, as every rank of a group does.
+
+        If it has guides, which depend on the tokens before it, only its logits are computed: `choose` follows.
+        """
         with self.faults, torch.inference_mode():
             for entry, tokens, numbers in draws.new_rows:
                 self._table[entry].zero_()
                 self._table[entry, self._copy(tokens)] = self._copy(numbers)
-            return self._send(draws, step)
+            if self._graphs is not None and self._graphs.fits(step):
+                positions, long = step.positions, step.long_sequences
+                if long is not None and self.long_rope_beyond is not None:
+                    positions = positions + self.max_position * long
+                # Tokens chosen with words of zeros change nothing else.
+                logits = self._graphs.replay(draws.words[: 0 if draws.guided else None], step, positions)
+                return PendingTorchStep(self, draws, logits if draws.guided else self._fetch(draws, logits))
+            inputs = self.inputs(step)
+            if (step.token_ids < 0).any():
+                inputs = replace(inputs, token_ids=self._resolve(inputs.token_ids))
+            logits = self.compute(inputs)
+            return PendingTorchStep(self, draws, logits if draws.guided else self._chosen(draws, logits))
+
+    def choose(self, logits: Tensor, draws: DrawArrays, allowed: npt.NDArray[np.uint32]) -> _Results:
+        """Choose the tokens of a step with guides; see `PendingStep.choose`."""
+        with self.faults, torch.inference_mode():
+            self._allowed[: len(allowed)] = self._copy(allowed.view(np.int32))
+            return self._chosen(draws, logits)
 
     def warm_up(self) -> None:
         """Compile the kernels, and capture decode steps as CUDA graphs."""
@@ -113,18 +152,10 @@ class ChoosingTorchModel(TorchModel):
 
     def _choose(self, logits: Tensor, words: Tensor) -> None:
         rows = len(logits)
-        self._chooser(logits, words, self._table, self._tokens[:rows], self._log_probs[:rows])
+        self._chooser(logits, words, self._table, self._allowed, self._tokens[:rows], self._log_probs[:rows])
 
-    def _send(self, draws: DrawArrays, step: StepInputs) -> _Pending:
-        if self._graphs is not None and self._graphs.fits(step):
-            positions, long = step.positions, step.long_sequences
-            if long is not None and self.long_rope_beyond is not None:
-                positions = positions + self.max_position * long
-            return self._fetch(draws, self._graphs.replay(draws.words, step, positions))
-        inputs = self.inputs(step)
-        if (step.token_ids < 0).any():
-            inputs = replace(inputs, token_ids=self._resolve(inputs.token_ids))
-        logits = self.compute(inputs)
+    def _chosen(self, draws: DrawArrays, logits: Tensor) -> _Results:
+        """Choose the tokens of a step that is not captured."""
         chosen_from = len(draws.words)  # rows with draws come first
         if chosen_from:
             self._choose(logits[:chosen_from], self._copy(draws.words))
@@ -135,7 +166,7 @@ class ChoosingTorchModel(TorchModel):
         chosen = self._tokens.long()[(-1 - ids).clamp(min=0)]
         return torch.where(ids < 0, chosen.clamp(min=0), ids)
 
-    def _fetch(self, draws: DrawArrays, logits: Tensor) -> _Pending:
+    def _fetch(self, draws: DrawArrays, logits: Tensor) -> _Results:
         """Copy the results to the host, without waiting."""
         chosen_from, rows = len(draws.words), len(logits)
         on_host = np.delete(np.arange(rows), draws.numbers)
@@ -148,7 +179,7 @@ class ChoosingTorchModel(TorchModel):
         if self.device != "cpu":
             arrived = torch.cuda.Event()
             arrived.record()
-        return _Pending(draws, tokens, log_probs, others, arrived, self.faults)
+        return _Results(tokens, log_probs, others, arrived)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if self.device == "cpu":

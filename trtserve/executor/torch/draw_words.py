@@ -1,8 +1,8 @@
 """Describe how the token of each row is chosen: as words of 32 bits, and a table of what has occurred.
 
 The table has a row per slot and a column per token: 0 for a token that has not occurred, 1 + its count for one that
-has (`TokenCounts`), and BANNED for one that is not allowed. `choose_tokens` chooses by them with NumPy, on the CPU;
-`step_kernels` does the same on GPUs.
+has (`TokenCounts`), and BANNED for one that is not allowed. A row with a guide has a row of bits, which say what the
+guide allows. `choose_tokens` chooses by them with NumPy, on the CPU; `step_kernels` does the same on GPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Words = npt.NDArray[np.int32]
 
 # The words of a row. Kernels have these numbers in their code.
 FLAGS, TOP_K, SEED, _, NUMBER, TABLE_ROW, GUARDED_END = range(7)
-DIVISOR, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(7, 13)
-WORDS = 13
-SAMPLES, PROCESSES, WANTS_LOG_PROBS, NORMALIZES = 1, 2, 4, 8
+DIVISOR, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, GUIDE = range(7, 14)
+WORDS = 14
+SAMPLES, PROCESSES, WANTS_LOG_PROBS, NORMALIZES, GUIDED = 1, 2, 4, 8, 16
 BANNED = -1
 MOST_COUNTED = 32_767
 """The largest number in the table."""
@@ -38,6 +38,8 @@ class DrawArrays:
     """i64[d], the rows whose tokens are chosen."""
     log_probs: bool
     """Whether a row wants log-probabilities."""
+    guided: bool
+    """Whether a row has a guide."""
     new_rows: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int16]]] = field(default_factory=list)
     """(table row, tokens, numbers): new contents of rows of the table."""
 
@@ -62,16 +64,20 @@ class DrawWriter:
         chosen = self._words[slots]
         chosen[:, NUMBER] = counts
         chosen[counts >= self._min_tokens[slots], GUARDED_END] = -1
+        guided = chosen[:, FLAGS] & GUIDED != 0
+        chosen[:, GUIDE] = np.cumsum(guided) - 1
         words[draws.numbers] = chosen
         log_probs = bool((chosen[:, FLAGS] & WANTS_LOG_PROBS).any())
-        return DrawArrays(words, np.array(draws.numbers, np.int64), log_probs, new_rows)
+        return DrawArrays(words, np.array(draws.numbers, np.int64), log_probs, bool(guided.any()), new_rows)
 
     def _begin(self, row: SamplingRow, slot: int, *, normalize: bool) -> None:
         """Write the words of a sequence that do not change."""
         parameters, processor = row.parameters, row.processor
         has_table = processor.counts is not None or processor.bad_words is not None
-        processes = has_table or processor.divisor != 1 or processor.guarded_end is not None
-        flags = SAMPLES * (not parameters.greedy) | PROCESSES * processes | WANTS_LOG_PROBS * row.log_prob
+        guided = processor.guide is not None
+        processes = has_table or guided or processor.divisor != 1 or processor.guarded_end is not None
+        flags = SAMPLES * (not parameters.greedy) | PROCESSES * processes | GUIDED * guided
+        flags |= WANTS_LOG_PROBS * row.log_prob
         flags |= NORMALIZES * (normalize and parameters.top_k > 0 and not parameters.greedy)
         words = self._words[slot]
         words[[FLAGS, TOP_K, TABLE_ROW]] = flags, parameters.top_k, slot if has_table else -1
@@ -107,14 +113,17 @@ def _occurrences(row: SamplingRow) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 Floats = npt.NDArray[np.float32]
 Table = npt.NDArray[np.int16]
+Bits = npt.NDArray[np.uint32]
 
 
-def choose_tokens(logits: Floats, words: Words, table: Table) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+def choose_tokens(
+    logits: Floats, words: Words, table: Table, allowed: Bits
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return the token i32[r] and (log-prob, full log-prob) f32[r, 2] of each row; count the tokens in `table`."""
     tokens = np.zeros(len(logits), np.int32)
     log_probs = np.full((len(logits), 2), np.nan, np.float32)
     for number, (row, mine) in enumerate(zip(logits, words, strict=True)):
-        tokens[number], log_probs[number] = _choose(row, mine, table)
+        tokens[number], log_probs[number] = _choose(row, mine, table, allowed)
         entry = mine[TABLE_ROW]
         if mine[FLAGS] & PROCESSES and entry >= 0 and tokens[number] >= 0:
             place = entry, tokens[number]
@@ -122,12 +131,12 @@ def choose_tokens(logits: Floats, words: Words, table: Table) -> tuple[npt.NDArr
     return tokens, log_probs
 
 
-def _choose(logits: Floats, mine: Words, table: Table) -> tuple[int, tuple[float, float]]:
+def _choose(logits: Floats, mine: Words, table: Table, allowed: Bits) -> tuple[int, tuple[float, float]]:
     nothing = float("nan"), float("nan")
     flags, numbers = int(mine[FLAGS]), mine.view(np.float32)
     if not np.isfinite(logits.max()):
         return UNDEFINED, nothing
-    values = _process(logits, mine, table) if flags & PROCESSES else logits
+    values = _process(logits, mine, table, allowed) if flags & PROCESSES else logits
     highest = values.max()
     if not np.isfinite(highest):
         return EXHAUSTED if highest == -np.inf else UNDEFINED, nothing
@@ -151,7 +160,7 @@ def _choose(logits: Floats, mine: Words, table: Table) -> tuple[int, tuple[float
     return token, (offset - float(np.log(chosen_from)) if flags & NORMALIZES else full, full)
 
 
-def _process(logits: Floats, mine: Words, table: Table) -> Floats:
+def _process(logits: Floats, mine: Words, table: Table, allowed: Bits) -> Floats:
     """Return a processed copy, as `LogitsProcessor.process` does."""
     numbers: Any = mine.view(np.float32)
     values: Floats = logits / numbers[DIVISOR]
@@ -166,4 +175,7 @@ def _process(logits: Floats, mine: Words, table: Table) -> Floats:
         values[occurred == BANNED] = -np.inf
     if mine[GUARDED_END] >= 0:
         values[mine[GUARDED_END]] = np.finfo(np.float32).min
+    if mine[FLAGS] & GUIDED:
+        bits = np.unpackbits(allowed[mine[GUIDE]].view(np.uint8), count=len(values), bitorder="little")
+        values[bits == 0] = -np.inf
     return values

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,19 @@ def captured_bytes(most: int, vocab: int) -> int:
     the graphs share.
     """
     return (4 + 4 + 4) * vocab * most
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now, and not in between: a model or graph that ends during a capture would make it fail."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
@@ -71,21 +86,35 @@ class DecodeGraphs:
         self._pool: Any = None
 
     def capture(self) -> None:
-        """Capture all batch sizes, the largest first: the others use its memory."""
+        """Capture all batch sizes, the largest first: the others use its memory.
+
+        Raises RuntimeError with the first error of a capture that fails.
+        """
         sizes = ladder(len(self._chosen))
         stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace of 32 MiB for each
-        for done, size in enumerate(reversed(sizes), start=1):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compile and tune, which is not allowed while capturing
-                self._run(size)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
+        with _no_collection():
+            for done, size in enumerate(reversed(sizes), start=1):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):  # compile and tune, which is not allowed while capturing
+                    self._run(size)
+                torch.cuda.current_stream().wait_stream(stream)
+                self._captured[size] = self._capture(size, stream)
+                logger.info("Captured the decode step of %d rows, %d of %d", size, done, len(sizes))
+
+    def _capture(self, size: int, stream: Any) -> Any:
+        """Return the graph of a step of `size` rows."""
+        graph = torch.cuda.CUDAGraph()
+        try:
             # With ranks a thread of NCCL makes CUDA calls meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 self._run(size)
-            self._pool = graph.pool()
-            self._captured[size] = graph
-            logger.info("Captured the decode step of %d rows, %d of %d", size, done, len(sizes))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it says what failed
+            # PyTorch ends the capture before it lets an error through, and then only says that there was one.
+            first = error.__context__ or error
+            what = f"The decode step of {size} rows could not be captured as a CUDA graph"
+            raise RuntimeError(f"{what}: {type(first).__name__}: {first}") from first
+        self._pool = graph.pool()
+        return graph
 
     def _run(self, size: int) -> None:
         """Compute a step of `size` rows from the packed inputs."""

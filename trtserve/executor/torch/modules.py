@@ -15,7 +15,7 @@ from torch.nn import functional
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.checkpoint.architectures.base import Norm as NormKind
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.torch.operations import ExpertWeights, Matrix, Operations, RotationTables, router_weights
+from trtserve.executor.torch.operations import ExpertWeights, Matrix, Operations, RotationTables
 from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight, join_packed
 from trtserve.executor.torch.plain_operations import activate, rotate
 from trtserve.executor.torch.ranks import RankGroup
@@ -445,7 +445,7 @@ class _Experts(Mlp):
     def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
         del adapters  # LoRA's modules are those of decoders without experts
         logits = functional.linear(x.float(), self._router, self._router_bias)
-        chosen, shares = router_weights(logits, self._correction, self._experts)
+        chosen, shares = self._operations.route(logits, self._correction, self._experts)
         held = len(self._weights.outer)
         if self._first or held < self._experts.count:  # experts below the first belong to another rank too
             chosen = (chosen - self._first).where(chosen >= self._first, self._experts.count)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
@@ -173,6 +172,13 @@ class Operations(Protocol):
         """
         ...
 
+    def route(self, logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
+        """Return the numbers i32[t, k] or i64 and weights f32[t, k] of each token's experts.
+
+        They are made of the router's logits f32[t, E]; `correction` f32[E] is added to the scores to choose by.
+        """
+        ...
+
     def expert_mlp(
         self,
         x: Tensor,
@@ -183,29 +189,10 @@ class Operations(Protocol):
     ) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token: [t, n] → [t, n].
 
-        chosen i64[t, k], weights f32[t, k]. An expert number of E or more belongs to another rank: it adds nothing.
+        chosen i32[t, k] or i64, weights f32[t, k]. An expert of number E or more belongs to another rank: it adds
+        nothing.
         """
         ...
 
 
 Device = Literal["cpu", "cuda"]
-
-
-def router_weights(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Return the numbers i64[t, k] and weights f32[t, k] of each token's experts from the router's logits [t, E].
-
-    `correction` f32[E] is added to the scores to choose by.
-    """
-    scores = logits.float().softmax(-1) if experts.scores == "softmax" else logits.float().sigmoid()
-    wishes = scores if correction is None else scores + correction
-    if experts.groups > 1:
-        grouped = wishes.unflatten(-1, (experts.groups, -1))
-        sums = grouped.topk(experts.group_scores, dim=-1).values.sum(-1)
-        best = sums.topk(experts.chosen_groups, dim=-1).indices
-        others = torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
-        wishes = grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
-    chosen = wishes.topk(experts.chosen, dim=-1).indices
-    weights = scores.gather(-1, chosen)
-    if experts.renormalized:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return chosen, weights * experts.scale

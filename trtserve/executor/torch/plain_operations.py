@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trtserve.checkpoint.architectures.base import Activation, ClampedGate
+from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
 from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, Matrix, RotationTables, Scores
 from trtserve.executor.torch.packed import FP8, LARGEST_FP8, Fp8Codes, PackedWeight
 
@@ -174,6 +174,22 @@ def clamped(joined: Tensor, clamp: ClampedGate) -> Tensor:
     factor, gate = joined.chunk(2, dim=-1)
     gate = gate.clamp(max=clamp.limit)
     return (factor.clamp(-clamp.limit, clamp.limit) + 1) * (gate * torch.sigmoid(clamp.alpha * gate))
+
+
+def route(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
+    scores = logits.float().softmax(-1) if experts.scores == "softmax" else logits.float().sigmoid()
+    wishes = scores if correction is None else scores + correction
+    if experts.groups > 1:
+        grouped = wishes.unflatten(-1, (experts.groups, -1))
+        sums = grouped.topk(experts.group_scores, dim=-1).values.sum(-1)
+        best = sums.topk(experts.chosen_groups, dim=-1).indices
+        others = torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
+        wishes = grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
+    chosen = wishes.topk(experts.chosen, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.renormalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights * experts.scale
 
 
 def expert_mlp(x: Tensor, matrices: ExpertWeights, chosen: Tensor, weights: Tensor, activation: Activation) -> Tensor:

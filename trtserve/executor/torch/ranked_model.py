@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
@@ -19,7 +19,7 @@ import torch
 
 from trtserve.executor.engine.limits import EngineOptions
 from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
-from trtserve.executor.engine.model import Draws, Follower, ModelRunner, PendingStep, StepInputs
+from trtserve.executor.engine.model import Chosen, Draws, Follower, ModelRunner, PendingStep, StepInputs
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch import model
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
@@ -138,7 +138,27 @@ class LeadingChooser(LeadingModel):
         arrays = self._chooser.arrays(draws)
         with _all_or_none():
             self._tell("launch", arrays, *self._described(step))
-            return self._chooser.launch(arrays, step)
+            return _RankedStep(self, self._chooser.launch(arrays, step))
+
+    def choose(self, pending: PendingStep, allowed: npt.NDArray[np.uint32]) -> None:
+        """Let all ranks choose the tokens of the step that was started last; see `PendingStep.choose`."""
+        with _all_or_none():
+            self._tell("choose", allowed)
+            pending.choose(allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankedStep:
+    """A step of all ranks: `PendingStep`."""
+
+    model: LeadingChooser
+    own: PendingStep
+
+    def choose(self, allowed: npt.NDArray[np.uint32]) -> None:
+        self.model.choose(self.own, allowed)
+
+    def result(self) -> Chosen:
+        return self.own.result()
 
 
 @contextmanager
@@ -167,6 +187,8 @@ class FollowingModel(RankedModel):
                 self._compute(self._restored(*arguments))
             elif name == "launch":
                 self._launch(*arguments)
+            elif name == "choose":
+                self._pending[-1].choose(*arguments)
             else:
                 getattr(self._model, name)(*arguments)
         time.sleep(_LAST_WORDS)

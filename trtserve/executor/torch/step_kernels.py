@@ -24,6 +24,7 @@ def _chunk_kernel(
     logits,
     words,
     table,
+    allowed,
     highest,
     first,
     sums,
@@ -57,6 +58,10 @@ def _chunk_kernel(
             values = tl.where(occurred < 0, float("-inf"), values)
         guarded = tl.load(mine + 6)
         values = tl.where(token == guarded, -3.4028234663852886e38, values)
+        if (flags & 16) != 0:
+            own = allowed + tl.load(mine + 13).to(tl.int64) * tl.cdiv(vocabulary, 32)
+            bits = tl.load(own + token // 32, mask=mask, other=0)
+            values = tl.where(((bits >> (token % 32)) & 1) != 0, values, float("-inf"))
         tl.store(at, values, mask=mask)
     undefined = tl.max((values != values).to(tl.int32), 0)
     top = tl.max(values, 0)
@@ -286,16 +291,28 @@ class KernelSampler:
         self._sums = torch.empty((rows, self._chunks), dtype=torch.float64, device=device)
         self._found = torch.empty((rows, _FOUND), dtype=torch.float32, device=device)
 
-    def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    def choose(
+        self, logits: Tensor, words: Tensor, table: Tensor, allowed: Tensor, tokens: Tensor, log_probs: Tensor
+    ) -> None:
         """Write the tokens i32[r] and (log-prob, full log-prob) f32[r, 2] of the rows; `logits` are processed in place.
 
-        words i32[r, WORDS] and table i16[slots, vocabulary] are described in `draw_words`; what is chosen is counted.
+        words i32[r, WORDS], table i16[slots, vocabulary] and the bits `allowed` i32[guides, ⌈vocabulary / 32⌉] are
+        described in `draw_words`; what is chosen is counted.
         """
         rows = len(logits)
         settings = {"WORDS": words.shape[1], **overlap()}
         scratch = (self._highest, self._first, self._sums)
         _chunk_kernel[(rows, self._chunks)](
-            logits, words, table, *scratch, self._vocabulary, self._chunks, CHUNK=_CHUNK, num_warps=8, **settings
+            logits,
+            words,
+            table,
+            allowed,
+            *scratch,
+            self._vocabulary,
+            self._chunks,
+            CHUNK=_CHUNK,
+            num_warps=8,
+            **settings,
         )
         _choose_kernel[(rows,)](
             logits,
