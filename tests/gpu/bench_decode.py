@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import threading
@@ -28,24 +29,51 @@ from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, 
 CONTEXT = 512
 NEW = 128
 SEQ_LEN = 2304
-PARTS = ("prefill", "decode", "replay", "sampled", "idle", "mixed", "peer")
+PARTS = ("prefill", "decode", "replay", "sampled", "guided", "idle", "mixed", "peer")
+# An answer of 128 tokens does not reach its end.
+SCHEMA = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "fit": {"type": "boolean"}},
+        "required": ["name", "age", "fit"],
+        "additionalProperties": False,
+    },
+}
 
 
 def figure(name: str, value: float) -> None:
     print("figure: " + json.dumps({name: value}), flush=True)
 
 
-def start(model: Any, *, batch: int, seq_len: int = SEQ_LEN, tokens: int = MAX_NUM_TOKENS) -> api.Executor:
+def start(
+    model: Any, *, batch: int, seq_len: int = SEQ_LEN, tokens: int = MAX_NUM_TOKENS, guides: bool = False
+) -> api.Executor:
     """Return an executor that keeps its iteration records."""
     limits = EngineLimits(
         max_batch_size=batch, max_seq_len=seq_len, max_num_tokens=tokens, vocab_size=model.vocab_size, chunked=True
     )
+    backend = api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE
+    guiding = api.GuidedDecodingConfig(backend, words(model.vocab_size), None, [0]) if guides else None
     config = api.ExecutorConfig(
         enable_chunked_context=True,
         iter_stats_max_iterations=1_000_000,
         kv_cache_config=api.KvCacheConfig(enable_block_reuse=False, max_tokens=batch * seq_len),
+        guided_decoding_config=guiding,
     )
     return api.Executor.from_model(model, limits, config)
+
+
+def words(count: int) -> list[str]:
+    """Return a vocabulary: an end token, the printable characters, and words of two to seven of them."""
+    generator, characters = np.random.default_rng(2), [chr(code) for code in range(32, 127)]
+    found = dict.fromkeys(["<end>", *characters])
+    while len(found) < count:
+        letters = generator.integers(0, len(characters), int(generator.integers(2, 8)))
+        # Half of them are of letters alone, as in most vocabularies.
+        found["".join(characters[65 + each % 26 if len(found) % 2 else each] for each in letters)] = None
+    return list(found)
 
 
 def requests(
@@ -78,6 +106,15 @@ def decode(name: str, model: Any, executor: api.Executor, streams: int, kind: st
         and not batch.num_context_requests
     ]
     figure(f"{name}, {streams} streams{kind}: tokens/s", round(streams / statistics.fmean(steps[3:-1]) * 1000))
+
+
+def guided(name: str, model: Any, streams_of: list[int]) -> None:
+    """`decode` without and with a guide, in turn."""
+    schema = api.GuidedDecodingParams(api.GuidedDecodingParams.GuideType.JSON_SCHEMA, json.dumps(SCHEMA))
+    with start(model, batch=max(streams_of), guides=True) as executor:
+        for streams, kind in itertools.product(streams_of, ("free", "JSON", "free again", "JSON again")):
+            guide = schema if kind.startswith("JSON") else None
+            decode(name, model, executor, streams, f", {kind}", guided_decoding_params=guide)
 
 
 def replay(name: str, model: Any, streams: int) -> None:
@@ -261,6 +298,8 @@ def measure(size: str, streams_of: list[int], parts: list[str], traces: Path | N
         if "idle" in parts:
             for streams in streams_of:
                 idle(name, model, executor, streams, traces)
+    if "guided" in parts:
+        guided(name, model, streams_of)
     if "mixed" in parts:
         mixed(name, model, rate=8, seconds=6, tokens=192)
 

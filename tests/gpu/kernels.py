@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trtserve.checkpoint.architectures.base import Experts
 from trtserve.executor.engine.guided import Guide
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.model import Draws
@@ -228,11 +229,30 @@ def product(dtype: Any, columns: int, outputs: int) -> float:
     return max(errors)
 
 
-def experts(dtype: Any, tokens: int) -> float:
-    count, hidden, inside, chosen_count = 8, 192, 224, 2
+def routes(tokens: int, count: int) -> float:
+    """Return the part of the experts that differ from those of float64, or the error of their weights."""
+    kinds = (
+        Experts(count=count, chosen=min(8, count), renormalized=True),
+        Experts(count=count, chosen=2, renormalized=False, scores="sigmoid", scale=2.5),
+    )
+    errors = []
+    for kind, correction in zip(kinds, (None, torch.rand(count, device="cuda")), strict=True):
+        logits = random(tokens, count)
+        chosen, shares = kernels.route(logits, correction, kind)
+        wide = logits.double()
+        scores = wide.softmax(-1) if kind.scores == "softmax" else wide.sigmoid()
+        wanted = (scores if correction is None else scores + correction.double()).topk(kind.chosen).indices
+        weights = scores.gather(-1, wanted)
+        weights = (weights / weights.sum(-1, keepdim=True) if kind.renormalized else weights) * kind.scale
+        errors += [float((chosen != wanted).float().mean()), error(shares, weights)]
+    return max(errors)
+
+
+def experts(dtype: Any, tokens: int, count: int = 8) -> float:
+    hidden, inside, chosen_count = 192, 224, 2
     x = random(tokens, hidden, dtype=dtype)
     outer, inner = random(count, 2 * inside, hidden, dtype=dtype), random(count, hidden, inside, dtype=dtype)
-    shares, chosen = torch.rand(tokens, count + 2, device="cuda").topk(chosen_count)  # 8 and 9 are of another rank
+    shares, chosen = torch.rand(tokens, count + 2, device="cuda").topk(chosen_count)  # the last two: another rank's
     wanted = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
     for token, place in itertools.product(range(tokens), range(chosen_count)):
         expert = int(chosen[token, place])
@@ -420,6 +440,9 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
         yield from matrices(dtype, bound)
         for tokens in (1, 9, 150):
             yield f"experts {tokens} {kind}", partial(experts, dtype, tokens), 2 * bound
+        yield f"experts 700 among 128 {kind}", partial(experts, dtype, 700, 128), 2 * bound
+    for tokens, count in itertools.product((1, 700), (8, 60, 128, 256)):
+        yield f"routes {tokens} among {count}", partial(routes, tokens, count), 1e-3
     for vocabulary in (50, 32_000, 128_256):
         yield f"sampling {vocabulary}", partial(sampling, vocabulary), 2e-3
     yield "chi-square / degrees of freedom", frequencies, 1.6

@@ -41,6 +41,23 @@ HF_SIZES: dict[str, dict[str, Any]] = {
 }
 for _sizes in HF_SIZES.values():
     _sizes |= {"model_type": "llama", "rope_theta": 500_000.0, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+# A third of the layers of Qwen3 30B-A3B.
+HF_SIZES["30B-A3B"] = HF_SIZES["8B"] | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151_936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 TOKENS_PER_BLOCK = 16
 MAX_NUM_TOKENS = 8192
 
@@ -49,7 +66,7 @@ Codes: TypeAlias = Literal["int8", "int4", "fp8"]
 
 
 class RandomWeights:
-    """`Weights` of a whole Llama: matrices keep the size of their inputs, so that hidden states stay in range."""
+    """`Weights` of a whole model: matrices keep the size of their inputs, so that hidden states stay in range."""
 
     def __init__(self, config: CheckpointConfig, device: str, dtype: Any, codes: Codes | None) -> None:
         self._codes = codes
@@ -109,7 +126,7 @@ def random_model(
     import torch
 
     sizes = HF_SIZES[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    architecture = "LlamaForCausalLM"
+    architecture = sizes.get("architectures", ["LlamaForCausalLM"])[0]
     model = family(architecture).checkpoint_config(sizes) | {"architecture": architecture, "dtype": dtype}
     model |= {"mapping": {"tp_size": 1, "pp_size": 1}}
     if codes is not None:

@@ -202,8 +202,7 @@ class _FakeStep:
     """A step of a `FakeChoosingModel`."""
 
     def __init__(self, model: FakeChoosingModel, *step: Any) -> None:
-        self._model: FakeChoosingModel = model
-        self._step: Any = step
+        self._model, self._step = model, step
         self._outcome: Chosen | Exception | None = None
         self._allowed: npt.NDArray[np.uint32] | None = None
 
@@ -213,7 +212,7 @@ class _FakeStep:
 
     def compute(self) -> None:
         try:
-            self._outcome = self._model.choose(*self._step, self._allowed)
+            self._outcome = self._model.choose(*self._step, allowed=self._allowed)
         except (ValueError, MemoryError, FatalModelError) as error:  # of `FakeModel.failures`
             self._outcome = error
 

@@ -192,7 +192,7 @@ def test_routes(kind: str, count: int) -> None:
 
     experts = Experts(count=count, chosen=3, renormalized=False, scale=1.5)
     if kind != "softmax":
-        groups = {"groups": 4, "chosen_groups": 2} if kind == "grouped" and count % 4 == 0 else {}
+        groups: Any = {"groups": 4, "chosen_groups": 2} if kind == "grouped" and count % 4 == 0 else {}
         experts = replace(experts, scores="sigmoid", renormalized=kind == "grouped", **groups)
     correction = None if kind == "softmax" else torch.rand(count)
     logits = torch.randn(9, count)
