@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -202,7 +203,8 @@ class _FakeStep:
     """A step of a `FakeChoosingModel`."""
 
     def __init__(self, model: FakeChoosingModel, *step: Any) -> None:
-        self._model, self._step = model, step
+        self._choose: Callable[..., Chosen] = partial(model.choose, *step)
+        self._model = model
         self._outcome: Chosen | Exception | None = None
         self._allowed: npt.NDArray[np.uint32] | None = None
 
@@ -212,7 +214,7 @@ class _FakeStep:
 
     def compute(self) -> None:
         try:
-            self._outcome = self._model.choose(*self._step, allowed=self._allowed)
+            self._outcome = self._choose(allowed=self._allowed)
         except (ValueError, MemoryError, FatalModelError) as error:  # of `FakeModel.failures`
             self._outcome = error
 
