@@ -13,6 +13,7 @@ from tests.support.tiny_models import write_byte_tokenizer, write_tiny_model
 from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import MissingDependencyError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.pipeline.model import plan_model
+from trtserve.programs.shared.prepared_tokenizer import PREPARED, PreparedTokenizer, prepare
 from trtserve.programs.shared.tokenizer import decode, encode, load_tokenizer, open_tokenizer, require_bounded
 from trtserve.repository.tokenizer import check_tokenizer
 
@@ -130,3 +131,73 @@ def test_packages_that_a_tokenizer_needs_are_named(
         with pytest.raises(MissingDependencyError, match=words) as caught:
             load()
         assert f"pip install {package}" in str(caught.value.hint)
+
+
+def prepared_folder(folder: Path, **parts: Any) -> Path:
+    write_tiny_model(with_parts(folder, **parts))
+    check_tokenizer(folder, None, keep=True)
+    return folder
+
+
+def test_a_prepared_tokenizer_does_what_transformers_does(tmp_path: Path) -> None:
+    folder = prepared_folder(tmp_path)
+    made = open_tokenizer(folder)
+    assert isinstance(made, PreparedTokenizer)
+    (folder / PREPARED).unlink()
+    original = open_tokenizer(folder)
+    assert not isinstance(original, PreparedTokenizer)
+    for text in ("", "Hello, wörld!", " two  spaces ", "".join(original.all_special_tokens), "\0\n🙂"):
+        for special in (True, False):
+            ids = original.encode(text, add_special_tokens=special)
+            assert made.encode(text, add_special_tokens=special) == ids
+            assert made.decode(ids, skip_special_tokens=special) == original.decode(ids, skip_special_tokens=special)
+            assert made.convert_ids_to_tokens(ids) == original.convert_ids_to_tokens(ids)
+        offsets = [
+            each(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            for each in (made, original)
+        ]
+        assert offsets[0] == offsets[1]
+    for name in ("eos_token_id", "pad_token_id", "special_tokens_map", "is_fast"):
+        assert getattr(made, name) == getattr(original, name), name
+    assert set(made.all_special_ids) == set(original.all_special_ids)
+    assert made.get_vocab() == original.get_vocab()
+    assert len(made) == len(original)
+    for token in ("a", "<nothing>"):
+        assert made.convert_tokens_to_ids(token) == original.convert_tokens_to_ids(token), token
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_prepared_tokenizer_is_left_when_its_files_have_changed(tmp_path: Path, name: str) -> None:
+    folder = prepared_folder(tmp_path)
+    path = folder / name
+    path.write_text(path.read_text() + " ")
+    assert not isinstance(open_tokenizer(folder), PreparedTokenizer)
+
+
+def test_a_prepared_tokenizer_is_bounded_like_any_other(tmp_path: Path) -> None:
+    folder = prepared_folder(tmp_path)
+    content = json.loads((folder / PREPARED).read_text())
+    made = json.loads(content["tokenizer"]) | {"normalizer": replace({"String": "a"}, "b" * 1000)}
+    (folder / PREPARED).write_text(json.dumps(content | {"tokenizer": json.dumps(made)}))
+    with pytest.raises(ValueError, match="normalizer may make 1000 characters of one"):
+        open_tokenizer(folder)
+    (folder / PREPARED).write_text(json.dumps(content | {"tokenizer": "{}"}))
+    with pytest.raises(ValueError, match="its prepared form"):
+        open_tokenizer(folder)
+
+
+def test_a_tokenizer_that_does_more_than_the_library_is_not_prepared(tmp_path: Path) -> None:
+    folder = tmp_path
+    write_byte_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
+    tokenizer.split_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens = True
+    prepare(tokenizer, folder)
+
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return str(super()._decode(*arguments, **options)).upper()
+
+    own = open_tokenizer(folder)
+    own.__class__ = Own
+    prepare(own, folder)
+    assert not (folder / PREPARED).exists()

@@ -92,7 +92,7 @@ class EngineRepositoryPlan(RepositoryPlan):
         own = folder / names[PREPROCESSING] / VERSION / "tokenizer"
         for file in own_tokenizer_files(self.tokenizer):
             link_or_copy(file, own / file.relative_to(self.tokenizer), copy=True)
-        check_tokenizer(own, self.facts["vocab_size"], progress)
+        check_tokenizer(own, self.facts["vocab_size"], progress, keep=True)
 
 
 def engine_models(spec: RepositorySpec, *, draft: bool) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from trtserve.client.tokenizer import missing_packages
 from trtserve.errors import ArtifactError, RepositoryError
 from trtserve.files import LARGEST_TEXT, read_json_object, require_own
+from trtserve.programs.shared.prepared_tokenizer import prepare
 from trtserve.programs.shared.tokenizer import decode, encode, open_tokenizer
 from trtserve.programs.shared.tokenizer import token_ids as read_token_ids
 from trtserve.progress import SILENT, Progress
@@ -47,8 +48,11 @@ def own_tokenizer_files(folder: Path) -> list[Path]:
     return found
 
 
-def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = SILENT) -> None:
-    """Load a tokenizer as the models will, and encode and decode a text. Raises RepositoryError when that fails."""
+def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = SILENT, *, keep: bool = False) -> None:
+    """Load a tokenizer as the models will, and encode and decode a text. Raises RepositoryError when that fails.
+
+    `keep`: write what was loaded into the folder, so that the models need not import transformers.
+    """
     try:
         tokenizer = open_tokenizer(folder)
         ids = encode(tokenizer, _PROBE, special=True)
@@ -69,6 +73,8 @@ def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = S
         )
     if text.strip() != _PROBE:
         progress.warn(f"The tokenizer does not reproduce its input: {_PROBE!r} became {text.strip()!r}.")
+    if keep:
+        prepare(tokenizer, folder)
 
 
 def _sentence(error: Exception) -> str:

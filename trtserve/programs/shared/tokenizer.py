@@ -15,6 +15,7 @@ from typing import Any
 
 from .files import MOST_TOKENIZER, read_json
 from .parameters import ModelParameters
+from .prepared_tokenizer import PreparedTokenizer, plain, prepared
 
 _MOST_ADDED = 1 << 17  # tokens; each takes 0.1 ms whenever the tokenizer is loaded
 _MOST_GROWTH = 16  # characters that a normalizer or a decoder may make of one
@@ -51,6 +52,11 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
 
     Raises ModuleNotFoundError when it needs packages that are not installed.
     """
+    if (found := prepared(folder)) is not None:
+        content, made = found
+        _require_bounded(made)
+        with _failures("its prepared form"):
+            return PreparedTokenizer(content["tokenizer"], content["special_tokens"], content["special_ids"])
     require_bounded(folder)
     require_packages(folder)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -93,9 +99,12 @@ def require_bounded(folder: Path) -> None:
     for path in folder.glob("*.json"):
         if path.name.startswith(("tokenizer", "added_tokens")) and (size := path.stat().st_size) > MOST_TOKENIZER:
             raise ValueError(f"{path.name} has {size >> 20} MiB; at most {MOST_TOKENIZER >> 20} MiB are allowed")
-    content = _json(folder / "tokenizer.json")
     further = _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    for added in (content.get("added_tokens") or [], further, _json(folder / "added_tokens.json")):
+    _require_bounded(_json(folder / "tokenizer.json"), further, _json(folder / "added_tokens.json"))
+
+
+def _require_bounded(content: dict[str, Any], *further: Any) -> None:
+    for added in (content.get("added_tokens") or [], *further):
         if len(added) > _MOST_ADDED:
             raise ValueError(f"the tokenizer has {len(added)} added tokens; at most {_MOST_ADDED} are allowed")
     for part in ("normalizer", "decoder"):
@@ -143,8 +152,6 @@ def _growth(part: Any) -> int:
 
 
 _UNDECODABLE = "The tokenizer cannot decode these tokens"
-# Classes of transformers 4 and 5 that hand decoding to the library of Rust and then only clean up.
-_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
@@ -163,14 +170,12 @@ def decode(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> 
 
 def decode_function(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[list[int]], str]:
     """Return `decode` for one tokenizer; without transformers' wrappers, a fifth of the cost, where they do nothing."""
-    quick = getattr(tokenizer, "backend_tokenizer", None)
-    first = next((each.__name__ for each in type(tokenizer).__mro__ if {"_decode", "decode"} & vars(each).keys()), "")
-    if quick is None or first not in _PLAIN or tokenizer.clean_up_tokenization_spaces:
+    if not isinstance(tokenizer, PreparedTokenizer) and not plain(tokenizer):
         return lambda ids: decode(tokenizer, ids, skip_special_tokens=skip_special_tokens)
 
     def quickly(ids: list[int]) -> str:
         with _failures(_UNDECODABLE):
-            text: str = quick.decode(ids, skip_special_tokens=skip_special_tokens)
+            text: str = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     return quickly
