@@ -20,7 +20,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
+.PHONY: help demo test test-fast test-oracle families test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -42,6 +42,9 @@ test-fast: $(READY) ## unit tests: no server, no subprocess
 
 test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests that need them, sshd, Chromium or promtool
 	$(PYTEST) -m needs $(ARGS)
+
+families: $(VENV)/.oracle ## every variant of every model family in every precision against transformers; test-oracle takes a part in turn
+	TRTSERVE_ALL=1 $(PYTEST) $(addprefix tests/integration/test_, $(addsuffix _oracle.py, families int4 check)) $(ARGS)
 
 lint: $(READY) ## style and types
 	$(BIN)/ruff check .

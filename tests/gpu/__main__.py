@@ -70,7 +70,7 @@ PARTS: dict[str, dict[str, Part]] = {
                 *(f"tests/integration/test_{name}_oracle.py" for name in ("families", "quantised")),
             ),
             seconds=420,
-            environment=ON_GPU,
+            environment={**ON_GPU, "TRTSERVE_ALL": "1"},
         ),
         "demo": Part(command=(sys.executable, "-m", "tests.gpu.demo"), seconds=180, environment=ON_GPU),
         "features": Part(

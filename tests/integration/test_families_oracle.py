@@ -2,11 +2,16 @@
 
 Differences are per token: the root mean square over the vocabulary, as a share of the standard deviation of all logits.
 The bounds hold for random models of `GAIN`; a swapped or missing part of a model makes that share 0.5 and more.
+
+Every variant of every family runs in float32 on torch; the first of each also on OpenVINO, in ranks and in one of the
+narrow precisions in turn. TRTSERVE_ALL=1 (`make families`) runs all in all.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.support.families import FAMILIES, Config, Family, cases
+from tests.support.families import FAMILIES, Config, Family, cases, in_turn, representatives
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of, greedy_tokens
@@ -60,10 +65,29 @@ class Original:
     continuations: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=cases("logits"), ids=lambda case: f"{case[0]}-{case[1]}")
-def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Original:
-    param: tuple[str, Config] = request.param
-    return original_of(*param, tmp_path_factory.mktemp("family") / "model")
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Original]:
+    """Each model with its answers, made once."""
+    return functools.cache(
+        lambda name, changes: original_of(name, json.loads(changes), tmp_path_factory.mktemp("family") / "model")
+    )
+
+
+@pytest.fixture
+def original(request: pytest.FixtureRequest, originals: Callable[[str, str], Original]) -> Original:
+    name, changes = request.param
+    return originals(name, json.dumps(changes))
+
+
+def models(found: list[tuple[str, Config]]) -> pytest.MarkDecorator:
+    """Run a test on these models."""
+    return pytest.mark.parametrize("original", found, indirect=True, ids=[f"{name}-{change}" for name, change in found])
+
+
+def narrow(precision: str) -> list[tuple[str, Config]]:
+    """Return the models of the families whose turn it is: an int4 engine is the fourth (test_int4_oracle.py)."""
+    turn = in_turn(list(PRECISIONS).index(precision), 4)
+    return [case for case in representatives("logits") if case[0] in turn]
 
 
 def original_of(name: str, overrides: Config, folder: Path) -> Original:
@@ -94,6 +118,7 @@ def differences(original: Original, model: Any) -> npt.NDArray[np.float32]:
     return found
 
 
+@models(representatives("logits"))
 def test_float32_logits_and_greedy_tokens_equal_transformers(original: Original, tmp_path: Path) -> None:
     engine = engine_of(original.folder, tmp_path, split(original), BUILD)
     assert differences(original, on_openvino(engine.path)).max() < 1e-5
@@ -122,6 +147,7 @@ def engine_on_torch(original: Original, out: Path, spec: ConvertSpec) -> Engine:
     return engine_of(original.folder, out, spec, ON_TORCH)
 
 
+@models(cases("logits"))
 def test_float32_on_torch_equals_transformers(original: Original, tmp_path: Path) -> None:
     from trtserve.executor.torch.model import load_model
 
@@ -181,6 +207,7 @@ def test_capped_attention_scores_on_torch_equal_transformers(tmp_path: Path) -> 
     test_float32_on_torch_equals_transformers(original_of("gemma2", capped, tmp_path / "model"), tmp_path)
 
 
+@models(representatives("logits"))
 def test_ranks_on_torch_equal_transformers(original: Original, tmp_path: Path) -> None:
     from tests.support.torch_ranks import ThreadRanks
 
@@ -189,10 +216,24 @@ def test_ranks_on_torch_equal_transformers(original: Original, tmp_path: Path) -
     assert differences(original, ThreadRanks(engine.path, spec.tp_size, spec.pp_size)).max() < 1e-5
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_logits_of_narrow_engines_stay_within_bounds(original: Original, precision: str, tmp_path: Path) -> None:
+def stays_within_bounds(original: Original, precision: str, out: Path) -> None:
     spec, median, far = PRECISIONS[precision]
-    engine = engine_of(original.folder, tmp_path, spec, BUILD)
+    engine = engine_of(original.folder, out, spec, BUILD)
     shares = differences(original, on_openvino(engine.path))
     assert np.median(shares) < median
     assert (shares > FAR).mean() <= (far if original.family.experts else 0)
+
+
+@models(narrow("float16"))
+def test_logits_of_float16_engines_stay_within_bounds(original: Original, tmp_path: Path) -> None:
+    stays_within_bounds(original, "float16", tmp_path)
+
+
+@models(narrow("bfloat16"))
+def test_logits_of_bfloat16_engines_stay_within_bounds(original: Original, tmp_path: Path) -> None:
+    stays_within_bounds(original, "bfloat16", tmp_path)
+
+
+@models(narrow("int8"))
+def test_logits_of_int8_engines_stay_within_bounds(original: Original, tmp_path: Path) -> None:
+    stays_within_bounds(original, "int8", tmp_path)
