@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import html
 import importlib
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.report import BenchReport
-from trtserve.bench.statistics import highest_known
+from trtserve.bench.report import FEW_NOTE, BenchReport, stage_rows
+from trtserve.bench.statistics import QUANTILES, highest_known
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.files import writing
 from trtserve.host.machine import format_bytes, install_command
@@ -40,8 +42,7 @@ def write_plots(reports: Sequence[BenchReport], path: Path) -> None:
         elif path.suffix == ".png":
             path.write_bytes(convert.vegalite_to_png(chart(reports), scale=2))
         else:
-            drawn = [convert.vegalite_to_svg({**_SHARED, **plot}) for plot in _plots(reports)]
-            path.write_text(_page(reports, drawn), encoding="utf-8")
+            path.write_text(_page(reports, _drawn(convert, _plots(reports))), encoding="utf-8")
 
 
 def check_plots(path: Path) -> Any:
@@ -58,10 +59,57 @@ def check_plots(path: Path) -> Any:
         ) from None
 
 
+_COLOURS = ("#4c9a2a", "#4a86c5", "#dd7d33", "#b0568c", "#7a7a7a")  # read on white and on the dark page
 _SHARED: Spec = {
     "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-    "config": {"view": {"stroke": None}, "axis": {"grid": True}},
+    "config": {"view": {"stroke": None}, "axis": {"grid": True}, "range": {"category": list(_COLOURS)}},
 }
+_INK = "currentColor"
+_ON_PAGE: Spec = {
+    **_SHARED,
+    "background": "transparent",
+    "autosize": {"type": "fit", "contains": "padding"},
+    "config": {
+        **_SHARED["config"],
+        "font": "sans-serif",
+        "axis": {
+            "labelColor": _INK,
+            "titleColor": _INK,
+            "titleFontWeight": "normal",
+            "labelFontSize": 11,
+            "titleFontSize": 12,
+            "domain": False,
+            "ticks": False,
+            "labelPadding": 6,
+            "gridColor": _INK,
+            "gridOpacity": 0.12,
+            "labelOverlap": "greedy",
+            "labelSeparation": 12,
+        },
+        "legend": {
+            "orient": "top",
+            "labelColor": _INK,
+            "titleColor": _INK,
+            "labelFontSize": 12,
+            "symbolStrokeWidth": 3,
+        },
+        "line": {"strokeWidth": 2},
+        "text": {"color": _INK},
+    },
+}
+"""Plots in the page have its font, the colour of its text, which a dark page changes, and all the same size."""
+
+
+def _drawn(convert: Any, plots: Sequence[Spec]) -> list[str]:
+    """Return plots as the figures of a page; the last of an odd number has the whole width."""
+    figures = []
+    for number, plot in enumerate(plots, 1):
+        wide = number == len(plots) and number % 2 == 1
+        size = {"width": 2 * _WIDTH + 160 if wide else _WIDTH + 60, "height": _HEIGHT + 40}
+        svg = convert.vegalite_to_svg({**_ON_PAGE, **plot, **size, "title": None})
+        caption = html.escape(plot["title"])
+        figures.append(f"<figure{' class=wide' if wide else ''}><figcaption>{caption}</figcaption>{svg}</figure>")
+    return figures
 
 
 def chart(reports: Sequence[BenchReport]) -> Spec:
@@ -138,7 +186,8 @@ def _throughput_curve(reports: Sequence[BenchReport]) -> Spec:
                 "encoding": {"y": {"datum": 0}, "y2": {"datum": limit}},
             },
         )
-    return _plot("Throughput and latency of the stages; green: within --slo", points, layer=layers)
+    within = "" if limit is None else "; green: within --slo"
+    return _plot(f"Throughput and latency of the stages{within}", points, layer=layers)
 
 
 def _latency_curves(records: Sequence[RequestRecord]) -> Spec | None:
@@ -256,42 +305,120 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
 
 
 _STYLE = """
-:root { color-scheme: light dark; --text: #1c2420; --soft: #56615b; --line: #d8ddd9; --card: #f6f7f5; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6ebe8; --soft: #a3aea8; --line: #343d38; --card: #1d2320; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); margin: 0 auto; padding: 1.5rem; max-width: 75rem; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .4rem 0; max-width: 60rem; } .soft, dt { color: var(--soft); }
-.plots { display: grid; gap: 1rem; margin: 1.5rem 0;
+:root { color-scheme: light dark; --page: #f6f7f5; --card: #fff; --text: #1c2420; --soft: #56615b; --line: #dde2de;
+  --good: #2f6b1c; --good-bg: #e4efdf; --doubt: #8a5300; --doubt-bg: #fbefd9; }
+@media (prefers-color-scheme: dark) { :root { --page: #141816; --card: #1d2320; --text: #e6ebe8; --soft: #a3aea8;
+  --line: #343d38; --good: #8fd06f; --good-bg: #26371f; --doubt: #f0b35a; --doubt-bg: #3a2d17; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; background: var(--page); color: var(--text); margin: 0 auto;
+  padding: 2rem 1.5rem 3rem; max-width: 76rem; }
+h1 { font-size: 1.75rem; line-height: 1.25; margin: .25rem 0 .5rem; letter-spacing: -.01em; }
+h2 { font-size: 1.05rem; margin: 2.25rem 0 .6rem; }
+p { margin: .4rem 0; max-width: 60rem; } .soft, dt, .eyebrow { color: var(--soft); }
+.eyebrow { font-size: .85rem; overflow-wrap: anywhere; }
+.badge { display: inline-block; border-radius: 1rem; padding: .05rem .7rem; margin-right: .3rem; font-weight: 600;
+  font-size: .9rem; color: var(--doubt); background: var(--doubt-bg); }
+.badge.valid { color: var(--good); background: var(--good-bg); }
+.tiles { display: grid; gap: .75rem; margin: 1.25rem 0; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); }
+.tiles div, figure, .table, .card { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; }
+.tiles div { padding: .7rem .9rem; } .tiles strong { display: block; font-size: 1.45rem; line-height: 1.2;
+  font-variant-numeric: tabular-nums; white-space: nowrap; } .tiles span { color: var(--soft); font-size: .85rem; }
+.plots { display: grid; gap: 1rem; margin: 1.25rem 0;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
-.plots svg { width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: .4rem; }
-.table { overflow-x: auto; } table { border-collapse: collapse; margin: .5rem 0 1rem; }
-td, th { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: right; }
-td:first-child, th:first-child { text-align: left; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+figure { margin: 0; padding: .8rem 1rem; overflow-x: auto; } figure.wide { grid-column: 1 / -1; }
+figcaption { font-weight: 600; font-size: .95rem; margin-bottom: .4rem; }
+figure svg { display: block; width: 100%; height: auto; min-width: 20rem; } figure.wide svg { min-width: 38rem; }
+.table { overflow-x: auto; margin: .5rem 0 1rem; } table { border-collapse: collapse; width: 100%; }
+td, th { padding: .45rem .9rem; border-top: 1px solid var(--line); text-align: right; vertical-align: top;
+  font-variant-numeric: tabular-nums; white-space: nowrap; }
+tr:first-child th { border-top: 0; color: var(--soft); font-weight: 600; font-size: .85rem; }
+td:first-child, th:first-child { text-align: left; white-space: normal; min-width: 9rem; }
+td small { display: block; color: var(--soft); }
+.card { padding: .8rem 1rem; } ul.card { padding-left: 2.1rem; } li { margin: .3rem 0; }
+summary { cursor: pointer; color: var(--soft); } details .table { max-width: 34rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.25rem; margin: 0; }
 dd { margin: 0; overflow-wrap: anywhere; }
-@media (max-width: 30rem) { body { padding: .75rem; } dl { grid-template-columns: 1fr; } dt { margin-top: .4rem; } }
+code { font: .9em/1.5 ui-monospace, monospace; background: var(--page); border-radius: .25rem; padding: .1em .35em; }
+@media (max-width: 36rem) { body { padding: 1rem .75rem 2rem; } h1 { font-size: 1.35rem; }
+  .tiles { grid-template-columns: 1fr 1fr; } dl { grid-template-columns: 1fr; } dt { margin-top: .4rem; } }
+@media print { body { max-width: none; padding: 0; } figure, .tiles, tr { break-inside: avoid; } }
 """
 
 
-def _page(reports: Sequence[BenchReport], plots: Sequence[str]) -> str:
-    """Return the page: the answer, the plots, the figures, and where they come from."""
-    last, escape = reports[-1], html.escape
-    parts = []
+def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
+    """Return the page: the answer, the figures that matter most, the plots, all figures, and where they come from."""
+    last = reports[-1]
+    where = f"trtserve bench · {last.model} at {last.endpoint} · {last.started[:16].replace('T', ' ')} UTC"
+    parts = [f'<p class="eyebrow">{html.escape(where)}</p>']
+    if len(reports) == 1:
+        parts += [f"<h1>{html.escape(last.headline)}</h1>", _verdict(last), _tiles(last)]
+    else:
+        best = max(reports, key=lambda each: each.statistics.output_tokens_per_second)
+        parts.append(f"<h1>Most at {html.escape(best.load)}: {html.escape(best.headline)}</h1>")
+        columns, *rows = stage_rows(reports)
+        parts.append(_table(columns, rows))
+        parts += [_verdict(report, f"{report.load}: ") for report in reports if report.verdict.reasons]
+    parts.append(f'<div class="plots">{"".join(figures)}</div>')
     for report in reports:
-        at = f"{report.load}: " if len(reports) > 1 else ""
-        parts.append(f"<h1>{escape(at + report.answer)}</h1>")
-        parts += [f"<p>{escape(reason[:1].upper() + reason[1:])}</p>" for reason in report.verdict.reasons]
-    rate = f"{last.statistics.output_tokens_per_second:,.1f} output tokens/s"
-    parts.append(f'<p class="soft">{escape(f"{last.model} at {last.endpoint}, {rate}, {last.started[:16]} UTC")}</p>')
-    parts.append(f'<div class="plots">{"".join(plots)}</div>')
-    for report in reports:
-        parts.append(f"<h2>{escape(', '.join(filter(None, ('Figures', report.load))))}</h2>")
-        columns = ("Statistic", "avg", "min", "max", *("p50", "p75", "p90", "p95", "p99"))
-        parts.append(_table(columns, report.interval_rows()))
-        parts.append(_table(("Stat", "Value"), report.rows(always=False)))
-        parts += [f"<p>{escape(note)}</p>" for note in report.notes]
-    parts.append(f"<h2>How it was measured</h2><dl>{''.join(_sources(last))}</dl>")
+        parts.append(f"<h2>{html.escape(', '.join(filter(None, ('Figures', report.load))))}</h2>")
+        parts.append(_table(("Statistic", "avg", "min", "max", *QUANTILES), report.interval_rows()))
+        whole = _table(("Stat", "Value"), report.rows())
+        parts.append(f"<details><summary>All figures, with the names of NVIDIA's benchmark</summary>{whole}</details>")
+    remarks = [FEW_NOTE] if any(report.few for report in reports) else []
+    for title, lines in (
+        ("Notes", dict.fromkeys([*remarks, *(note for report in reports for note in report.notes)])),
+        ("What next", _next_steps(reports)),
+    ):
+        found = "".join(f"<li>{_with_code(line)}</li>" for line in lines)
+        parts += [f'<h2>{title}</h2><ul class="card">{found}</ul>'] if found else []
+    parts.append(f'<h2>How it was measured</h2><dl class="card">{"".join(_sources(last))}</dl>')
     return _document(f"{last.model}: trtserve bench", parts)
+
+
+def _verdict(report: BenchReport, load: str = "") -> str:
+    """Return the judgement of a run and its reasons."""
+    judgement = report.verdict.judgement
+    reasons = " ".join(reason[:1].upper() + reason[1:] for reason in report.verdict.reasons)
+    return f'<p><span class="badge {judgement}">{judgement}</span> {_with_code(load + reasons)}</p>'
+
+
+def _tiles(report: BenchReport) -> str:
+    """Return the few figures that a person looks for first."""
+    figures = report.statistics
+    tiles = [
+        (f"{figures.requests_per_second:,.3g}", "requests/s"),
+        (f"{figures.output_tokens_per_second:,.0f}", "output tokens/s"),
+        (_milliseconds(figures.time_to_first_token_ms.p50), "first token, median") if report.streaming else None,
+        (_milliseconds(figures.time_per_output_token_ms.p50), "per output token, median") if report.streaming else None,
+        (_milliseconds(figures.latency_ms.p50), "whole answer, median"),
+        (f"{figures.counts.completed:,} of {figures.counts.planned:,}", "requests answered"),
+    ]
+    shown = "".join(f"<div><strong>{value}</strong><span>{name}</span></div>" for value, name in filter(None, tiles))
+    return f'<div class="tiles">{shown}</div>'
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None or math.isinf(value):
+        return "–"
+    return f"{value / 1000:,.3g} s" if value >= 10_000 else f"{value:,.3g} ms" if value < 1000 else f"{value:,.0f} ms"
+
+
+def _next_steps(reports: Sequence[BenchReport]) -> Iterator[str]:
+    """Yield what a reader may do with the result; commands are between backquotes."""
+    last = reports[-1]
+    if any(report.few for report in reports):
+        yield "Measure longer, so that high percentiles have an interval: `trtserve bench --num-requests 500`"
+    if len(reports) == 1:
+        yield "See how latency grows with the load: `trtserve bench --sweep-concurrency 1,2,4,8,16 --html sweep.html`"
+    if not last.goals:
+        yield "Count only answers that are fast enough for you: `trtserve bench --slo ttft=500ms,itl=50ms`"
+    yield "After a change, tell it from chance: `trtserve bench compare BEFORE AFTER` (folders of `--out`)"
+    yield 'Let the machine look for better settings: `trtserve tune SETUP.yaml --goal "ttft p99 < 500 ms"`'
+
+
+def _with_code(text: str) -> str:
+    """Return text as HTML, with what is between backquotes as code."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))
 
 
 def _document(title: str, parts: Sequence[str]) -> str:
@@ -331,7 +458,7 @@ def write_front(
     convert = check_plots(path)
     encoding = {"x": _field("throughput", "quantitative", axes[0]), "y": _field("ms", "quantitative", axes[1])}
     front = {"filter": "datum.on_front"}
-    colour = _field("kind", "nominal", "", scale={"scheme": "tableau10"})
+    colour = _field("kind", "nominal", "")
     layers: list[Spec] = [
         {"transform": [front], "mark": {"type": "line", "color": "#888"}, "encoding": encoding},
         {
@@ -344,19 +471,14 @@ def write_front(
             "encoding": {**encoding, "text": {"field": "name"}},
         },
     ]
-    plot = {
-        **_plot(
-            "Throughput and latency; the line joins what nothing else beats in both",
-            [asdict(point) for point in points],
-            layer=layers,
-        ),
-        "width": 2 * _WIDTH,
-        "height": int(1.4 * _HEIGHT),
-    }
-    drawn = convert.vegalite_to_svg({**_SHARED, **plot})
+    plot = _plot(
+        "Throughput and latency; the line joins what nothing else beats in both",
+        [asdict(point) for point in points],
+        layer=layers,
+    )
     first, *rest = lines
     parts = [f"<h1>{html.escape(first)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in rest)]
-    parts.append(f'<div class="plots">{drawn}</div>')
+    parts.append(f'<div class="plots">{"".join(_drawn(convert, [plot]))}</div>')
     for heading, columns, rows in tables:
         parts += [] if not rows else [f"<h2>{html.escape(heading)}</h2>{_table(columns, rows)}"]
     staged = path.with_name(f".{path.name}.partial")
@@ -384,10 +506,19 @@ def _sources(report: BenchReport) -> Iterator[str]:
 def _fact(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         name, value = name.removesuffix("_bytes"), format_bytes(value)
+    if value is True:
+        return name.replace("_", " ")
     return f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    """Return a cell of a table as HTML; an interval in brackets stands under its figure."""
+    figure, bracket, interval = text.partition(" (")
+    under = f"<small>{html.escape(interval.removesuffix(')'))}</small>" if bracket and " – " in interval else ""
+    return html.escape(figure) + under if under else html.escape(text)

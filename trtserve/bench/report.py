@@ -30,7 +30,9 @@ COLUMNS = ("Stat", "Value")
 SCHEMA = 2
 REPORT = "report.json"
 SAMPLES = "samples.jsonl"
-NOT_ENOUGH = "not enough data"
+FEW = "*"
+"""Behind a percentile that too few answers support, on the terminal and in the page alike."""
+FEW_NOTE = "*: too few answers for a 95 % interval of this percentile; with more (--num-requests) it becomes firm."
 _SCALES = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _MATERIAL = 0.1  # change of the throughput that is reported
@@ -144,6 +146,11 @@ class BenchReport(RunFacts):
     @property
     def answer(self) -> str:
         """The result in one line: `4.1 requests/s, p99 within 500 ms, limited by the server, valid`."""
+        return f"{self.headline}, {self.verdict.judgement}"
+
+    @property
+    def headline(self) -> str:
+        """The result without its verdict."""
         statistics, judgement = self.statistics, self.verdict.judgement
         if self.goals:
             parts = [f"{statistics.goodput_per_second:.3g} requests/s with {self.goals}"]
@@ -160,7 +167,7 @@ class BenchReport(RunFacts):
             parts.append("limited by the server")
         else:
             parts.append(f"as fast as the requests came ({self.load})" if self.load else "as fast as the requests came")
-        return ", ".join([*parts, judgement])
+        return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the records and the samples over time; infinite values (see Distribution) become null."""
@@ -176,16 +183,18 @@ class BenchReport(RunFacts):
         finite: dict[str, Any] = _finite({"schema": SCHEMA, **content})
         return finite
 
-    def rows(self, *, always: bool = True) -> list[Row]:
-        """Return upstream's rows in upstream's order and with its names, then further ones.
+    @property
+    def few(self) -> bool:
+        """Whether a percentile of the tables has the mark FEW."""
+        return any(cell.endswith(FEW) for row in (*self.rows(), *self.interval_rows()) for cell in row)
 
-        Upstream prints percentiles of few answers too; without `always` they are "not enough data".
-        """
+    def rows(self) -> list[Row]:
+        """Return upstream's rows in upstream's order and with its names, then further ones."""
         statistics = self.statistics
         if self.streaming:
             tokens = [
-                *_distribution_rows("TTFT", statistics.time_to_first_token_ms, always=always),
-                *_distribution_rows("inter-token latency", statistics.inter_token_ms, always=always),
+                *_distribution_rows("TTFT", statistics.time_to_first_token_ms),
+                *_distribution_rows("inter-token latency", statistics.inter_token_ms),
                 ("Avg. time per output token (ms)", _number(statistics.time_per_output_token_ms.mean)),
             ]
         else:
@@ -196,12 +205,12 @@ class BenchReport(RunFacts):
             for name in ("sent", "completed", "failed", "cancelled")
         ]
         counts += [(f"Ended by {reason}", str(number)) for reason, number in statistics.finish_reasons.items()]
-        rows = upstream_rows(statistics, always=always) + tokens + counts
+        rows = upstream_rows(statistics) + tokens + counts
         if self.open_loop:  # the latencies above count from the intended send
             ratio = statistics.delivered_ratio
             rows += [
-                *_distribution_rows("latency from send", statistics.latency_from_send_ms, always=always),
-                ("P99 dispatch delay (ms)", percentile_cell(statistics.dispatch_delay_ms, "p99", always=always)),
+                *_distribution_rows("latency from send", statistics.latency_from_send_ms),
+                ("P99 dispatch delay (ms)", percentile_cell(statistics.dispatch_delay_ms, "p99")),
                 ("Delivered / offered rate", "n/a" if ratio is None else f"{ratio:.3f}"),
             ]
         if self.goals:
@@ -383,13 +392,37 @@ def _asked(report: BenchReport) -> dict[str, Any]:
     return {"model": report.model, **asked}
 
 
-def upstream_rows(statistics: Statistics, *, always: bool = True) -> list[Row]:
+def stage_rows(reports: Sequence[BenchReport]) -> list[tuple[str, ...]]:
+    """Return column names and a row for each stage of a sweep, with the highest percentiles that all have data for."""
+    first = highest_known([each.statistics.time_to_first_token_ms for each in reports]) or "p90"
+    whole = highest_known([each.statistics.latency_ms for each in reports]) or "p50"
+    times = ("TTFT p50", f"TTFT {first}", "ITL p50", f"Latency {whole}")
+    rows: list[tuple[str, ...]] = [("Load", "Requests/s", "Tokens/s", *times, "Good/s", "Verdict")]
+    for each in reports:
+        figures = each.statistics
+        rows.append(
+            (
+                each.load,
+                f"{figures.requests_per_second:.2f}",
+                f"{figures.output_tokens_per_second:.1f}",
+                percentile_cell(figures.time_to_first_token_ms, "p50"),
+                percentile_cell(figures.time_to_first_token_ms, first),
+                percentile_cell(figures.inter_token_ms, "p50"),
+                percentile_cell(figures.latency_ms, whole),
+                f"{figures.goodput_per_second:.2f}",
+                each.verdict.judgement,
+            )
+        )
+    return rows
+
+
+def upstream_rows(statistics: Statistics) -> list[Row]:
     """Return the table of benchmark_core_model.py, except that `Avg. InFlight requests` is measured (there 0.00)."""
     latency, counts = statistics.latency_ms, statistics.counts
     return [
         ("Requests/Sec", _number(statistics.requests_per_second)),
         ("OP tokens/sec", _number(statistics.output_tokens_per_second)),
-        *_distribution_rows("latency", latency, always=always),
+        *_distribution_rows("latency", latency),
         ("Avg. IP tokens per request", _number(statistics.input_tokens_per_request)),
         ("Avg. OP tokens per request", _number(statistics.output_tokens_per_request)),
         ("Avg. InFlight requests", _number(statistics.requests_in_flight)),
@@ -399,18 +432,18 @@ def upstream_rows(statistics: Statistics, *, always: bool = True) -> list[Row]:
     ]
 
 
-def _distribution_rows(name: str, values: Distribution, *, always: bool) -> list[Row]:
-    """Return upstream's rows of a measure; without `always`, percentiles need enough data."""
+def _distribution_rows(name: str, values: Distribution) -> list[Row]:
+    """Return upstream's rows of a measure."""
     return [
         (f"Avg. {name} (ms)", _number(values.mean)),
-        *((f"{each.upper()} {name} (ms)", percentile_cell(values, each, always=always)) for each in ("p99", "p90")),
+        *((f"{each.upper()} {name} (ms)", percentile_cell(values, each)) for each in ("p99", "p90")),
     ]
 
 
-def percentile_cell(values: Distribution, name: str, *, always: bool = False) -> str:
-    """Return a percentile for a table; without `always` it needs enough data."""
-    enough = always or not values.count or values.intervals.get(name) is not None
-    return _number(getattr(values, name)) if enough else NOT_ENOUGH
+def percentile_cell(values: Distribution, name: str) -> str:
+    """Return a percentile for a table, with the mark FEW where too few answers support it."""
+    known = not values.count or values.intervals.get(name) is not None
+    return f"{_number(getattr(values, name))}{'' if known else FEW}"
 
 
 def notes_on(statistics: Statistics) -> list[str]:
@@ -440,16 +473,16 @@ def notes_on(statistics: Statistics) -> list[str]:
 
 
 def _with_interval(values: Distribution, name: str) -> str:
-    figure = getattr(values, name)
-    if figure is None:
-        return "n/a"
-    interval = values.intervals.get(name)
-    if interval is None:
-        return f"{_number(figure)} ({NOT_ENOUGH})" if name == "mean" else NOT_ENOUGH
-    if math.isinf(figure):
-        return _number(figure)
-    low, high = (f"{bound:.2f}" if math.isfinite(bound) else "∞" for bound in interval)
+    figure, interval = getattr(values, name), values.intervals.get(name)
+    if figure is None or interval is None or math.isinf(figure):
+        return _number(figure) if name == "mean" else percentile_cell(values, name)
+    low, high = (_bound(bound) for bound in interval)
     return f"{_number(figure)} ({low} – {high})"
+
+
+def _bound(value: float) -> str:
+    """Return a bound of an interval with about three digits; more would pretend a precision that it says is missing."""
+    return "∞" if math.isinf(value) else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def _number(value: float | None) -> str:

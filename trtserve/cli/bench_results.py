@@ -60,8 +60,6 @@ def report(
     elif len(found) > 1:
         print_stages(found)
     else:
-        if not quiet:
-            output.say(f"Result: {found[0].answer}")
         print_report(found[0], table=shown.table)
     if not quiet:
         say_notes(found, output.say)
@@ -190,7 +188,11 @@ def print_report(found: BenchReport, *, table: Table) -> None:
 
 
 def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None]) -> None:
-    """Tell what a reader of the figures must know; what several runs have in common, once."""
+    """Tell what a reader of the figures must know, what several runs have in common once, and at the end the result."""
+    from trtserve.bench.report import FEW_NOTE
+
+    if any(report.few for report in reports):
+        say(FEW_NOTE)
     common = [note for note in reports[0].notes if all(note in report.notes for report in reports)]
     for note in common:
         say(f"note: {note}")
@@ -202,6 +204,8 @@ def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None]) -> Non
         for note in report.notes:
             if note not in common:
                 say(f"note{load}: {note}")
+        if not load:  # the last lines are what a small terminal still shows
+            say(f"Result: {report.headline}")
         say(f"Verdict{load}: {report.verdict}")
     if any(report.verdict.judgement == "client-limited" for report in reports):
         say(f"hint: {MORE_CLIENT}")
@@ -219,31 +223,8 @@ def require_valid(reports: Sequence[BenchReport]) -> None:
 
 
 def print_stages(reports: Sequence[BenchReport]) -> None:
-    """Print one row for each stage of a sweep, with the highest percentiles that all stages have data for."""
-    from trtserve.bench.report import percentile_cell
-    from trtserve.bench.statistics import highest_known
+    """Print one row for each stage of a sweep."""
+    from trtserve.bench.report import stage_rows
 
-    first = highest_known([each.statistics.time_to_first_token_ms for each in reports]) or "p90"
-    whole = highest_known([each.statistics.latency_ms for each in reports]) or "p50"
-    times = ("TTFT p50", f"TTFT {first}", "ITL p50", f"Latency {whole}")
-    columns = ("Load", "Requests/s", "Tokens/s", *times, "Good/s", "Verdict")
-    rows = []
-    for each in reports:
-        figures = each.statistics
-        cells = (
-            percentile_cell(figures.time_to_first_token_ms, "p50", always=True),
-            percentile_cell(figures.time_to_first_token_ms, first),
-            percentile_cell(figures.inter_token_ms, "p50", always=True),
-            percentile_cell(figures.latency_ms, whole),
-        )
-        rows.append(
-            (
-                each.load,
-                f"{figures.requests_per_second:.2f}",
-                f"{figures.output_tokens_per_second:.1f}",
-                *cells,
-                f"{figures.goodput_per_second:.2f}",
-                each.verdict.judgement,
-            )
-        )
+    columns, *rows = stage_rows(reports)
     output.print_table(columns, rows)

@@ -61,8 +61,6 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
     reports = stages.all(spec, runs)
-    if len(reports) == 1:
-        progress.step(f"Result: {reports[0].answer}")
     _print(spec, runs, reports, stages.found, json=results.json)
     say_notes(reports, progress.step)
     if stages.found is not None:
@@ -75,6 +73,8 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
 
         write_plots(reports, runs.html)
         progress.step(f"Written: {runs.html}")
+    elif results.out is None and not results.json:
+        progress.step("Next: --html FILE writes a page with plots, --out DIR keeps the result for `bench compare`.")
     if interrupted:
         raise KeyboardInterrupt
     _require_answers(reports, stages.found, runs)

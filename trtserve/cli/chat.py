@@ -335,15 +335,15 @@ class _Talk:
             return False
         conversation, text = self._conversation, rest.strip()
         actions: dict[str, Callable[[], object]] = {
-            "/system": lambda: conversation.set_system(text),
+            "/system": lambda: self._set_system(text),
             "/set": lambda: self._set(text),
             "/model": lambda: self._switch(text),
             "/retry": lambda: self.ask(conversation.retry),
-            "/reset": conversation.reset,
+            "/reset": self._reset,
             "/save": lambda: self._save(text),
-            "/thoughts": lambda: print_block(self._thoughts.strip() or "There were none."),
+            "/thoughts": lambda: print_block(self._thoughts.strip() or "The last answer has no thoughts."),
             "/stats": self._print_stats,
-            "/help": lambda: print_block("\n".join(f"{name:<8}  {text}" for name, text in _COMMANDS.items())),
+            "/help": lambda: print_block("\n".join(f"{name:<9}  {text}" for name, text in _COMMANDS.items())),
         }
         if command not in actions:
             close = get_close_matches(command, actions, n=1)
@@ -354,6 +354,14 @@ class _Talk:
         except TrtserveError as error:
             print_error(error)
         return True
+
+    def _set_system(self, text: str) -> None:
+        self._conversation.set_system(text)
+        say("The system message is set." if text else "There is no system message any more.")
+
+    def _reset(self) -> None:
+        self._conversation.reset()
+        say("The conversation begins anew; the system message and what is set stay.")
 
     def _set(self, text: str) -> None:
         """Set or remove an option of the requests that follow, or list what is set."""

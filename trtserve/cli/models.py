@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from trtserve.pipeline.travel import Transfer
 
 
+_ROOM = 120  # columns of a terminal that has room for the hub ids
+
+
 def models(json: JsonOption = False) -> None:
     """List the short names that import and plan understand: size, licence, and what fits this machine.
 
@@ -47,7 +51,7 @@ def models(json: JsonOption = False) -> None:
         keys = ("alias", "repository", "parameters", "source_bytes", "licence", "gated")
         print_json("models", [{**{key: getattr(each, key) for key in keys}, "fits": fits} for each, fits in found])
         return
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             each.alias,
             each.repository,
@@ -58,11 +62,15 @@ def models(json: JsonOption = False) -> None:
         )
         for each, fits in found
     ]
-    print_table(("alias", "hub id", "parameters", "download", "licence", "fits here"), rows)
+    columns: tuple[str, ...] = ("alias", "hub id", "size", "download", "licence", "fits here")
+    if sys.stdout.isatty() and get_terminal_size().columns < _ROOM:  # `plan ALIAS` and --json tell where it comes from
+        columns, rows = (columns[0], *columns[2:]), [(row[0], *row[2:]) for row in rows]
+    print_table(columns, rows)
     say("int8 and int4: with --quantize int8 or int4. Gated: accept the licence on the hub, then `hf auth login`.")
-    ungated = next((each.alias for each, fits in found if not each.gated and fits == "yes"), None)
-    if ungated is not None:
-        say(f"Next: trtserve import {ungated}")
+    small = [(each.source_bytes, each.alias) for each, fits in found if not each.gated and fits == "yes"]
+    talk = [(size, alias) for size, alias in small if "instruct" in alias or "chat" in alias]
+    if talk:
+        say(f"Next: trtserve run {min(talk)[1]}")
 
 
 def list_models(json: JsonOption = False) -> None:

@@ -160,7 +160,8 @@ def print_commands(stages: Sequence[StageSummary]) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
     """Write a table to stdout: with rules on a terminal, tab-separated with column names elsewhere.
 
-    A narrow terminal gets the table without rules, a very narrow one a block of `column  cell` lines per row.
+    A narrow terminal gets the table without rules, or with rows and columns exchanged; a very narrow one a block of
+    `column  cell` lines per row.
     """
     if not sys.stdout.isatty():
         print_data("\n".join("\t".join(map(str, row)) for row in (columns, *rows)))
@@ -172,6 +173,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
     widths, lines = _fitting_widths(columns, rows, room), True
     if widths is None:
         widths, lines = _bare_widths(columns, rows, room), False
+    if widths is None:
+        exchanged = list(zip(columns, *rows, strict=True))
+        other = _fitting_widths(exchanged[0], exchanged[1:], room)
+        if other is not None:
+            columns, rows, widths, lines = exchanged[0], exchanged[1:], other, True
     if widths is None:
         longest = max(map(len, columns))
         blocks = ([f"{name:<{longest}}  {cell}" for name, cell in zip(columns, row, strict=True)] for row in rows)
