@@ -74,7 +74,7 @@ def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
     where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
     return ArtifactError(
         f"{path} cannot be {verb}: {error.strerror}{where}.",
-        hint="Choose another place with --out or TRTSERVE_HOME, or correct the permissions.",
+        hint="Choose another place (TRTSERVE_HOME for the store), or correct the permissions.",
     )
 
 

@@ -190,6 +190,12 @@ def test_other_paths(client: TestClient) -> None:
         "This server has no embeddings and ranks no documents: its models generate text.",
     )
     assert error(client.get("/v1/files"))[:2] == (404, "Unknown request URL: GET /v1/files.")
+    for method, path, allowed in (("GET", "/v1/chat/completions", "POST"), ("GET", "/tokenize", "POST")):
+        answer = client.request(method, path)
+        assert error(answer)[:2] == (405, f"{path} takes {allowed}, not {method}.")
+        assert answer.headers["allow"] == allowed
+    answer = client.put("/v1/responses/resp_1")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
     json_type = {"Content-Type": "application/json"}
     for body in (b"{", b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"):
         refusal = error(client.post("/v1/completions", content=body, headers=json_type))

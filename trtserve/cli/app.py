@@ -176,17 +176,17 @@ def with_default(arguments: Sequence[str]) -> Sequence[str]:
 
 def _report(error: TrtserveError, arguments: Sequence[str]) -> int:
     """Print an error to stderr, and with --json to stdout too; return its exit code."""
+    words = [word for word in arguments if not word.startswith("-")]
+    entry = COMMANDS.get(words[0]) if words else None
+    command = " ".join(words[: 2 if isinstance(entry, GroupEntry) else 1])
     # A value of a stranger's file.
     error.message = _LONG.sub(lambda found: f"{found[0][:200]}… ({len(found[0])} characters)", error.message)
     if isinstance(error, UsageError):
         hints = (error.hint or "", *setting_variables(error.message, arguments, os.environ))
-        error.hint = " ".join(filter(None, hints)) or None
+        error.hint = " ".join(filter(None, hints)) or f"`{' '.join(('trtserve', *command.split()))} -h` explains it."
     print_error(error)
-    ours = itertools.takewhile(lambda word: word != "--", arguments)
-    if "--json" in ours:
-        words = [word for word in arguments if not word.startswith("-")]
-        entry = COMMANDS.get(words[0]) if words else None
-        print_json_error(" ".join(words[:2] if isinstance(entry, GroupEntry) else words[:1]), error)
+    if "--json" in itertools.takewhile(lambda word: word != "--", arguments):
+        print_json_error(command, error)
     return error.code
 
 

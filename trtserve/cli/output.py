@@ -78,6 +78,15 @@ def print_piece(text: str) -> None:
     sys.stdout.flush()
 
 
+def print_text(text: str) -> None:
+    """Write what a model said to stdout: as it is, or on a terminal with its long lines wrapped between words."""
+    if sys.stdout.isatty():
+        width = get_terminal_size().columns
+        lines = (wrapped(line, width) if len(line) > width else [line] for line in text.splitlines())
+        text = "\n".join(part for parts in lines for part in parts)
+    print_data(text)
+
+
 def print_block(text: str) -> None:
     """Write lines to stdout, wrapped between words on a terminal.
 

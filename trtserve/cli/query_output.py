@@ -68,7 +68,7 @@ class Sink:
         for sequence in generation.sequences:
             label = f"{_label(sequence, generation)}: " if labelled else ""
             ids = ", ".join(map(str, sequence.token_ids or ()))
-            output.print_data(f"{label}{ids if sequence.text is None else sequence.text}")
+            output.print_text(f"{label}{ids if sequence.text is None else sequence.text}")
         if not generation.sequences:
             output.print_data("")
 

@@ -153,9 +153,9 @@ def _assemble(call: _Call) -> None:
     from trtserve.repository.publishing import assemble_repository
 
     store, progress = Store(), call.progress
+    source = store.find(Engine, call.engine, progress=progress)
     if call.tokenizer is None:
         raise UsageError("--tokenizer is missing.", hint="Give the Hugging Face folder of the model, or its name.")
-    source = store.find(Engine, call.engine, progress=progress)
     spec = replace(call.spec, name=call.spec.name or default_name(source), lora=find_adapters(call.spec, store))
     folder = store.find(Model, call.tokenizer, progress=progress).path
     draft, draft_tokenizer = find_draft(call.draft_engine, store, progress)

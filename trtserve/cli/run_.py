@@ -9,7 +9,7 @@ import typer
 
 from trtserve.cli.chat import MAX_TOKENS, converse
 from trtserve.cli.options import Fields, QuietOption, sources
-from trtserve.cli.output import TerminalProgress, say
+from trtserve.cli.output import ChangingLine, TerminalProgress, say
 from trtserve.client.spec import QuerySpec, RequestOptions
 from trtserve.errors import ServerNotFoundError
 
@@ -47,7 +47,8 @@ def run(
     """
     from trtserve.server.discovery import endpoint_of
 
-    server = _running(model, TerminalProgress(quiet=quiet))
+    with ChangingLine(quiet=quiet) as progress:
+        server = _running(model, progress)
     converse(endpoint_of(server), QuerySpec(options=request.given()), system=system, plain=plain, question=question)
     if not quiet:
         say(f"{server.name} keeps running on {server.url}. Stop: trtserve stop {server.name}")

@@ -356,7 +356,8 @@ def _print_summary(server: Server, *, page: bool, detached: bool) -> None:
         say(f"  balance  {len(server.instances)} instances share the requests, gRPC on {grpc}")
     if any(instance.gateway is not None for instance in server.instances):
         say(f"  page     {f'{server.url}/' if page else 'start with --ui for a chat in the browser'}")
-        say(f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}")
+        say(f"  OpenAI   export OPENAI_BASE_URL={server.url}/v1")
+        say(f"  Claude   export ANTHROPIC_BASE_URL={server.url}")
     for instance in server.instances:
         host, address = instance.address.host, instance.address
         also = f"HTTP {host}:{address.http_port}, " if len(server.instances) > 1 else ""

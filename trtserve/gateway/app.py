@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from trtserve._version import __version__
@@ -222,6 +223,16 @@ class Gateway(Entrance):
         @routes.exception_handler(RefusedError)
         async def refuse(_request: object, refusal: RefusedError) -> Response:
             return JSONResponse({"error": refusal.text}, refusal.status, refusal.headers)
+
+        @routes.exception_handler(HTTPException)
+        async def no_route(request: Request, error: HTTPException) -> Response:
+            """Say which paths there are, or which method a path has."""
+            path, allowed = request.url.path, (error.headers or {}).get("Allow")
+            text = f"{path} is not served here: OpenAI's API is at /v1, Triton's at /v2, the health at /health."
+            text = f"{path} takes {allowed}, not {request.method}." if allowed else text
+            known = error.status_code in (404, 405)
+            content = error_content(path, error.status_code, text if known else str(error.detail))
+            return JSONResponse(content, error.status_code, error.headers)
 
         @routes.get("/health/ready")  # of NVIDIA's OpenAI front end
         @routes.get("/health")

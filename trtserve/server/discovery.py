@@ -86,7 +86,10 @@ def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundE
         return error
     if living:
         names = ", ".join(server.name for server in living)
-        return ServerNotFoundError(f"No server {name} is running; running: {names}.", hint="Name one of these.")
+        return ServerNotFoundError(
+            f"No server {name} is running; running: {names}.",
+            hint=f"Name one of these; `trtserve start {name}` starts what was imported as {name}.",
+        )
     return ServerNotFoundError(f"No server {name} is running, nor any other.", hint=_how_to_start(store))
 
 

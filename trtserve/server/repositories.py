@@ -65,7 +65,9 @@ def find_repository(
 
     if name in ALIASES or name == DEMO:
         raise ModelNotFoundError(f"{name} has not been imported yet.", hint=f"Import it first: trtserve import {name}")
-    raise ModelNotFoundError(f"Nothing was imported under the name {name}.", hint=known)
+    raise ModelNotFoundError(
+        f"Nothing was imported under the name {name}.", hint=f"{known} To make it: trtserve import {name}"
+    )
 
 
 def chosen_by(repository: Path, store: Store) -> str:

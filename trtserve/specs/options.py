@@ -181,7 +181,7 @@ class Option:
         for word in words:
             key, sign, value = word.partition("=")
             if not key or not sign or (not value and self.type is Path):
-                raise UsageError(f"{self.flag} {word!r} is not {self.metavar}.")
+                raise UsageError(f"{self.flag} is {word!r}; expected {self.metavar}.")
             if key in values:
                 raise UsageError(f"{self.flag} gives {key} twice.")
             values[key] = _path_or_name(value) if self.type is Path else read_value(self.type, value, self.flag)

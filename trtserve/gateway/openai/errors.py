@@ -88,6 +88,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.message = message
         self.status = status
+        self.headers: dict[str, str] = {}
         self.body = {
             "error": {
                 "message": message,
@@ -99,9 +100,17 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """Return the HTTP response, in the shape of the path's API."""
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        headers = self.headers | ({"Retry-After": "1"} if self.status in (429, 503) else {})
         body = error_content(path, self.status, self.message) if path.startswith(MESSAGES) else self.body
         return JSONResponse(body, status_code=self.status, headers=headers)
+
+
+class MethodNotAllowedError(ApiError):
+    """A path was asked with another method than it has."""
+
+    def __init__(self, message: str, methods: Sequence[str]) -> None:
+        super().__init__(message, status=405, code="method_not_allowed")
+        self.headers["Allow"] = ", ".join(methods)
 
 
 def api_error(error: TrtserveError) -> ApiError:

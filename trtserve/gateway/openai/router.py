@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.gateway.anthropic import CountBody, MessagesBody, MessagesForm
@@ -29,7 +30,7 @@ from trtserve.gateway.openai.bodies import (
     TokenizeBody,
     UnloadAdapterBody,
 )
-from trtserve.gateway.openai.errors import ApiError, OpenAIRoute
+from trtserve.gateway.openai.errors import TOKENS, ApiError, MethodNotAllowedError, OpenAIRoute
 from trtserve.gateway.openai.reading import reader_of
 from trtserve.gateway.openai.request import (
     EngineRequest,
@@ -94,8 +95,19 @@ def openai_router(
     router.add_api_route("/v1/unload_lora_adapter", paths.unload_adapter, methods=["POST"])
     router.add_api_route("/tokenize", paths.tokenize, methods=["POST"])
     router.add_api_route("/detokenize", paths.detokenize, methods=["POST"])
+    known = [route for route in router.routes if isinstance(route, APIRoute)]
+
+    async def unknown(request: Request) -> Response:
+        """Refuse any other path, and any other method of the paths above."""
+        path, method = request.url.path, request.method
+        methods = sorted({each for route in known if route.path_regex.match(path) for each in route.methods or ()})
+        if methods:
+            raise MethodNotAllowedError(f"{path} takes {' or '.join(methods)}, not {method}.", methods)
+        raise ApiError(f"Unknown request URL: {method} {path}.", status=404, code="unknown_url")
+
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    router.add_api_route("/v1/{path:path}", paths.unknown, methods=every, include_in_schema=False)
+    for path in ("/v1/{path:path}", *TOKENS):
+        router.add_api_route(path, unknown, methods=every, include_in_schema=False)
     return router
 
 
@@ -282,10 +294,6 @@ class Paths:
             "This server has no embeddings and ranks no documents: its models generate text.",
             code="unsupported_endpoint",
         )
-
-    async def unknown(self, path: str, request: Request) -> Response:
-        """Refuse any other path."""
-        raise ApiError(f"Unknown request URL: {request.method} /v1/{path}.", status=404, code="unknown_url")
 
     async def _find(self, request: Request, name: str) -> tuple[ServedModel, str | None]:
         served, adapter = await self._backend.find(name)

@@ -44,6 +44,7 @@ from trtserve.specs.command_line import given_values
 from trtserve.specs.options import Option, options_of, read_value
 from trtserve.store import Store
 
+HINT = "docs/how-to/setup-file.md explains each key; `trtserve init FILE` writes one with comments."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -64,9 +65,9 @@ def read_setup(path: Path) -> Setup:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f":{mark.line + 1}"
-        raise UsageError(f"{path}{line}: not YAML: {error.problem or error.context}.") from error
+        raise UsageError(f"{path}{line}: not YAML: {error.problem or error.context}.", hint=HINT) from error
     except yaml.YAMLError as error:
-        raise UsageError(f"{path}: not YAML: {error}.") from error
+        raise UsageError(f"{path}: not YAML: {error}.", hint=HINT) from error
     except RecursionError:
         raise UsageError(f"{path}: its lists or mappings are nested too deeply.") from None
     if root is None:
@@ -80,7 +81,7 @@ class _Document:
     lines: dict[str, yaml.Node] = field(default_factory=dict)  # model → where its draft is named
 
     def error(self, node: yaml.Node, message: str, *, hint: str | None = None) -> UsageError:
-        return UsageError(f"{self.path}:{node.start_mark.line + 1}: {message}", hint=hint)
+        return UsageError(f"{self.path}:{node.start_mark.line + 1}: {message}", hint=hint or HINT)
 
     def setup(self, root: yaml.Node) -> Setup:
         parts = self.mapping(root, "the file", ("models", "servers", "benchmarks", "tune"))
