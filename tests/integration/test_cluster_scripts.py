@@ -19,6 +19,7 @@ from tests.doubles.slurm_options import SBATCH, SRUN, parse, script_options
 from tests.support.cluster_jobs import TAG, documents, manifest_of, planned, relocatable, srun_lines
 from tests.support.double_engines import write_core_model, write_engine_folder
 from trtserve.artifacts import ModelRepository
+from trtserve.cli import run
 from trtserve.errors import MachineError, MissingDependencyError
 from trtserve.server.launch.cluster import write_job
 from trtserve.server.launch.commands import LaunchSetup
@@ -171,3 +172,26 @@ def test_without_slurm_and_when_it_refuses(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "sbatch").chmod(0o755)
     with pytest.raises(MachineError, match="invalid partition"):
         submit(job.script, tmp_path)
+
+
+@pytest.mark.parametrize(("page", "container", "runs"), [("nodes", "25.12", 2), ("nvidia", "26.07", 1)])
+def test_the_dry_runs_of_the_tutorials_work(
+    page: str,
+    container: str,
+    runs: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "home"))
+    repository = str(relocatable(tmp_path / "repository", 4, container).path)
+    text = (Path(__file__).parents[2] / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\$ trtserve (start --model-repository .*--dry-run)$", text, re.MULTILINE)
+    assert len(commands) == runs
+    for command in commands:
+        words = re.sub(r"/shared/llama|/models/inflight_batcher_llm", repository, command).split()
+        assert run(words) == 0, capsys.readouterr().err
+        shown = capsys.readouterr().out
+        expected = "sbatch" if "--slurm" in words else "LeaderWorkerSet" if "--kubernetes" in words else "docker run"
+        assert expected in shown

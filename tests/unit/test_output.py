@@ -104,6 +104,10 @@ def test_a_table_without_room_for_its_lines(
     assert any(line.split() == ["tensorrt_llm_bls", *["12345"] * 7] for line in lines)
     output.print_table(columns, [("tensorrt_llm_bls", *["1234567890"] * 7)])  # nor for its words
     assert capsys.readouterr().out.splitlines()[:2] == ["model        tensorrt_llm_bls", "some header  1234567890"]
+    output.print_table(columns, [(name, *["1234567890"] * 7) for name in ("first", "second")])  # rows become columns
+    lines = capsys.readouterr().out.splitlines()
+    assert [word.strip() for word in lines[1].strip("┃").split("┃")] == ["model", "first", "second"]
+    assert len(lines) == 11
 
 
 def test_room_goes_where_cells_would_be_folded_most(

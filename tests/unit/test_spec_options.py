@@ -74,7 +74,7 @@ def test_options_fill_their_fields() -> None:
         ("--hours nan", "--hours is nan; it must be above 0."),
         ("--timer 4294967297", "--timer is 4294967297; it must be at most 2147483647."),
         ("--rack 1,0", "--rack is 0; it must be at least 1."),
-        ("--note a", "--note 'a' is not NAME=FILE."),
+        ("--note a", "--note is 'a'; expected NAME=FILE."),
         ("--note a=b --note a=c", "--note gives a twice."),
     ],
 )

@@ -71,7 +71,7 @@ def test_the_last_import_is_the_default(tmp_path: Path) -> None:
     assert find_repository("first", store=store).path == first
     with pytest.raises(ModelNotFoundError, match="Nothing was imported under the name third") as caught:
         find_repository("third", store=store)
-    assert caught.value.hint == "Imported: second, first."
+    assert caught.value.hint == "Imported: second, first. To make it: trtserve import third"
     with pytest.raises(ModelNotFoundError) as caught:
         find_repository("llama-2-7b", store=store)
     assert caught.value.hint == "Import it first: trtserve import llama-2-7b"
@@ -85,7 +85,7 @@ def test_a_repository_made_by_repo_is_found_by_name(tmp_path: Path) -> None:
     assert find_repository("fast", store=store).path.name == "fast-1"
     with pytest.raises(ModelNotFoundError) as caught:
         find_repository("third", store=store)
-    assert caught.value.hint == "Made by `trtserve repo`: fast."
+    assert caught.value.hint == "Made by `trtserve repo`: fast. To make it: trtserve import third"
 
 
 @pytest.mark.parametrize(("source", "words"), [("fast", "fast"), ("acme/fast", "acme/fast --name fast")])

@@ -203,10 +203,11 @@ def converse(
     from trtserve.client.query import Conversation
 
     conversation = Conversation(spec=spec, server=server)
-    conversation.switch(spec.model, server)  # what does not answer or is not there is said before the first question
+    interactive = question is None and sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive or spec.model is not None:
+        conversation.switch(spec.model, server)  # what does not answer is said before the first question
     if system is not None:
         conversation.set_system(system)
-    interactive = question is None and sys.stdin.isatty() and sys.stdout.isatty()
     talk = _Talk(conversation, interactive=interactive, markdown=sys.stdout.isatty() and not plain)
     if interactive:
         say(f"{talk.name}: /help lists the commands, Ctrl-D ends.")

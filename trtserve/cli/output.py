@@ -182,7 +182,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
     widths, lines = _fitting_widths(columns, rows, room), True
     if widths is None:
         widths, lines = _bare_widths(columns, rows, room), False
-    if widths is None:
+    if widths is None and len(rows) > 1:
         exchanged = list(zip(columns, *rows, strict=True))
         other = _fitting_widths(exchanged[0], exchanged[1:], room)
         if other is not None:
