@@ -8,16 +8,18 @@ left for the gateway; its processor time for a token is the figure that another 
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import Pool
 from pathlib import Path
 
 import psutil
@@ -26,6 +28,7 @@ from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, sprea
 from tests.support.commands import trtserve
 from tests.support.gateways import HOST, RunningGateway, running_gateway
 from tests.support.waiting import wait_until
+from trtserve.gateway.settings import RequestLimits
 from trtserve.host.ports import free_ports
 from trtserve.server.repositories import find_repository
 from trtserve.store import Store
@@ -75,8 +78,10 @@ def seconds_of(gateway: RunningGateway) -> float:
 
 
 @contextmanager
-def gateways(work: Path, counts: tuple[int, ...]) -> Iterator[list[RunningGateway]]:
-    """Yield a gateway with each number of processes, in front of one engine each."""
+def gateways(
+    work: Path, counts: Sequence[int], *, engines: int = 1, streams: int = STREAMS
+) -> Iterator[list[RunningGateway]]:
+    """Yield a gateway with each number of processes, in front of `engines` each."""
     home = work / "gateway-home"
     trtserve("import", "demo", "--name", "demo", home=home)
     repository = find_repository("demo", store=Store(home)).path
@@ -84,14 +89,17 @@ def gateways(work: Path, counts: tuple[int, ...]) -> Iterator[list[RunningGatewa
     with ExitStack() as stack:
         found = []
         for count in counts:
-            (port,) = free_ports(HOST, 1)
-            command = [sys.executable, "-m", "tests.support.fast_engine", str(repository), str(port), str(STEP)]
-            engine = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-            stack.callback(engine.kill)
-            assert engine.stdout is not None
-            assert engine.stdout.readline() == b"ready\n"
+            port, *others = ports = free_ports(HOST, engines)
+            for each in ports:
+                command = [sys.executable, "-m", "tests.support.fast_engine", str(repository), str(each), str(STEP)]
+                engine = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+                stack.callback(engine.kill)
+                assert engine.stdout is not None
+                assert engine.stdout.readline() == b"ready\n"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             options = {"own": False, "model": "", "tokenizer": tokenizer, "processes": count}
+            options |= {"replicas": tuple(f"{HOST}:{each}" for each in others)}
+            options |= {"limits": RequestLimits(requests=max(RequestLimits.requests, 2 * streams))}
             gateway = stack.enter_context(running_gateway(folder, port, grpc_port=port, live=False, **options))
             wait_until(partial(answers, gateway.port))
             found.append(gateway)
@@ -132,10 +140,36 @@ def measure(work: Path, pairs: int, streams: int) -> list[Row]:
     return rows
 
 
+def scale(work: Path, counts: Sequence[int], *, engines: int, clients: int, streams: int) -> None:
+    """Print how many tokens per second pass with each number of processes: three rounds each, after one to warm up."""
+    body: dict[str, object] = {"messages": [{"role": "user", "content": "What is machine learning?"}]}
+    print(f"{len(os.sched_getaffinity(0))} cores, {engines} engines, {clients} clients, {streams} streams")
+    print("processes\ttokens/s\tms of CPU a token")
+    for count in counts:
+        with gateways(work, [count], engines=engines, streams=streams) as (gateway,), Pool(clients) as pool:
+            ask = partial(read_all, gateway.port, "/v1/chat/completions", body)
+            found = []
+            for _ in range(4):
+                before, began = seconds_of(gateway), time.perf_counter()
+                pool.map(ask, [streams // clients] * clients, chunksize=1)
+                tokens = streams // clients * clients * NEW
+                rate = tokens / (time.perf_counter() - began)
+                found.append((rate, 1000 * (seconds_of(gateway) - before) / tokens))
+        rate, cost = sorted(found[1:])[1]
+        print(f"{count}\t{rate:.0f}\t{cost:.3f}", flush=True)
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument("--scale", type=int, nargs="+", metavar="PROCESSES", help="only print tokens/s for each number")
+    parser.add_argument("--engines", type=int, default=4, help="with --scale: processes that make the tokens")
+    parser.add_argument("--clients", type=int, default=2, help="with --scale: processes that read them")
     arguments = parser.parse_args()
+    if arguments.scale:
+        sizes = {"engines": arguments.engines, "clients": arguments.clients, "streams": arguments.streams}
+        scale(arguments.work, arguments.scale, **sizes)
+        return
     rows = measure(arguments.work, arguments.pairs, arguments.streams)
     print(table(rows, measured="Several, tokens/s", base="One, tokens/s", value="Ratio or cost"))
     finish(arguments, "gateway", rows)

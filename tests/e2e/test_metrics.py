@@ -225,12 +225,17 @@ def test_times_of_generate_stream_are_on_the_page_of_the_gateway(features: Model
         ask("/v2/models/tensorrt_llm_bls/generate", {**asked, "stream": False})
         page = ask("/metrics").splitlines()
     assert pieces >= 2  # parts of characters wait
-    assert "trtserve_generate_time_to_first_token_seconds_count 1.0" in page
-    assert f"trtserve_generate_inter_token_seconds_count {pieces - 1}.0" in page
+    labels = 'adapter="",model_name="tensorrt_llm_bls"'
+    assert f"trtserve_generate_time_to_first_token_seconds_count{{{labels}}} 1.0" in page
+    assert f"trtserve_generate_inter_token_seconds_count{{{labels}}} {pieces - 1}.0" in page
 
 
 def test_dashboard_and_alerts_ask_for_metrics_that_exist(features: ModelServer, features_root: Path) -> None:
     with openai_endpoint(features, repository=features_root / "repository") as url:
+        asked = {"model": "tiny", "prompt": "Hi", "max_tokens": 6, "stream": True}
+        headers = {"Content-Type": "application/json"}
+        stream = urllib.request.Request(f"{url}/completions", json.dumps(asked).encode(), headers)
+        urllib.request.urlopen(stream, timeout=60).read()
         page = urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60).read().decode()
     samples = parse(page, ("nv_", "trtserve_"))
     labelled = {(sample.name, *pair) for sample in samples for pair in sample.labels.items()}
@@ -240,9 +245,9 @@ def test_dashboard_and_alerts_ask_for_metrics_that_exist(features: ModelServer, 
         *(rule["expr"] for rule in yaml.safe_load(ALERTS)["groups"][0]["rules"]),
     ]
     for query in queries:
-        asked = re.findall(r"\b((?:nv|trtserve)_\w+|up)\b(?:\{([^}]*)\})?", query)
-        assert asked, query
-        for name, matchers in asked:
+        found = re.findall(r"\b((?:nv|trtserve)_\w+|up)\b(?:\{([^}]*)\})?", query)
+        assert found, query
+        for name, matchers in found:
             if name.startswith("nv_gpu_"):
                 continue  # exists on machines with GPUs
             assert name in names, query

@@ -526,9 +526,9 @@ def test_times_of_streams_are_measured(triton: ScriptedTriton) -> None:
     measures = Measures()
     with endpoint_of(triton, measures=measures) as client:
         pieces = len(events(complete(client, stream=True)))
-    page = measures.page().decode()
-    assert "trtserve_openai_time_to_first_token_seconds_count 1.0" in page
-    assert f"trtserve_openai_inter_token_seconds_count {pieces - 1}.0" in page
+    page, labels = measures.page().decode(), f'adapter="",model_name="{NAME}"'
+    assert f"trtserve_openai_time_to_first_token_seconds_count{{{labels}}} 1.0" in page
+    assert f"trtserve_openai_inter_token_seconds_count{{{labels}}} {pieces - 1}.0" in page
 
 
 def test_engines_are_shown_under_the_names_of_vllm() -> None:
@@ -562,3 +562,16 @@ def test_dashboards_of_vllm_find_their_names(triton: ScriptedTriton) -> None:
     assert f"vllm:generation_tokens_total{{{label}}} 10.0" in page
     assert f'vllm:request_success_total{{finished_reason="stop",{label}}} 2.0' in page
     assert f'vllm:request_success_total{{finished_reason="abort",{label}}} 1.0' in page
+
+
+def test_adapters_at_work_are_named_as_pickers_read_them() -> None:
+    measures = Measures()
+    with (
+        measures.answer(("tiny", "second"), ()),
+        measures.answer(("tiny", "first"), ()),
+        measures.answer(("tiny", ""), ()),
+    ):
+        page = measures.page(3).decode()
+    label = 'max_lora="3",running_lora_adapters="first,second",waiting_lora_adapters=""'
+    assert f"vllm:lora_requests_info{{{label}}}" in page
+    assert 'running_lora_adapters=""' in measures.page().decode()

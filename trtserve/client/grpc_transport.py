@@ -8,15 +8,18 @@ end of the answer, without a marker response.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtserve.client.endpoint import Endpoint, explain_rpc_error, refused, unknown_model
 from trtserve.client.tensors import ModelDescription, Reply, Tensor, decoded
 from trtserve.client.transport import TransportClient
 from trtserve.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -92,13 +95,15 @@ class GrpcTransport:
             "compression": self._compression,
             "metadata": self._metadata,
         }
+        import grpc
+
         with self._explained():
             if not model.decoupled:
                 yield reply_of(await self._stub.ModelInfer(request, **options))
                 return
             call = self._stub.ModelStreamInfer(iter([request]), **options)
             try:
-                async for response in call:
+                while (response := await call.read()) is not grpc.aio.EOF:
                     if response.error_message:
                         raise refused(response.error_message)
                     yield reply_of(response.infer_response)
@@ -139,12 +144,34 @@ def infer_request(model: str, tensors: Sequence[Tensor], *, request_id: str, out
 
 def reply_of(response: Any) -> Reply:
     """Return outputs and parameters of a ModelInferResponse."""
-    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
-    outputs = {output.name: decoded(output.datatype, output.shape, content) for output, content in pairs}
-    parameters = {
-        name: getattr(value, str(value.WhichOneof("parameter_choice"))) for name, value in response.parameters.items()
-    }
-    return Reply(outputs=outputs, parameters=parameters)
+    given = response.parameters
+    parameters = {name: getattr(value, str(value.WhichOneof("parameter_choice"))) for name, value in given.items()}
+    return Reply(outputs=_Outputs(response), parameters=parameters)
+
+
+class _Outputs(Mapping[str, "npt.NDArray[Any]"]):
+    """The outputs of a response, decoded when they are read: a stream has thousands, and few are."""
+
+    __slots__ = ("_outputs", "_raw")
+
+    def __init__(self, response: Any) -> None:
+        """Raises ValueError for a response that does not bring its tensors as raw contents."""
+        self._outputs, self._raw = {each.name: each for each in response.outputs}, response.raw_output_contents
+        if len(self._outputs) != len(self._raw):
+            raise ValueError(f"A response has {len(self._outputs)} outputs and {len(self._raw)} contents.")
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        output = self._outputs[name]
+        return decoded(output.datatype, output.shape, self._raw[list(self._outputs).index(name)])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._outputs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outputs)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
 
 
 def open_channel(endpoint: Endpoint) -> Any:

@@ -252,7 +252,7 @@ class Gateway(Entrance):
             Only the first server's port is known: the page has the gateway's part alone while another one answers.
             """
             page = await self._triton.metrics() if self._replicas.first.http is self._triton else b""
-            ours = self._measures.page() + engine_page(page) + self._replicas.page()
+            ours = self._measures.page(backend.adapters) + engine_page(page) + self._replicas.page()
             return Response(page + ours, media_type="text/plain; version=0.0.4")
 
         @routes.get("/replicas")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -69,13 +69,15 @@ class CheckedBody:
     json_length: int | None = None
     """Length of the JSON part when binary tensors follow it."""
     request_id: str = ""
+    adapter: str = ""
+    """LoRA adapter that it names."""
 
     def with_id(self, request_id: str) -> CheckedBody:
         """Return the body with this id as the first key of its JSON, which must not have an id."""
         added = b'{"id":' + to_json(request_id)
         content = added + (b"}" if self.content == b"{}" else b"," + self.content.removeprefix(b"{"))
         length = None if self.json_length is None else self.json_length + len(content) - len(self.content)
-        return CheckedBody(content=content, json_length=length, request_id=request_id)
+        return replace(self, content=content, json_length=length, request_id=request_id)
 
 
 def check_infer(
@@ -138,8 +140,11 @@ def check_generate(body: bytes, limits: RequestLimits, datatypes: Mapping[str, s
         if not set(map(type, values)) <= _kinds(datatypes[name]):
             raise RefusedError(400, f"{name!r} must be one value of the type {datatypes[name]}, or a flat list of them")
         _check_range(name, datatypes[name], values)
+    adapter = head.get("lora_name", "")
+    adapter = adapter[0] if type(adapter) is list and adapter else adapter
+    name = adapter[:_MAX_NAME] if isinstance(adapter, str) else ""
     request_id = _request_id(head)
-    return CheckedBody(content=_written(head), request_id=request_id)
+    return CheckedBody(content=_written(head), request_id=request_id, adapter=name)
 
 
 def check_control(body: bytes, limits: RequestLimits) -> CheckedBody:

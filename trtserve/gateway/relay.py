@@ -90,10 +90,11 @@ class Relay:
         exchange: Exchange = scope["state"]["exchange"]
         headers = headers_of(scope)
         streams = target.operation == "generate_stream"
-        stopwatch = self._measures.stopwatch("generate") if streams else None
         body = await receive_body(headers, receive, self._limits, reserve)
         checked, own_id = await self._checked(target, headers, body, exchange)
         del body
+        labels = target.model or "", checked.adapter
+        stopwatch = self._measures.stopwatch("generate", labels) if streams else None
         passed_on = {"Content-Type": "application/json"}
         if checked.json_length is not None:
             passed_on = {"Content-Type": "application/octet-stream", JSON_LENGTH: str(checked.json_length)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -184,7 +185,7 @@ class Answering:
             if stream:
                 events = self._events()
                 first = await while_connected(request.receive, _next(events))
-                return EventStream(_from(first, events), headers)
+                return EventStream(first, events, headers)
             await while_connected(request.receive, self._collect())
         except ClientGoneError as error:
             return error.response
@@ -220,7 +221,7 @@ class Answering:
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error is raised before the first event, and is an event after it."""
-        watches = {id(each): self.measures.stopwatch(labels=self._labels) for each in self.sequences}
+        watches = {id(each): self.measures.stopwatch("openai", self._labels) for each in self.sequences}
         began, begun = time.perf_counter(), False
         try:
             with self._counted():
@@ -239,13 +240,11 @@ class Answering:
         else:
             yield self.form.end()
 
-    async def _pieces(self) -> AsyncGenerator[tuple[Sequenced[Any], TextPiece], None]:
+    def _pieces(self) -> AsyncGenerator[tuple[Sequenced[Any], TextPiece], None]:
         """Yield the pieces of all sequences as they come."""
-        if len(self.sequences) == 1:
-            async with aclosing(self._pieces_of(self.sequences[0])) as pieces:
-                async for each in pieces:
-                    yield each
-            return
+        return self._pieces_of(self.sequences[0]) if len(self.sequences) == 1 else self._mixed()
+
+    async def _mixed(self) -> AsyncGenerator[tuple[Sequenced[Any], TextPiece], None]:
         arrived: asyncio.Queue[tuple[Sequenced[Any], TextPiece] | Exception | None] = asyncio.Queue()
         turns = asyncio.Semaphore(_AT_ONCE)
         readers = [asyncio.create_task(_read(self._pieces_of(each), arrived, turns)) for each in self.sequences]
@@ -286,13 +285,6 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-async def _from(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        yield first
-        async for each in events:
-            yield each
-
-
 class ClientGoneError(Exception):
     """The client closed its connection before its answer began."""
 
@@ -326,11 +318,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+    ) -> None:
         # Without this header nginx would collect the events.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._events = events
+        self._first, self._events = first, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes away."""
@@ -342,6 +336,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for each in self._events:
             await send({"type": "http.response.body", "body": each, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -352,30 +347,22 @@ class Measures:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        one: dict[str, Any] = {"labelnames": ["model_name", "adapter"], "registry": self._registry}
         self._times = {
             kind: (
                 Histogram(
                     f"trtserve_{kind}_time_to_first_token_seconds",
                     "From the request to the first streamed text.",
                     buckets=_FIRST,
-                    registry=self._registry,
+                    **one,
                 ),
                 Histogram(
-                    f"trtserve_{kind}_inter_token_seconds",
-                    "Between two pieces of streamed text.",
-                    buckets=_GAPS,
-                    registry=self._registry,
+                    f"trtserve_{kind}_inter_token_seconds", "Between two pieces of streamed text.", buckets=_GAPS, **one
                 ),
             )
             for kind in ("openai", "generate")
         }
-
-        one: dict[str, Any] = {"labelnames": ["model_name", "adapter"], "registry": self._registry}
         # The names that dashboards of vLLM read, for all APIs below /v1.
-        self._first = Histogram(
-            "vllm:time_to_first_token_seconds", "To the first streamed text.", buckets=_FIRST, **one
-        )
-        self._gaps = Histogram("vllm:inter_token_latency_seconds", "Between streamed texts.", buckets=_GAPS, **one)
         self._whole = Histogram("vllm:e2e_request_latency_seconds", "Of whole answers.", buckets=_WHOLE, **one)
         self._running = Gauge(
             "vllm:num_requests_running",
@@ -392,13 +379,16 @@ class Measures:
             registry=self._registry,
         )
 
-    def page(self) -> bytes:
-        """Return the metrics in Prometheus' text format, those of all processes of this gateway."""
+    def page(self, adapters: int = 0) -> bytes:
+        """Return the metrics in Prometheus' text format, those of all processes of this gateway.
+
+        `adapters` is how many the server has.
+        """
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-            return generate_latest(registry)
-        return generate_latest(self._registry)
+            return _with_names_of_vllm(generate_latest(registry).decode(), adapters)
+        return _with_names_of_vllm(generate_latest(self._registry).decode(), adapters)
 
     @contextmanager
     def answer(self, labels: tuple[str, str], sequences: Sequence[Sequenced[Any]]) -> Iterator[None]:
@@ -416,12 +406,31 @@ class Measures:
                 self._generated.labels(*labels).inc(each.usage.completion_tokens or 0)
                 self._ended.labels(*labels, each.answer.finish_reason or "abort").inc()
 
-    def stopwatch(
-        self, kind: Literal["openai", "generate"] = "openai", *, labels: tuple[str, str] | None = None
-    ) -> Stopwatch:
-        """Return the times of one streamed answer, which begin now."""
-        more = [] if labels is None else [(self._first.labels(*labels), self._gaps.labels(*labels))]
-        return Stopwatch([self._times[kind], *more])
+    def stopwatch(self, kind: Literal["openai", "generate"], labels: tuple[str, str]) -> Stopwatch:
+        """Return the times of one streamed answer of a model and an adapter, or no text; they begin now."""
+        return Stopwatch(*self._times[kind], labels)
+
+
+_NAMES_OF_VLLM = {
+    "trtserve_openai_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "trtserve_openai_inter_token_seconds": "vllm:inter_token_latency_seconds",
+}
+_RUNNING = re.compile(r'^vllm:num_requests_running{adapter="([^"]+)",.*} ([1-9].*)$', re.MULTILINE)
+
+
+def _with_names_of_vllm(page: str, adapters: int) -> bytes:
+    """Return a page with the histograms that vLLM names otherwise, and its line of the adapters that are at work."""
+    again = [
+        line.replace(name, other)
+        for name, other in _NAMES_OF_VLLM.items()
+        for line in page.splitlines(keepends=True)
+        if name in line
+    ]
+    running = ",".join(sorted({adapter for adapter, _ in _RUNNING.findall(page)}))
+    # The engine takes adapters in while it runs, so that none waits for a place.
+    info = f'{{max_lora="{adapters}",running_lora_adapters="{running}",waiting_lora_adapters=""}} {time.time():.3f}'
+    info = f"# TYPE vllm:lora_requests_info gauge\nvllm:lora_requests_info{info}\n"
+    return f"{page}{''.join(again)}{info}".encode()
 
 
 def engine_page(page: bytes) -> bytes:
@@ -449,13 +458,18 @@ def engine_page(page: bytes) -> bytes:
 class Stopwatch:
     """Observes the time to the first piece and between pieces."""
 
-    def __init__(self, histograms: Sequence[tuple[Histogram, Histogram]]) -> None:
-        self._now, self._later = zip(*histograms, strict=True)
+    def __init__(self, first: Histogram, later: Histogram, labels: tuple[str, str]) -> None:
+        """`labels` are used with the first piece: only then is it known that there is such an adapter."""
+        self._first, self._later, self._labels = first, later, labels
+        self._now: Histogram | None = None
         self._last = time.perf_counter()
 
     def piece(self) -> None:
         """Note that a piece came."""
         now = time.perf_counter()
-        for histogram in self._now:
-            histogram.observe(now - self._last)
-        self._now, self._last = self._later, now
+        if self._now is None:
+            self._first.labels(*self._labels).observe(now - self._last)
+            self._now = self._later.labels(*self._labels)
+        else:
+            self._now.observe(now - self._last)
+        self._last = now

@@ -7,6 +7,7 @@ import uuid
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -285,8 +286,13 @@ class Envelope:
         return {**self._head(self.kind), "choices": list(choices), "usage": usage}
 
     def chunk(self, choices: Sequence[Json], **more: Any) -> bytes:
-        """Return the event of a chunk."""
-        return event({**self._head(self.chunk_kind), "choices": list(choices), **more})
+        """Return the event of a chunk. What all chunks have in common is encoded once."""
+        rest = b"," + to_json(more)[1:] if more else b"}"
+        return self._opening + to_json(choices) + rest + b"\n\n"
+
+    @cached_property
+    def _opening(self) -> bytes:
+        return b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b',"choices":'
 
     def _head(self, kind: str) -> Json:
         return {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}

@@ -218,6 +218,11 @@ class Backend:
         """The model repository, if it is on this machine."""
         return self._endpoint.repository
 
+    @property
+    def adapters(self) -> int:
+        """How many LoRA adapters the models have, as far as they are known."""
+        return sum(len(served.names) - 1 for served in self._served)
+
     async def models(self) -> tuple[ServedModel, ...]:
         """Return the models. Raises ServerUnreachableError or RequestError while no copy can describe them."""
         async with self._lock:
