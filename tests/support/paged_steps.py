@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_decoders import POSITIONS, TinyDecoder
-from trtserve.executor.engine.model import ModelRunner, StepInputs
+from trtserve.executor.engine.model import ModelRunner, StatefulModel, StepInputs
 
 Logits = npt.NDArray[np.float32]
 
@@ -90,6 +90,10 @@ class PagedSteps:
         total = sum(needed.values())
         model.allocate(total)
         free = [int(block) for block in np.random.default_rng(7).permutation(total)]
+        self._rows = {name: number for number, name in enumerate(sequences)}
+        self._stateful = isinstance(model, StatefulModel) and bool(model.bytes_per_state)
+        if isinstance(model, StatefulModel):
+            model.allocate_states(len(self._rows))
         self.blocks = {name: [free.pop() for _ in range(count)] for name, count in needed.items()}
 
     def step(self, new: Mapping[str, int], **extra: Any) -> dict[str, Logits]:
@@ -110,6 +114,7 @@ class PagedSteps:
             block_indices_begins=np.concatenate([[0], np.cumsum([len(b) for b in blocks])]).astype(np.int32),
             max_context_len=max(self.past[name] + count for name, count in new.items()),
             rows=np.arange(begins[-1], dtype=np.int32),
+            states=np.array([self._rows[name] for name in new], np.int32) if self._stateful else None,
             **extra,
         )
         logits = self.model.forward(step).copy()

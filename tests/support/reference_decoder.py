@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.checkpoint.architectures.base import Decoder, Experts, LatentAttention
+from trtserve.checkpoint.architectures.parts.mixers import DeltaNet, Mixer, ShortConvolution, StateSpace
 from trtserve.checkpoint.quantized import group_size
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.weight_quantization import Packing, quantize_in_groups
@@ -65,7 +66,11 @@ class ReferenceDecoder:
         window = self._windows[layer % len(self._windows)]
         scale = self._decoder.residual_scale
         normed = hidden if block in ("post", "branch") else self._norm(hidden, name + "input_layernorm")
-        attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer))
+        mixer = self._decoder.mixer_of(layer)
+        if mixer is None:
+            attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer))
+        else:
+            attended = self._mixed(normed, name + "mixer.", mixer)
         if block == "parallel":
             other = normed if mlp_norm is None else self._norm(hidden, name + mlp_norm)
             both: Floats = hidden + (attended + self._mlp(other, name + "mlp.", layer)) * scale
@@ -125,7 +130,75 @@ class ReferenceDecoder:
         highest = np.maximum(scores.max(-1, keepdims=True), sinks)
         weights = np.exp(scores - highest)
         weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - highest)
-        return self._linear(np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1), name + "dense")
+        attended = np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1)
+        if self._decoder.attention_gate:
+            attended = attended / (1 + np.exp(-self._linear(hidden, name + "gate")))
+        return self._linear(attended, name + "dense")
+
+    def _mixed(self, hidden: Floats, name: str, mixer: Mixer) -> Floats:
+        """The layers with a state, token by token."""
+        length, inputs = len(hidden), self._linear(hidden, name + "in_proj")
+        if isinstance(mixer, ShortConvolution):
+            before, after, x = np.split(inputs, 3, axis=-1)
+            result: Floats = after * self._convolved(before * x, name)
+        elif isinstance(mixer, DeltaNet):
+            joined, gates = np.split(inputs, [mixer.channels], axis=-1)
+            betas, steps = np.split(self._linear(hidden, name + "gates"), 2, axis=-1)
+            parts = np.split(_silu(self._convolved(joined, name)), [mixer.keys, 2 * mixer.keys], axis=-1)
+            query, key, value = (
+                part.reshape(length, heads, -1)
+                for part, heads in zip(parts, (mixer.key_heads, mixer.key_heads, mixer.value_heads), strict=True)
+            )
+            query, key = (np.repeat(_unit(part), mixer.value_heads // mixer.key_heads, axis=1) for part in (query, key))
+            decays = np.exp(-np.exp(self._weights[name + "decay"]) * self._softplus(steps, name))
+            state, outputs = np.zeros((mixer.value_heads, mixer.value, mixer.key)), []
+            for token in range(length):
+                state = state * decays[token][:, None, None]
+                missing = value[token] - np.einsum("hvk,hk->hv", state, key[token])
+                state = state + np.einsum("h,hv,hk->hvk", 1 / (1 + np.exp(-betas[token])), missing, key[token])
+                outputs.append(np.einsum("hvk,hk->hv", state, query[token]) / math.sqrt(mixer.key))
+            result = self._norm(np.stack(outputs), name + "norm").reshape(length, -1) * _silu(gates)
+        else:
+            result = self._scanned(inputs, name, mixer)
+        return self._linear(result, name + "out_proj")
+
+    def _scanned(self, inputs: Floats, name: str, mixer: StateSpace) -> Floats:
+        length = len(inputs)
+        gates, joined, steps = np.split(inputs, [mixer.inner, mixer.inner + mixer.channels], axis=-1)
+        edges = [mixer.inner, mixer.inner + mixer.groups * mixer.state]
+        x, b, c = np.split(_silu(self._convolved(joined, name)), edges, axis=-1)
+        x = x.reshape(length, mixer.heads, mixer.head)
+        b, c = (
+            np.repeat(part.reshape(length, mixer.groups, -1), mixer.heads // mixer.groups, axis=1) for part in (b, c)
+        )
+        steps = self._softplus(steps, name)
+        if mixer.time_limit is not None:
+            steps = np.clip(steps, *mixer.time_limit)
+        decays = np.exp(-np.exp(self._weights[name + "decay"]) * steps)
+        state, outputs = np.zeros((mixer.heads, mixer.head, mixer.state)), []
+        for token in range(length):
+            fresh = np.einsum("h,hd,hs->hds", steps[token], x[token], b[token])
+            state = state * decays[token][:, None, None] + fresh
+            outputs.append(np.einsum("hds,hs->hd", state, c[token]) + self._weights[name + "skip"][:, None] * x[token])
+        result: Floats = np.stack(outputs).reshape(length, -1)
+        if not mixer.norm_groups:
+            return result * _silu(gates)
+        if not mixer.norm_first:
+            result = result * _silu(gates)
+        normed = self._norm(result.reshape(length, mixer.norm_groups, -1), name + "norm").reshape(length, -1)
+        return normed * _silu(gates) if mixer.norm_first else normed
+
+    def _convolved(self, inputs: Floats, name: str) -> Floats:
+        weight = self._weights[name + "conv.weight"]
+        taps = weight.shape[-1]
+        padded = np.concatenate([np.zeros((taps - 1, inputs.shape[1])), inputs])
+        taken = [padded[tap : tap + len(inputs)] * weight[:, tap] for tap in range(taps)]
+        total: Floats = np.sum(taken, axis=0) + self._weights.get(name + "conv.bias", 0)
+        return total
+
+    def _softplus(self, steps: Floats, name: str) -> Floats:
+        total: Floats = np.logaddexp(0, steps + self._weights[name + "time_bias"])
+        return total
 
     def _latent_attention(self, hidden: Floats, name: str, latent: LatentAttention) -> Floats:
         """Keys and values of every head, made of the latent vectors."""
@@ -241,6 +314,11 @@ def _visible(length: int, window: int | None) -> npt.NDArray[np.bool_]:
     return seen
 
 
+def _unit(values: Floats) -> Floats:
+    scaled: Floats = values / np.sqrt((values**2).sum(-1, keepdims=True) + 1e-6)
+    return scaled
+
+
 def _silu(values: Floats) -> Floats:
     return values / (1 + np.exp(-values))
 
@@ -268,7 +346,7 @@ _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _
 
 def _is_packed(name: str, weight: Array) -> bool:
     """Routers of experts and biases are not quantised."""
-    routes = name.endswith(("router.weight", "shared_expert_gate.weight", "kv_b.weight"))
+    routes = name.endswith(("router.weight", "shared_expert_gate.weight", "kv_b.weight", "conv.weight", "gates.weight"))
     return ".layers." in name and name.endswith(".weight") and weight.ndim > 1 and not routes
 
 

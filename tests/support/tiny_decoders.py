@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts, LatentAttention, QueryGrowth
+from trtserve.checkpoint.architectures.parts.mixers import DeltaNet, Mixer, ShortConvolution, StateSpace
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.weight_quantization import Packing
@@ -66,6 +67,18 @@ LATENT = replace(
     latent=LatentAttention(rank=32, rotated=16, plain=24, value=40, epsilon=1e-6),
     rope_interleaved=True,
     attention_scale=0.15,
+)
+SHORT = replace(LLAMA, qk_norm="heads", mixer=ShortConvolution(width=64, taps=3), mixer_layers=frozenset({0}))
+DELTA = replace(
+    LLAMA,
+    attention_gate=True,
+    mixer=DeltaNet(key_heads=2, value_heads=4, key=16, value=8, taps=4),
+    mixer_layers=frozenset({0, 2}),
+)
+SPACE = replace(
+    LLAMA,
+    mixer=StateSpace(heads=8, head=12, groups=2, state=16, taps=4, norm_groups=2),
+    mixer_layers=frozenset({0, 2}),
 )
 QWEN2_MOE = replace(MIXTRAL, experts=Experts(count=4, chosen=3, renormalized=False, shared=True))
 ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
@@ -141,10 +154,12 @@ def tiny_decoder(
         name = f"transformer.layers.{layer}"
         for norm in _norms(decoder):
             add(f"{name}.{norm}", sizes.hidden, bias=layer_norm, centre=1.0)
-        for norm, size in _head_norms(decoder, sizes).items():
+        for norm, size in _head_norms(decoder, sizes).items() if decoder.mixer_of(layer) is None else ():
             add(f"{name}.attention.{norm}", size, bias=False, centre=1.0)
         inner = _mlp_shapes(decoder, decoder.experts_of(layer), sizes.hidden)
-        parts = _attention_shapes(decoder, sizes) | {f"mlp.{part}": shape for part, shape in inner.items()}
+        mixer = decoder.mixer_of(layer)
+        outer = _attention_shapes(decoder, sizes) if mixer is None else _mixer_shapes(mixer, sizes.hidden)
+        parts = outer | {f"mlp.{part}": shape for part, shape in inner.items()}
         for part, shape in parts.items():
             add(f"{name}.{part}", *shape, bias=biases and len(shape) == 2)
     tensors |= _extra_tensors(decoder, sizes, tensors, random, dtype, biases=biases)
@@ -167,7 +182,10 @@ def _attention_shapes(decoder: Decoder, sizes: Sizes) -> dict[str, tuple[int, ..
     latent, heads, hidden = decoder.latent, sizes.heads, sizes.hidden
     if latent is None:
         rows = (heads + 2 * sizes.kv_heads) * sizes.head
-        return {"attention.qkv": (rows, hidden), "attention.dense": (hidden, heads * sizes.head)}
+        gate: dict[str, tuple[int, ...]] = (
+            {"attention.gate": (heads * sizes.head, hidden)} if decoder.attention_gate else {}
+        )
+        return gate | {"attention.qkv": (rows, hidden), "attention.dense": (hidden, heads * sizes.head)}
     return {
         "attention.q_b": (heads * (latent.plain + latent.rotated), hidden),
         "attention.kv_a": (latent.rank + latent.rotated, hidden),
@@ -175,6 +193,23 @@ def _attention_shapes(decoder: Decoder, sizes: Sizes) -> dict[str, tuple[int, ..
         "attention.kv_b": (heads * (latent.plain + latent.value), latent.rank),
         "attention.dense": (hidden, heads * latent.value),
     }
+
+
+def _mixer_shapes(mixer: Mixer, hidden: int) -> dict[str, tuple[int, ...]]:
+    if isinstance(mixer, ShortConvolution):
+        shapes: dict[str, tuple[int, ...]] = {"in_proj": (3 * mixer.width, hidden), "out_proj": (hidden, mixer.width)}
+    elif isinstance(mixer, DeltaNet):
+        shapes = {
+            "in_proj": (mixer.channels + mixer.values, hidden),
+            "gates": (2 * mixer.value_heads, hidden),
+            "norm": (mixer.value,),
+            "out_proj": (hidden, mixer.values),
+        }
+    else:
+        rows = mixer.inner + mixer.channels + mixer.heads
+        shapes = {"in_proj": (rows, hidden), "out_proj": (hidden, mixer.inner)}
+        shapes |= {"norm": (mixer.inner,)} if mixer.norm_groups else {}
+    return {f"mixer.{name}": shape for name, shape in ({"conv": (mixer.channels, mixer.taps)} | shapes).items()}
 
 
 def _extra_tensors(
@@ -190,6 +225,12 @@ def _extra_tensors(
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(sizes.layers):
         name, experts = f"transformer.layers.{layer}", decoder.experts_of(layer)
+        mixer = decoder.mixer_of(layer)
+        if mixer is not None and not isinstance(mixer, ShortConvolution):
+            heads = mixer.value_heads if isinstance(mixer, DeltaNet) else mixer.heads
+            shapes |= {f"{name}.mixer.{part}": (heads,) for part in ("decay", "time_bias")}
+            if isinstance(mixer, StateSpace):
+                shapes |= {f"{name}.mixer.skip": (heads,), f"{name}.mixer.conv.bias": (mixer.channels,)}
         if decoder.attention_sinks:
             shapes[f"{name}.attention.sinks"] = (sizes.heads,)
         if experts is not None and experts.scores == "sigmoid":
@@ -286,5 +327,17 @@ DECODERS: dict[str, TinyDecoder] = {
     "deepseek, groups of experts, a dense layer": tiny_decoder(DEEPSEEK),
     "deepseek, latent attention": tiny_decoder(LATENT, replace(GROUPED, kv_heads=1, head=48)),
     "deepseek, latent attention, int8": tiny_decoder(LATENT, replace(GROUPED, kv_heads=1, head=48), packing="int8"),
+    "lfm2, short convolutions": tiny_decoder(SHORT),
+    "lfm2, short convolutions, int8": tiny_decoder(SHORT, packing="int8"),
+    "qwen3-next, delta nets, gated attention": tiny_decoder(DELTA, replace(GROUPED, layers=3)),
+    "mamba 2, groups": tiny_decoder(SPACE, replace(GROUPED, layers=3)),
+    "mamba 2, the gate after the norm, no positions": tiny_decoder(
+        replace(
+            SPACE,
+            unrotated=(True,),
+            mixer=replace(SPACE.mixer, norm_groups=1, norm_first=True, time_limit=(0.4, 1.2)),  # type: ignore[type-var]
+        ),
+        replace(GROUPED, layers=3),
+    ),
     "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), packing="int8"),
 }

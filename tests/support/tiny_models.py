@@ -60,10 +60,10 @@ def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], d
     noise = generator.standard_normal(shape, dtype=np.float32)
     if name.endswith("bias"):
         values = 0.1 * noise
-    elif name.endswith(".sinks"):
-        values = noise
     elif "norm" in name or ".ln_" in name:
         values = 1 + 0.1 * noise
+    elif len(shape) == 1:  # sinks of attention, decays of states
+        values = noise
     elif "embed" in name or "lm_head" in name or "wte" in name or "wpe" in name:
         values = 0.4 * noise
     else:

@@ -121,6 +121,7 @@ class CheckpointConfig:
     max_attention_window: tuple[int | None, ...] = ()  # ours: sliding windows, see `Decoder.windows`
     unrotated_layers: tuple[bool, ...] = ()  # ours: see `Decoder.unrotated`
     dense_layers: tuple[int, ...] = ()  # ours: layers without experts in a model with experts
+    mixer_layers: tuple[int, ...] = ()  # ours: layers with a state instead of keys and values
     superset: tuple[str, ...] = ()  # ours: what of the model TensorRT-LLM's format does not have, in words
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import checkpoint_targets
+from trtserve.checkpoint.architectures import checkpoint_targets, family
 from trtserve.checkpoint.architectures.base import expert_size
 from trtserve.checkpoint.quantized import FP8, group_size, is_excluded, is_quantised
 from trtserve.checkpoint.sharding import matrix, shard, stage_layers, stage_of
@@ -99,8 +99,16 @@ def kv_bytes_per_token(config: CheckpointConfig, precision: str, *, tp_size: int
     keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
     if precision == "u8":
         keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
-    layers = -(-config.num_hidden_layers // pp_size)
+    layers = -(-(config.num_hidden_layers - len(config.mixer_layers)) // pp_size)
     return layers * max(1, config.num_key_value_heads // tp_size) * (keys + values)
+
+
+def state_bytes(config: CheckpointConfig) -> int:
+    """Return the bytes of a sequence's states in all layers, in float32."""
+    if not config.mixer_layers:
+        return 0
+    mixer = family(config.architecture).decoder(config).mixer
+    return 4 * len(config.mixer_layers) * sum(math.prod(table) for table in (mixer.tables if mixer else ()))
 
 
 def gpu_step_bytes(config: CheckpointConfig, limits: Limits, tp_size: int) -> int:

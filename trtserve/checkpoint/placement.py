@@ -251,7 +251,9 @@ def _uses(target: Target, sources: Mapping[str, SourceTensor]) -> Iterator[Use]:
 
 def runs(target: Target) -> Iterator[tuple[str, int, int]]:
     """Return a target's rows in order: source, its first row, and the number of consecutive rows."""
-    if target.order:
+    if target.runs:
+        yield from ((target.sources[number], start, count) for number, start, count in target.runs)
+    elif target.order:
         yield from ((name, start, count) for name in target.sources for start, count in target.order)
     else:
         rows = target.parts if len(target.sources) > 1 else target.shape[:1]
@@ -266,8 +268,13 @@ def _misshaped(uses: Iterable[Use]) -> list[str]:
     return [
         f"{name} is {list(source.entry.shape)}, expected {list(expected[name])}"
         for name, source in sources.items()
-        if source.entry.shape != expected[name]
+        if _without_middle(source.entry.shape) != expected[name]
     ]
+
+
+def _without_middle(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without dimensions of 1 between the first and the last: those of convolutions by channel."""
+    return (*shape[:1], *(size for size in shape[1:-1] if size != 1), *shape[1:][-1:])
 
 
 def source_shapes(targets: Iterable[Target]) -> dict[str, tuple[int, ...]]:

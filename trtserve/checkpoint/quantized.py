@@ -115,6 +115,8 @@ _NEVER_QUANTISED = (
     "mlp.router.weight",
     "mlp.shared_expert_gate.weight",
     "attention.kv_b.weight",
+    "mixer.conv.weight",
+    "mixer.gates.weight",
     "q_layernorm.weight",
     "k_layernorm.weight",
 )

@@ -192,6 +192,12 @@ def _require_module(config: CheckpointConfig, name: str) -> None:
             "makes keys and values of a latent vector.",
             hint="Leave out --lora-plugin and --lora-target-modules.",
         )
+    if decoder.mixer is not None:
+        raise UsageError(
+            f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because some of its "
+            "layers have a state instead of attention.",
+            hint="Leave out --lora-plugin and --lora-target-modules.",
+        )
     if mlp == "experts" and name.startswith(("mlp_", "moe_")):
         raise UsageError(
             f"--lora-target-modules {name}: adapters of experts need TensorRT-LLM's GPU engines.",

@@ -17,6 +17,7 @@ from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.openvino.graph import GraphWeights, build_graph
+from trtserve.executor.openvino.mixer_graph import STATE_TABLE, step_inputs
 from trtserve.executor.openvino.paged_model import openvino_core
 from trtserve.executor.openvino.weight_quantization import Packing
 
@@ -46,18 +47,25 @@ class ReferenceModel:
             self._request = openvino_core().compile_model(graph, "CPU", _properties(threads)).create_infer_request()
         except RuntimeError as error:
             raise UnsupportedModelError(f"OpenVINO {ov.get_version()} cannot compile the graph: {error}") from error
+        self._tables = [port for port in self._request.model_inputs if port.get_any_name().startswith(STATE_TABLE)]
+        for port in self._tables:  # a row that is written, and one that stays empty
+            shape = [2, *(int(size.get_length()) for size in list(port.get_partial_shape())[1:])]
+            self._request.set_tensor(port, ov.Tensor(np.zeros(shape, np.float32)))
         self.vocab_size = sizes.vocab
 
     def logits(self, tokens: Sequence[int]) -> Logits:
         """Return logits f32[l, vocab] of the sequence `tokens`."""
         ids = np.asarray(tokens, dtype=np.int64)[np.newaxis]
         self._request.reset_state()
+        row = np.zeros(1, np.int32)
+        states = step_inputs(np.array([0, ids.size]), row, row, empty=1) if self._tables else {}
         results: Any = self._request.infer(
             {
                 "input_ids": ids,
                 "attention_mask": np.ones_like(ids),
                 "position_ids": np.arange(ids.size, dtype=np.int64)[np.newaxis],
                 "beam_idx": np.zeros(1, dtype=np.int32),
+                **states,
             }
         )
         logits: Logits = results["logits"][0].copy()

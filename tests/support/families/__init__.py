@@ -13,10 +13,11 @@ from tests.support.families.llama_like import LLAMA_LIKE
 from tests.support.families.mixtures import MIXTURE_FAMILIES
 from tests.support.families.ours import OURS
 from tests.support.families.own_names import OWN_NAMES
+from tests.support.families.with_states import WITH_STATES
 
 __all__ = ["EVERY", "FAMILIES", "Config", "Family", "cases", "in_turn", "representatives"]
 
-FAMILIES: dict[str, Family] = LLAMA_LIKE | MIXTURE_FAMILIES | OWN_NAMES | OURS
+FAMILIES: dict[str, Family] = LLAMA_LIKE | MIXTURE_FAMILIES | OWN_NAMES | OURS | WITH_STATES
 
 
 def cases(field: str) -> list[tuple[str, Config]]:

@@ -85,6 +85,10 @@ FAMILIES: dict[str, str] = {
     "IQuestCoderForCausalLM": "internlm3",
     "ExaoneForCausalLM": "exaone",
     "HyperCLOVAXForCausalLM": "granite",
+    "Lfm2ForCausalLM": "lfm2",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_next",
+    "Qwen3_5MoeForCausalLM": "qwen3_next",
 }
 
 # Other names in TensorRT-LLM's checkpoints.

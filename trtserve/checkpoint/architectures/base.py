@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures.parts.mixers import Mixer, MixerTensor
 from trtserve.errors import UnsupportedModelError
 from trtserve.specs.options import INT32
 
@@ -94,6 +95,7 @@ class Target:
     parts: tuple[int, ...] = ()  # row counts of the fused parts: q, k and v, or the halves of a gated MLP
     head_size: int = 0  # rows of q, k or v that stay on one rank
     order: tuple[tuple[int, int], ...] = ()  # runs (first row, rows) of each source, in target order; (): unchanged
+    runs: tuple[tuple[int, int, int], ...] = ()  # the same with the number of the source in front
     transpose: bool = False  # Conv1D weights, stored [in, out]
     offset: float = 0.0  # added to all values
     factor: Factor | None = None  # the target is the one source times this matrix
@@ -194,8 +196,15 @@ class Decoder:
     attention_softcap: float | None = None  # c: scores become c · tanh(score / c)
     logits_softcap: float | None = None  # the same for logits
     attention_sinks: bool = False  # a learned score per head takes its share of the softmax and adds nothing (gpt-oss)
+    attention_gate: bool = False  # what heads attend to is multiplied by the sigmoid of a product (Qwen3-Next)
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    mixer: Mixer | None = None  # of layers with a state
+    mixer_layers: frozenset[int] = frozenset()  # the layers that have it instead of attention
+
+    def mixer_of(self, layer: int) -> Mixer | None:
+        """Return what a layer has instead of attention, or None."""
+        return self.mixer if layer in self.mixer_layers else None
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer, or None for one with a single MLP."""
@@ -222,7 +231,7 @@ class ExpertNames:
     """
 
     router: str
-    gate: str | None  # None: `up` holds both, the gate first or row by row in turn
+    gate: str | None  # None: `up` holds both
     up: str
     down: str
     shared: str | None = None
@@ -230,6 +239,7 @@ class ExpertNames:
     router_bias: bool = False
     biases: bool = False  # of the experts' matrices
     transposed: bool = False  # the experts' matrices are stored [in, out]
+    gate_first: bool = False  # in an `up` that holds both; the checkpoint stores them in the other order
 
 
 Part = Literal["qkv", "dense", "fc", "gate", "proj", "head"]
@@ -255,6 +265,8 @@ class SourceNames:
     gate: str | None = None  # of a gated MLP; `fc` is the activated branch
     experts: ExpertNames | None = None  # instead of the MLP, but for layers that are dense
     latent: bool = False  # latent attention instead of `qkv` and `dense`
+    gated_queries: bool = False  # the first of `qkv` has each head's query and then its gate
+    mixer: Sequence[MixerTensor] = ()  # instead of attention, in layers with a state
     sinks: str | None = None  # the whole name of the scores of attention's sinks
     head_norms: Mapping[str, str] = field(default_factory=dict)  # of queries and keys; `{}` for the number of a head
     # The weights of `head_norms`: one for all heads [D], one for each [H, D], or all in a row [H · D].

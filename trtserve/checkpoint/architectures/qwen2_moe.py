@@ -55,7 +55,7 @@ def qwen_moe_config(
     `normalization_mode` follows the model's `norm_topk_prob`. Upstream always writes 0, which makes the experts of a
     normalising Qwen3-MoE too weak (decision 0009).
     """
-    dense = _dense_layers(hf)
+    dense = dense_layers(hf)
     require_activation(hf.get("hidden_act", "silu"), "silu")
     experts, chosen = expert_counts(hf, "num_experts")
     mode = RENORMALIZED if hf.get("norm_topk_prob") else NOT_NORMALIZED
@@ -71,7 +71,7 @@ def qwen_moe_config(
     }
 
 
-def _dense_layers(hf: HfConfig) -> list[int]:
+def dense_layers(hf: HfConfig) -> list[int]:
     """Return the layers that have no experts."""
     given, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
     require_sizes({"decoder_sparse_step": step}, "decoder_sparse_step")

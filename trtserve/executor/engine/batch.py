@@ -63,14 +63,17 @@ class _Cursor:
 class Batch:
     """Buffers for a step of at most `max_batch_size` sequences of `max_beam_width` beams and `max_num_tokens` tokens.
 
-    `adapters` is the cache of LoRA adapters, or None for an engine without them.
+    `adapters` is the cache of LoRA adapters, or None for an engine without them; `states`: the model has states.
     """
 
-    def __init__(self, limits: EngineLimits, cache: KvCache, adapters: AdapterCache | None = None) -> None:
+    def __init__(
+        self, limits: EngineLimits, cache: KvCache, adapters: AdapterCache | None = None, *, states: bool = False
+    ) -> None:
         sequences = limits.max_batch_size * limits.max_beam_width
         tokens = max(limits.max_num_tokens, sequences)
         self._cache = cache
         self._adapters = adapters
+        self._has_states = states
         self._vocab_size = limits.vocab_size
         self._long_rope_beyond = limits.long_rope_beyond
         self._token_ids = np.zeros(tokens, dtype=np.int64)
@@ -234,6 +237,7 @@ class Batch:
             prompt_table=np.concatenate(cursor.tables) if cursor.tables else None,
             adapters=adapters,
             long_sequences=long_sequences,
+            states=slots.astype(np.int32) if self._has_states else None,
         )
 
 

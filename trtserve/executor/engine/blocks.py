@@ -58,6 +58,8 @@ class Node:
     free: bool = False
     used: int = 0
     """Counter value when the block became free."""
+    state: int | None = None
+    """The row with the state after its last token, in models with states."""
 
     @property
     def free_leaf(self) -> bool:

@@ -22,6 +22,7 @@ from trtserve.executor.engine.blocks import (
     retention_of,
 )
 from trtserve.executor.engine.requests import BlockUse
+from trtserve.executor.engine.states import CopyStates, StateRows
 
 Int64s = npt.NDArray[np.int64]
 
@@ -81,7 +82,10 @@ class KvCache:
         reuse: bool = False,
         partial_reuse: bool = True,
         copy_on_partial_reuse: bool = True,
+        copy_states: CopyStates | None = None,
+        kept_states: int = 0,
     ) -> None:
+        """Manage `blocks` blocks; `copy_states` of a model with states, of which `kept_states` are for reuse."""
         self.reuse = reuse
         self.tokens_per_block = tokens_per_block
         self.tree = BlockTree(tokens_per_block)
@@ -90,7 +94,10 @@ class KvCache:
         self.counts = np.zeros(max_rows, dtype=np.int32)
         self.allocated_total = self.reused_total = self.missed_total = 0
         self._copy_block = copy_block
-        self._partial = partial_reuse
+        self._states = None
+        if copy_states is not None:
+            self._states = StateRows(rows=max_rows, kept=kept_states, copy=copy_states, tree=self.tree)
+        self._partial = partial_reuse and self._states is None
         self._copy_on_partial = copy_on_partial_reuse
         self._slots = list(range(max_rows - 1, -1, -1))
         self._reserved = [0] * max_rows
@@ -149,6 +156,8 @@ class KvCache:
         if width > 1:
             limit -= limit % self.tokens_per_block
         match = self.tree.match(root, encode(key.tokens[:limit], key.extra_ids, 0), partial=self._partial)
+        if self._states is not None:
+            return root, self._states.usable(match)
         if match.partial is None or self._copy_on_partial or match.partial.free_leaf:
             return root, match
         return root, Match(match.nodes)
@@ -167,6 +176,8 @@ class KvCache:
         self._adjust_reservation(slot, -full)
         if match.partial is not None:
             self._attach_partial(slot, match.partial)
+        if self._states is not None and match.nodes:
+            self._states.restore(match.nodes[-1], slot)
         if key.stored:
             self._prefixes[slot] = _StoredPrefix(key, match.nodes[-1] if match.nodes else root, full)
         reused = int(self.counts[slot])
@@ -241,6 +252,8 @@ class KvCache:
     def fork(self, slots: tuple[int, ...], tokens: int) -> None:
         """Continue all beams from the `tokens` tokens of the first: full blocks are shared, the last one is copied."""
         first, *others = slots
+        if self._states is not None:
+            self._states.move([first] * len(others), others)
         full = tokens // self.tokens_per_block
         blocks = self.table[first, : self.counts[first]].tolist()
         for slot in others:
@@ -259,6 +272,8 @@ class KvCache:
         """
         if all(parent == beam for beam, parent in enumerate(parents)):
             return
+        if self._states is not None:
+            self._states.move([slots[parent] for parent in parents], slots)
         full = tokens // self.tokens_per_block
         rows = [self.table[slot, : self.counts[slot]].tolist() for slot in slots]
         self._share_full_blocks(slots, parents, [row[:full] for row in rows])
@@ -307,6 +322,17 @@ class KvCache:
                 self.table[slot, index] = node.block
                 self.pool.release(block)
             prefix.last, prefix.blocks = node, index + 1
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether reuse needs states that are kept where a chunk ends."""
+        return self.reuse and self._states is not None
+
+    def keep_state(self, slot: int, tokens: int) -> None:
+        """Keep the state of `slot` after its first `tokens` tokens, if they fill blocks that others may reuse."""
+        prefix = self._prefixes[slot]
+        if self._states is not None and prefix is not None and 0 < tokens == prefix.blocks * self.tokens_per_block:
+            self._states.keep(slot, prefix.last)
 
     def _insert(self, prefix: _StoredPrefix, tokens: Int64s | list[int], block: int) -> Node:
         """Store the next block of a prefix in the tree."""

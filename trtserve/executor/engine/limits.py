@@ -256,6 +256,27 @@ def kv_cache_blocks(
     return min(wanted, fitting)
 
 
+_MOST_KEPT = 4
+_KEPT_PART = 0.25
+
+
+def state_rows(limits: EngineLimits, *, bytes_per_state: int, memory: int, reuse: bool) -> int:
+    """Return how many rows of states to allocate in `memory` bytes for states, keys and values.
+
+    Every sequence has one. With `reuse` there are up to four more for each, in at most a quarter of the memory. Raises
+    RuntimeError when those of the sequences do not fit.
+    """
+    if not bytes_per_state:
+        return 0
+    if limits.max_rows * bytes_per_state > memory:
+        raise RuntimeError(
+            f"The states of {limits.max_rows} sequences need {limits.max_rows * bytes_per_state} bytes; {memory} are "
+            "free for them. Free memory, or build the engine with a smaller --max-batch-size"
+        )
+    kept = min(_MOST_KEPT * limits.max_rows, int(_KEPT_PART * memory) // bytes_per_state) if reuse else 0
+    return limits.max_rows + kept
+
+
 def fit_to_cache(limits: EngineLimits, *, cache_tokens: int, tokens_per_block: int, fail: bool) -> EngineLimits:
     """Reduce max_seq_len to what the cache holds with all beams; RuntimeError instead if `fail`.
 

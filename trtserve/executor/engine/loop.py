@@ -17,7 +17,7 @@ from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.limits import CapacitySchedulerPolicy, EngineLimits, EngineOptions
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
-from trtserve.executor.engine.model import FatalModelError, ModelRunner
+from trtserve.executor.engine.model import FatalModelError, ModelRunner, StatefulModel
 from trtserve.executor.engine.outputs import Mailbox, ended_response, error_response, next_responses
 from trtserve.executor.engine.recorder import IterationRecord, Recorder, RequestsRecord
 from trtserve.executor.engine.requests import FinishReason, GenerationRequest, RequestOutput
@@ -84,8 +84,16 @@ class EngineLoop:
     """
 
     def __init__(
-        self, model: ModelRunner, limits: EngineLimits, options: EngineOptions, *, blocks: int, free_memory: int
+        self,
+        model: ModelRunner,
+        limits: EngineLimits,
+        options: EngineOptions,
+        *,
+        blocks: int,
+        free_memory: int,
+        states: int = 0,
     ) -> None:
+        """Make a loop over a model with `blocks` blocks of KV cache and `states` rows of states."""
         self.mailbox = Mailbox()
         self.cache = KvCache(
             blocks=blocks,
@@ -96,6 +104,8 @@ class EngineLoop:
             reuse=options.kv_cache.reuse and limits.paged_context,
             partial_reuse=options.kv_cache.partial_reuse,
             copy_on_partial_reuse=options.kv_cache.copy_on_partial_reuse,
+            copy_states=model.copy_states if states and isinstance(model, StatefulModel) else None,
+            kept_states=states - limits.max_rows,
         )
         adapters = AdapterCache(model.lora, options.adapters, free_memory=free_memory)
         costs = model.step_costs if options.ngram_max_draft_len else ()
@@ -112,7 +122,7 @@ class EngineLoop:
         self._admission = Admission(model, limits, options, adapters)
         self._stepper = Stepper(
             model,
-            Batch(limits, self.cache, None if model.lora is None else adapters),
+            Batch(limits, self.cache, None if model.lora is None else adapters, states=bool(states)),
             self.cache,
             normalize_log_probs=options.normalize_log_probs,
             post_process=PostProcessors(options.batched_post_processor).apply,

@@ -58,6 +58,8 @@ class StepInputs:
     """The LoRA adapters of the tokens, or None if no token has one."""
     long_sequences: npt.NDArray[np.bool_] | None = None
     """boolean[s], the sequences that LongRoPE rotates with its long factors; None means none."""
+    states: Int32s | None = None
+    """i32[s], where a model with states keeps those of the sequences; None: where nothing is read again."""
 
 
 def single_sequence(
@@ -139,6 +141,24 @@ class ModelRunner(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy keys and values of block `source` to block `target`, in every layer."""
+
+
+@runtime_checkable
+class StatefulModel(ModelRunner, Protocol):
+    """A model that may have layers with a state of fixed size for each sequence, in rows of a table.
+
+    A step starts from an empty state where a sequence has no past tokens, and otherwise from the one in its row; it
+    writes the state after the step's tokens to the row.
+    """
+
+    bytes_per_state: int
+    """Memory of a row: the states of all layers. 0: the model has none."""
+
+    def allocate_states(self, num_states: int) -> None:
+        """Allocate rows 0 … num_states - 1. Called once, after `allocate`."""
+
+    def copy_states(self, sources: SequenceOf[int], targets: SequenceOf[int]) -> None:
+        """Copy each of the rows `sources` to the row of `targets` at its place; all are read before any is written."""
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ class Scheduler:
         self._step_costs = step_costs
         one_window = len(set(limits.windows)) <= 1
         self._waits_for_blocks = cache.reuse and one_window and not self._static
-        self._chunks = ContextChunker(limits, cache.tokens_per_block, chunking)
+        self._chunks = ContextChunker(limits, cache.tokens_per_block, chunking, stops=cache.keeps_states)
 
     def take(self, queue: deque[Sequence]) -> Sequence | None:
         """Remove and return the first sequence of `queue` (ordered by priority) that may become active.
@@ -306,9 +306,16 @@ _WINDOW_UNIT = 256
 
 
 class ContextChunker:
-    """Divides the tokens of a step among contexts; all but the last chunk of a context end at multiples of the unit."""
+    """Divides the tokens of a step among contexts; all but the last chunk of a context end at multiples of the unit.
 
-    def __init__(self, limits: EngineLimits, tokens_per_block: int, policy: ContextChunkingPolicy) -> None:
+    With `stops`, a chunk also ends where the last whole block before a context's end does, so that its state is kept.
+    """
+
+    def __init__(
+        self, limits: EngineLimits, tokens_per_block: int, policy: ContextChunkingPolicy, *, stops: bool = False
+    ) -> None:
+        self._block = tokens_per_block
+        self._stops = stops
         self._limits = limits
         self._equal_progress = limits.chunked and policy is ContextChunkingPolicy.EQUAL_PROGRESS
         windowed = bool(limits.windows) and min(limits.windows) < limits.max_input_len
@@ -335,6 +342,8 @@ class ContextChunker:
             sizes = self._equal_sizes(contexts, left)
         else:
             sizes = self._first_sizes(contexts, left)
+        if self._stops:
+            sizes = [self._before_last_block(*pair) for pair in zip(contexts, sizes, strict=True)]
         left -= sum(sizes)
         for sequence, size in zip(contexts, sizes, strict=True):
             if sequence.draft and size == sequence.context_left:
@@ -344,6 +353,12 @@ class ContextChunker:
         if len(chunks) > 1:
             chunks.sort(key=lambda chunk: (chunk[1] == chunk[0].context_left, chunk[0].key.adapter or 0))
         return chunks
+
+    def _before_last_block(self, sequence: Sequence, size: int) -> int:
+        """Return a chunk of at most `size` tokens that does not go beyond the last whole block before the end."""
+        last = (sequence.context_length - 1) // self._block * self._block
+        stops = sequence.key.stored and sequence.computed < last < sequence.computed + size
+        return last - sequence.computed if stops else size
 
     def _first_sizes(self, contexts: list[Sequence], left: int) -> list[int]:
         """First come, first served: the first contexts get everything."""

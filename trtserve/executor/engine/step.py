@@ -102,6 +102,8 @@ class Stepper:
         if self._cache.reuse:  # blocks that prompts fill now are available to other sequences
             for sequence, _ in plan.chunks:
                 self._cache.register_full_blocks(sequence.slots[0], sequence.context[: sequence.computed])
+                if not (sequence.draft and sequence.generating):  # the state has seen the draft too
+                    self._cache.keep_state(sequence.slots[0], sequence.computed)
         return running
 
     def _send(self, model: ChoosingModel, plan: StepPlan, step: BatchedStep, begin: float) -> RunningStep:

@@ -11,9 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trtserve.executor.engine.limits import EngineLimits, fit_to_cache, kv_cache_blocks, resolve_limits
+from trtserve.executor.engine.limits import (
+    EngineLimits,
+    fit_to_cache,
+    kv_cache_blocks,
+    resolve_limits,
+    state_rows,
+)
 from trtserve.executor.engine.loop import EngineLoop, RequestEngine
-from trtserve.executor.engine.model import Follower, ModelRunner
+from trtserve.executor.engine.model import Follower, ModelRunner, StatefulModel
 from trtserve.executor.interface.configs import ExecutorConfig, ModelType
 from trtserve.executor.interface.convert import (
     engine_options,
@@ -87,6 +93,16 @@ class Executor:
         warn_about_decoding_mode(config)
         options, self._post_processors = engine_options(config), post_processors(config)
         memory = model.free_memory()
+        states = 0
+        if isinstance(model, StatefulModel):
+            fraction = options.kv_cache.free_fraction or model.kv_memory_fraction
+            states = state_rows(
+                limits,
+                bytes_per_state=model.bytes_per_state,
+                memory=int(fraction * memory),
+                reuse=options.kv_cache.reuse,
+            )
+            memory -= states * model.bytes_per_state
         blocks = kv_cache_blocks(
             options.kv_cache,
             limits,
@@ -104,10 +120,14 @@ class Executor:
             fail=options.refuse_long_sequences,
         )
         model.allocate(blocks)
+        if states and isinstance(model, StatefulModel):
+            model.allocate_states(states)
         model.warm_up()
-        if options.ngram_max_draft_len and not model.step_costs:
+        if options.ngram_max_draft_len and states:
+            logger.info("Steps get no drafts from n-grams: a model's states cannot go back to before a wrong guess")
+        elif options.ngram_max_draft_len and not model.step_costs:
             logger.info("Steps get no drafts from n-grams: the times of small steps are not known for this model")
-        self._run(EngineLoop(model, self.limits, options, blocks=blocks, free_memory=memory))
+        self._run(EngineLoop(model, self.limits, options, blocks=blocks, free_memory=memory, states=states))
 
     def _run(self, loop: EngineLoop | RequestEngine) -> None:
         self._loop = loop

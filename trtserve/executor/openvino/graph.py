@@ -15,7 +15,7 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
-from trtserve.checkpoint.architectures.base import Decoder, Experts, LatentAttention, QueryGrowth
+from trtserve.checkpoint.architectures.base import Decoder, Experts, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.engine.shapes import Sizes
@@ -25,6 +25,7 @@ from trtserve.executor.openvino.graph_parts import (
     clamped_gate,
     columns_of_experts,
     constant,
+    cut,
     dimension,
     dot_product_attention,
     float_tensor,
@@ -38,6 +39,8 @@ from trtserve.executor.openvino.graph_parts import (
     stacked_int4,
     token_weights,
 )
+from trtserve.executor.openvino.latent_graph import latent_attention
+from trtserve.executor.openvino.mixer_graph import GraphStates, mixed
 from trtserve.executor.openvino.weight_quantization import Packing
 from trtserve.files import writing
 
@@ -90,7 +93,7 @@ def build_graph(
     The embeddings are not quantised; lm_head becomes int8, because every step reads all of it. Caps of attention scores
     are not part of the graph. `read` is called with the number of weights that have been read, for each tensor.
     """
-    return _GraphBuilder(decoder, sizes, weights, packing, read).build()
+    return GraphBuilder(decoder, sizes, weights, packing, read).build()
 
 
 def save_graph(graph: ov.Model, path: Path) -> None:
@@ -107,7 +110,7 @@ def save_graph(graph: ov.Model, path: Path) -> None:
         raise BuildError(f"{path} could not be written: {error}") from error
 
 
-class _GraphBuilder:
+class GraphBuilder:
     """Builds the graph operation by operation; the methods follow the order of the decoder."""
 
     def __init__(
@@ -118,21 +121,22 @@ class _GraphBuilder:
         packing: Packing,
         read: Callable[[int], object],
     ) -> None:
-        self._decoder = decoder
-        self._sizes = sizes
+        self.decoder = decoder
+        self.sizes = sizes
         self._weights = weights
-        self._names = frozenset(weights.names())
-        self._packing = packing
+        self.names = frozenset(weights.names())
+        self.packing = packing
         self._read = read
         self._sinks: list[Any] = []
         self._input_ids = parameter("input_ids", ov.Type.i64, [-1, -1])
         self._attention_mask = parameter("attention_mask", ov.Type.i64, [-1, -1])
         self._position_ids = parameter("position_ids", ov.Type.i64, [-1, -1])
         self._beam_idx = parameter("beam_idx", ov.Type.i32, [-1])
-        self._rotation = self._make_rotation(decoder.rope_inv_freq, decoder.rope_scale)
-        self._local_rotation = self._make_rotation(decoder.local_rope_inv_freq, 1.0) or self._rotation
+        self.rotation = self._make_rotation(decoder.rope_inv_freq, decoder.rope_scale)
+        self._local_rotation = self._make_rotation(decoder.local_rope_inv_freq, 1.0) or self.rotation
         self._query_factor = None if decoder.query_growth is None else self._grown(decoder.query_growth)
-        self._masks = {window: self._causal_mask(window) for window in {*decoder.windows, None}}
+        self.states = GraphStates()
+        self.masks = {window: self._causal_mask(window) for window in {*decoder.windows, None}}
 
     def build(self) -> ov.Model:
         hidden = self._embed()
@@ -142,47 +146,47 @@ class _GraphBuilder:
             "sandwich": self._sandwich,
             "branch": self._branch,
         }
-        add_block = blocks.get(self._decoder.block, self._sequential)
-        for layer in range(self._sizes.layers):
+        add_block = blocks.get(self.decoder.block, self._sequential)
+        for layer in range(self.sizes.layers):
             hidden = add_block(hidden, f"transformer.layers.{layer}", layer)
-        if self._decoder.block != "post":
+        if self.decoder.block != "post":
             hidden = self._norm(hidden, "transformer.ln_f")
-        logits = self._linear(hidden, "lm_head", packing="int8" if self._packing else None)
-        logits = _scaled(logits, self._decoder.logits_scale)
-        if self._decoder.logits_softcap is not None:  # limits logits to (−c, c): c·tanh(logits / c)
-            cap = ops.constant(np.float32(self._decoder.logits_softcap))
+        logits = self.linear(hidden, "lm_head", packing="int8" if self.packing else None)
+        logits = _scaled(logits, self.decoder.logits_scale)
+        if self.decoder.logits_softcap is not None:  # limits logits to (−c, c): c·tanh(logits / c)
+            cap = ops.constant(np.float32(self.decoder.logits_softcap))
             logits = ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
         result = ops.result(logits)
         result.get_output_tensor(0).set_names({"logits"})
-        inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx]
+        inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx, *self.states.parameters]
         return ov.Model([result], self._sinks, inputs, "decoder")
 
     def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
         hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
-        inner = self._mlp(self._norm(hidden, f"{name}.{self._decoder.mlp_norm}"), f"{name}.mlp", layer)
-        return add(hidden, _scaled(inner, self._decoder.residual_scale))
+        inner = self._mlp(self._norm(hidden, f"{name}.{self.decoder.mlp_norm}"), f"{name}.mlp", layer)
+        return add(hidden, _scaled(inner, self.decoder.residual_scale))
 
     def _sandwich(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.attention", layer)
         hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
         inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp", layer)
         normed = self._norm(inner, f"{name}.post_feedforward_layernorm")
-        return add(hidden, _scaled(normed, self._decoder.residual_scale))
+        return add(hidden, _scaled(normed, self.decoder.residual_scale))
 
     def _branch(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(hidden, f"{name}.attention", layer)
         hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
         normed = self._norm(self._mlp(hidden, f"{name}.mlp", layer), f"{name}.post_feedforward_layernorm")
-        return add(hidden, _scaled(normed, self._decoder.residual_scale))
+        return add(hidden, _scaled(normed, self.decoder.residual_scale))
 
     def _parallel(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
-        mlp_norm = self._decoder.mlp_norm
+        mlp_norm = self.decoder.mlp_norm
         other = normed if mlp_norm is None else self._norm(hidden, f"{name}.{mlp_norm}")
         hidden = self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
-        mark = LAST_PARALLEL_MLP if layer == self._sizes.layers - 1 else None
-        return add(hidden, _scaled(self._mlp(other, f"{name}.mlp", layer, mark=mark), self._decoder.residual_scale))
+        mark = LAST_PARALLEL_MLP if layer == self.sizes.layers - 1 else None
+        return add(hidden, _scaled(self._mlp(other, f"{name}.mlp", layer, mark=mark), self.decoder.residual_scale))
 
     def _post_normed(self, hidden: Any, name: str, layer: int) -> Any:
         hidden = self._add_attention(hidden, self._attention(hidden, f"{name}.attention", layer), layer)
@@ -190,20 +194,20 @@ class _GraphBuilder:
         return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp", layer)), f"{name}.post_layernorm")
 
     def _add_attention(self, hidden: Any, attended: Any, layer: int) -> Any:
-        total = add(hidden, _scaled(attended, self._decoder.residual_scale))
-        if layer == self._sizes.layers - 1:
+        total = add(hidden, _scaled(attended, self.decoder.residual_scale))
+        if layer == self.sizes.layers - 1:
             total.get_node().set_friendly_name(LAST_ATTENTION)
         return total
 
     # Inputs of the first layer
 
     def _embed(self) -> Any:
-        embedded = gather(self._weight("transformer.vocab_embedding.weight"), self._input_ids)
-        if self._decoder.positions == "learned":
-            positions = gather(self._weight("transformer.position_embedding.weight"), self._position_ids)
+        embedded = gather(self.weight("transformer.vocab_embedding.weight"), self._input_ids)
+        if self.decoder.positions == "learned":
+            positions = gather(self.weight("transformer.position_embedding.weight"), self._position_ids)
             embedded = add(embedded, positions)
-        embedded = _scaled(embedded, self._decoder.embedding_scale)
-        if self._decoder.embedding_norm:
+        embedded = _scaled(embedded, self.decoder.embedding_scale)
+        if self.decoder.embedding_norm:
             embedded = self._norm(embedded, "transformer.ln_embed")
         return embedded
 
@@ -217,7 +221,7 @@ class _GraphBuilder:
     def _make_rotation(self, frequencies: Sequence[float] | None, scale: float) -> GraphRotation | None:
         if frequencies is None:
             return None
-        decoder, longer = self._decoder, None
+        decoder, longer = self.decoder, None
         if decoder.long_rope is not None:
             # True when the sequence now has more tokens; keys that were rotated before are not rotated again.
             beyond = constant(np.array(decoder.long_rope.beyond, dtype=np.int64), LONG_ROPE_BEYOND)
@@ -225,7 +229,7 @@ class _GraphBuilder:
         return GraphRotation(
             self._position_ids,
             frequencies,
-            head=self._sizes.head if decoder.latent is None else decoder.latent.rotated,
+            head=self.sizes.head if decoder.latent is None else decoder.latent.rotated,
             interleaved=decoder.rope_interleaved,
             scale=scale,
             longer=longer,
@@ -246,107 +250,65 @@ class _GraphBuilder:
         mask = ops.select(
             ops.logical_and(present, visible), ops.constant(np.float32(0)), ops.constant(np.float32(_MASKED))
         )
-        if self._decoder.alibi_slopes is None:
+        if self.decoder.alibi_slopes is None:
             return mask
-        slopes = constant(np.asarray(self._decoder.alibi_slopes, dtype=np.float32), ALIBI_SLOPES)
+        slopes = constant(np.asarray(self.decoder.alibi_slopes, dtype=np.float32), ALIBI_SLOPES)
         return ops.add(mask, ops.multiply(ops.unsqueeze(slopes, integers(0, 2, 3)), ops.convert(keys, "f32")))
 
     # Attention
 
-    def _latent_attention(self, hidden: Any, name: str, layer: int, latent: LatentAttention) -> Any:
-        """Attend with one key per token for all heads: its rotated part and its latent vector, which is the value too.
-
-        The matrices that make keys and values of the latent vector are applied to queries and results instead.
-        """
-        heads, size = self._sizes.heads, latent.rotated + latent.rank
-        lower, packing = hidden, self._packing
-        if f"{name}.q_a.weight" in self._names:
-            lower = self._latent_norm(self._linear(hidden, f"{name}.q_a", packing=packing), f"{name}.q_a_layernorm")
-        queries = self._linear(lower, f"{name}.q_b", packing=packing)
-        queries = ops.transpose(
-            ops.reshape(queries, integers(0, 0, heads, latent.plain + latent.rotated), special_zero=True),
-            integers(0, 2, 1, 3),
-        )
-        plain, turned = self._cut(queries, latent.plain, latent.rotated)
-        of_heads = self._floats(f"{name}.kv_b.weight").reshape(heads, -1, latent.rank)
-        keys, values = (
-            float_tensor(np.ascontiguousarray(part), f"{name}.{kind}")
-            for kind, part in (("keys", of_heads[:, : latent.plain]), ("values", of_heads[:, latent.plain :]))
-        )
-        assert self._rotation is not None
-        query = ops.concat([self._rotation.rotate(turned), ops.matmul(plain, keys, False, False)], -1)
-        stored, turned = self._cut(
-            self._linear(hidden, f"{name}.kv_a", packing=self._packing), latent.rank, latent.rotated
-        )
-        turned = self._rotation.rotate(ops.unsqueeze(turned, integers(1)))
-        stored = ops.unsqueeze(self._latent_norm(stored, f"{name}.kv_a_layernorm"), integers(1))
-        key = ops.concat([turned, stored], -1).output(0)
-        key, value = (
-            self._repeat_heads(self._append_to_state(key, f"past_key_values.{layer}.{kind}"))
-            for kind in ("key", "value")
-        )
-        scale = ops.constant(np.float32(self._decoder.attention_scale))
-        attended = ops.scaled_dot_product_attention(query, key, value, self._masks[None], scale, causal=False)
-        kept = ops.slice(attended, integers(latent.rotated), integers(size), integers(1), integers(3))
-        result = ops.transpose(ops.matmul(kept, values, False, True), integers(0, 2, 1, 3))
-        joined = ops.reshape(result, integers(0, 0, heads * latent.value), special_zero=True)
-        return self._linear(joined.output(0), f"{name}.dense", packing=self._packing)
-
-    def _cut(self, states: Any, *lengths: int) -> list[Any]:
-        """Return the parts of the last dimension."""
-        return list(ops.variadic_split(states, ops.constant(np.int64(-1)), ops.constant(np.array(lengths))).outputs())
-
-    def _latent_norm(self, states: Any, name: str) -> Any:
-        assert self._decoder.latent is not None
-        return self._normed(states, name, self._decoder.latent.epsilon)
-
     def _attention(self, hidden: Any, name: str, layer: int) -> Any:
-        if self._decoder.latent is not None:
-            return self._latent_attention(hidden, name, layer, self._decoder.latent)
-        sizes = self._sizes
-        fused = self._linear(hidden, f"{name}.qkv", packing=self._packing)
+        """Return what the layer adds to its input: attention, or what it has instead."""
+        if (mixer := self.decoder.mixer_of(layer)) is not None:
+            return mixed(self, hidden, f"{name.rpartition('.')[0]}.mixer", layer, mixer)
+        if self.decoder.latent is not None:
+            return latent_attention(self, hidden, name, layer, self.decoder.latent)
+        sizes = self.sizes
+        fused = self.linear(hidden, f"{name}.qkv", packing=self.packing)
         lengths = [sizes.heads * sizes.head, sizes.kv_heads * sizes.head, sizes.kv_heads * sizes.head]
-        parts = ops.variadic_split(fused, ops.constant(np.int64(-1)), ops.constant(np.array(lengths)))
-        window = self._decoder.window(layer)
-        rotation = self._rotation if window is None else self._local_rotation
-        if self._decoder.rotation(layer) is None:
+        query, key, value = cut(fused, *lengths)
+        window = self.decoder.window(layer)
+        rotation = self.rotation if window is None else self._local_rotation
+        if self.decoder.rotation(layer) is None:
             rotation = None
-        query = self._placed(parts.output(0), sizes.heads, f"{name}.q_layernorm", rotation)
+        query = self._placed(query, sizes.heads, f"{name}.q_layernorm", rotation)
         if self._query_factor is not None:
             query = ops.multiply(query, self._query_factor).output(0)
-        key = self._placed(parts.output(1), sizes.kv_heads, f"{name}.k_layernorm", rotation)
-        value = self._heads(parts.output(2), sizes.kv_heads)
-        key = self._repeat_heads(self._append_to_state(key, f"past_key_values.{layer}.key"))
-        value = self._repeat_heads(self._append_to_state(value, f"past_key_values.{layer}.value"))
-        scale = ops.constant(np.float32(self._decoder.attention_scale))
+        key = self._placed(key, sizes.kv_heads, f"{name}.k_layernorm", rotation)
+        value = self._heads(value, sizes.kv_heads)
+        key = self.repeat_heads(self.append_to_state(key, f"past_key_values.{layer}.key"))
+        value = self.repeat_heads(self.append_to_state(value, f"past_key_values.{layer}.value"))
+        scale = ops.constant(np.float32(self.decoder.attention_scale))
         sinks = None
-        if self._decoder.attention_sinks:
-            sinks = ops.reshape(self._weight(f"{name}.sinks"), integers(1, sizes.heads, 1, 1), False)
-        attended = dot_product_attention(query, key, value, self._masks[window], scale, sinks)
+        if self.decoder.attention_sinks:
+            sinks = ops.reshape(self.weight(f"{name}.sinks"), integers(1, sizes.heads, 1, 1), False)
+        attended = dot_product_attention(query, key, value, self.masks[window], scale, sinks)
         joined = ops.reshape(
             ops.transpose(attended, integers(0, 2, 1, 3)), integers(0, 0, sizes.heads * sizes.head), special_zero=True
         )
-        return self._linear(joined.output(0), f"{name}.dense", packing=self._packing)
+        if self.decoder.attention_gate:
+            joined = ops.multiply(joined, ops.sigmoid(self.linear(hidden, f"{name}.gate", packing=self.packing)))
+        return self.linear(joined.output(0), f"{name}.dense", packing=self.packing)
 
     def _placed(self, flat: Any, heads: int, norm: str, rotation: GraphRotation | None) -> Any:
         """Return queries or keys [b, l, heads · head] as [b, heads, l, head], normed by `norm` and rotated."""
-        kind = self._decoder.qk_norm
+        kind = self.decoder.qk_norm
         states = self._heads(
-            self._normed(flat, norm) if kind == "all" else flat, heads, norm if kind == "heads" else None
+            self.normed(flat, norm) if kind == "all" else flat, heads, norm if kind == "heads" else None
         )
         states = states if rotation is None else rotation.rotate(states)
-        return self._normed(states, norm) if kind == "rotated" else states
+        return self.normed(states, norm) if kind == "rotated" else states
 
     def _heads(self, flat: Any, heads: int, norm: str | None = None) -> Any:
         """[b, l, heads · head] → [b, heads, l, head]; `norm` has one weight for all heads, or one for each."""
-        split = ops.reshape(flat, integers(0, 0, heads, self._sizes.head), special_zero=True).output(0)
+        split = ops.reshape(flat, integers(0, 0, heads, self.sizes.head), special_zero=True).output(0)
         if norm is not None:
-            split = self._normed(split, norm)
+            split = self.normed(split, norm)
         return ops.transpose(split, integers(0, 2, 1, 3)).output(0)
 
-    def _append_to_state(self, states: Any, name: str) -> Any:
+    def append_to_state(self, states: Any, name: str) -> Any:
         """Append `states` to the state `name` and return all of it: [b, kv_heads, past + l, head]."""
-        sizes = self._sizes
+        sizes = self.sizes
         batch = ops.gather(ops.shape_of(self._input_ids), integers(0), ops.constant(np.int64(0)))
         empty = ops.concat([batch, integers(sizes.kv_heads), integers(0), integers(sizes.head)], 0)
         initial = ops.broadcast(ops.constant(np.float32(0)), empty)
@@ -357,9 +319,9 @@ class _GraphBuilder:
         self._sinks.append(ops.assign(total, name))
         return total.output(0)
 
-    def _repeat_heads(self, states: Any) -> Any:
+    def repeat_heads(self, states: Any) -> Any:
         """Repeat key/value heads for the query heads: [b, kv_heads, n, head] → [b, heads, n, head]."""
-        sizes = self._sizes
+        sizes = self.sizes
         if sizes.kv_heads == sizes.heads:
             return states
         length = ops.gather(ops.shape_of(states), integers(2), ops.constant(np.int64(0)))
@@ -372,33 +334,33 @@ class _GraphBuilder:
     # Position-wise parts
 
     def _norm(self, hidden: Any, name: str) -> Any:
-        normal, bias = self._normed(hidden, name), f"{name}.bias"
-        return add(normal, self._weight(bias)) if bias in self._names else normal
+        normal, bias = self.normed(hidden, name), f"{name}.bias"
+        return add(normal, self.weight(bias)) if bias in self.names else normal
 
-    def _normed(self, states: Any, name: str, epsilon: float | None = None) -> Any:
+    def normed(self, states: Any, name: str, epsilon: float | None = None) -> Any:
         """Return states [b, l, …, n] over their last dimension; a weight of more than n numbers is [heads, n]."""
-        values, size = self._floats(f"{name}.weight"), int(states.get_partial_shape()[-1].get_length())
+        values, size = self.floats(f"{name}.weight"), int(states.get_partial_shape()[-1].get_length())
         weight = float_tensor(values if values.size == size else values.reshape(-1, size), f"{name}.weight")
-        if self._decoder.norm == "layer":
-            return ops.multiply(ops.mvn(states, integers(-1), True, self._sizes.epsilon, "inside_sqrt"), weight).output(
+        if self.decoder.norm == "layer":
+            return ops.multiply(ops.mvn(states, integers(-1), True, self.sizes.epsilon, "inside_sqrt"), weight).output(
                 0
             )
         square = ops.power(states, ops.constant(np.float32(2)))
         mean = ops.reduce_mean(square, integers(-1), keep_dims=True)
-        root = ops.sqrt(ops.add(mean, ops.constant(np.float32(epsilon or self._sizes.epsilon))))
+        root = ops.sqrt(ops.add(mean, ops.constant(np.float32(epsilon or self.sizes.epsilon))))
         normal = ops.multiply(states, ops.divide(ops.constant(np.float32(1)), root))
         return ops.multiply(normal, weight).output(0)
 
     def _mlp(self, hidden: Any, name: str, layer: int, *, mark: str | None = None) -> Any:
-        experts = self._decoder.experts_of(layer)
+        experts = self.decoder.experts_of(layer)
         if experts is not None:
             return self._experts(hidden, name, experts)
-        inner = self._linear(hidden, f"{name}.fc", packing=self._packing, mark=mark)
-        inner = self._activate_half(inner) if self._decoder.mlp == "fused" else self._activate(inner)
-        if self._decoder.mlp in ("gated", "experts"):  # the latter in a layer without experts
-            gate = self._linear(hidden, f"{name}.gate", packing=self._packing, mark=mark and LAST_PARALLEL_GATE)
+        inner = self.linear(hidden, f"{name}.fc", packing=self.packing, mark=mark)
+        inner = self._activate_half(inner) if self.decoder.mlp == "fused" else self._activate(inner)
+        if self.decoder.mlp in ("gated", "experts"):  # the latter in a layer without experts
+            gate = self.linear(hidden, f"{name}.gate", packing=self.packing, mark=mark and LAST_PARALLEL_GATE)
             inner = ops.multiply(inner, gate).output(0)
-        return self._linear(inner, f"{name}.proj", packing=self._packing)
+        return self.linear(inner, f"{name}.proj", packing=self.packing)
 
     def _experts(self, hidden: Any, name: str, experts: Experts) -> Any:
         """Compute all experts as one wide MLP in which each token weights them: 0 for the experts it does not use.
@@ -411,8 +373,8 @@ class _GraphBuilder:
         arranged = rows_of_interleaved_experts if experts.interleaved else rows_of_experts
         outer = self._stacked(f"{name}.fc.weight", arranged, experts.count)
         inner = ops.reshape(ops.matmul(hidden, outer, False, True), integers(0, 0, experts.count, -1), True)
-        if f"{name}.fc.bias" in self._names:
-            bias = arranged(self._floats(f"{name}.fc.bias")).reshape(experts.count, -1)
+        if f"{name}.fc.bias" in self.names:
+            bias = arranged(self.floats(f"{name}.fc.bias")).reshape(experts.count, -1)
             inner = ops.add(inner, float_tensor(bias, f"{name}.fc.bias"))
         inner = self._activate_half(inner) if experts.clamp is None else clamped_gate(inner, experts.clamp)
         joined = ops.reshape(
@@ -420,25 +382,25 @@ class _GraphBuilder:
         )
         proj = self._stacked(f"{name}.proj.weight", columns_of_experts, experts.count)
         output = ops.matmul(joined, proj, False, True).output(0)
-        if f"{name}.proj.bias" in self._names:
-            bias = self._floats(f"{name}.proj.bias").reshape(experts.count, -1)
+        if f"{name}.proj.bias" in self.names:
+            bias = self.floats(f"{name}.proj.bias").reshape(experts.count, -1)
             output = add(output, ops.matmul(weights, float_tensor(bias, f"{name}.proj.bias"), False, False))
         if not experts.shared:
             return output
         shared = f"{name}.shared_expert"
-        inner = self._activate_half(self._linear(hidden, f"{shared}.fc", packing=self._packing))
-        inner = self._linear(inner, f"{shared}.proj", packing=self._packing)
+        inner = self._activate_half(self.linear(hidden, f"{shared}.fc", packing=self.packing))
+        inner = self.linear(inner, f"{shared}.proj", packing=self.packing)
         if experts.shared_gate:
-            gate = ops.sigmoid(self._linear(hidden, f"{shared}_gate", packing=None))
+            gate = ops.sigmoid(self.linear(hidden, f"{shared}_gate", packing=None))
             inner = ops.multiply(inner, gate).output(0)
         return add(output, inner)
 
     def _token_weights(self, hidden: Any, router: str, experts: Experts) -> Any:
-        logits = ops.matmul(hidden, self._weight(f"{router}.weight"), False, True)
-        if f"{router}.bias" in self._names:
-            logits = ops.add(logits, self._weight(f"{router}.bias"))
+        logits = ops.matmul(hidden, self.weight(f"{router}.weight"), False, True)
+        if f"{router}.bias" in self.names:
+            logits = ops.add(logits, self.weight(f"{router}.bias"))
         correction = f"{router}.correction"
-        return token_weights(logits, self._weight(correction) if correction in self._names else None, experts)
+        return token_weights(logits, self.weight(correction) if correction in self.names else None, experts)
 
     def _activate_half(self, joined: Any) -> Any:
         """Multiply the first half of the numbers by the activated second half."""
@@ -446,20 +408,20 @@ class _GraphBuilder:
         return ops.multiply(halves.output(0), self._activate(halves.output(1))).output(0)
 
     def _activate(self, states: Any) -> Any:
-        activation = self._decoder.activation
+        activation = self.decoder.activation
         if activation == "silu":
             return ops.swish(states).output(0)
         if activation in ("relu", "relu2"):
             positive = ops.relu(states).output(0)
             return positive if activation == "relu" else ops.multiply(positive, positive).output(0)
         activated = ops.gelu(states, "tanh" if activation == "gelu_tanh" else "erf").output(0)
-        if self._decoder.mlp == "plain":
+        if self.decoder.mlp == "plain":
             return activated
         # No GELU is below -1: this only keeps OpenVINO 2026.4 from fusing the whole MLP into one kernel on CPUs with
         # AMX, which with one thread divides by zero and ends the process.
         return ops.maximum(activated, ops.constant(np.float32(-1))).output(0)
 
-    def _linear(self, hidden: Any, name: str, *, packing: Packing, mark: str | None = None) -> Any:
+    def linear(self, hidden: Any, name: str, *, packing: Packing, mark: str | None = None) -> Any:
         """hidden [b, l, in] × weight [out, in]ᵀ (+ bias, if the checkpoint has one); `mark` names the product."""
         weight, scales = self._matrix(f"{name}.weight", packing)
         if scales is not None:
@@ -468,7 +430,7 @@ class _GraphBuilder:
         if mark is not None:
             product.get_node().set_friendly_name(mark)
         bias = f"{name}.bias"
-        return add(product, self._weight(bias)) if bias in self._names else product
+        return add(product, self.weight(bias)) if bias in self.names else product
 
     # Weights
 
@@ -476,20 +438,20 @@ class _GraphBuilder:
         """Return the matrices of all experts as one [out, in]; each row of each expert has its own scales."""
         if self._weights.kind(name) == "int4":
             return int4_matrix(stacked_int4(self._int4(name), count, arranged), name)
-        return packed(arranged(self._floats(name)), name, self._packing)
+        return packed(arranged(self.floats(name)), name, self.packing)
 
     def _matrix(self, name: str, packing: Packing) -> tuple[Any, Any]:
         """Return a matrix, and the factors of its inputs (None for none)."""
         if self._weights.kind(name) != "int4":
-            return packed(self._floats(name), name, packing), None
+            return packed(self.floats(name), name, packing), None
         weight = self._int4(name)
         scales = weight.input_scales
         return int4_matrix(weight, name), None if scales is None else constant(scales, f"{name}.input_scales")
 
-    def _weight(self, name: str) -> Any:
-        return float_tensor(self._floats(name), name)
+    def weight(self, name: str) -> Any:
+        return float_tensor(self.floats(name), name)
 
-    def _floats(self, name: str) -> Array:
+    def floats(self, name: str) -> Array:
         """Return a tensor as floats; FP8 becomes float16, which is more precise."""
         values = self._weights.merged(name)
         self._read(values.size)

@@ -66,6 +66,11 @@ def integers(*values: int) -> Any:
     return ops.constant(np.array(values, dtype=np.int64))
 
 
+def cut(states: Any, *lengths: int) -> list[Any]:
+    """Return the parts of the last dimension."""
+    return list(ops.variadic_split(states, ops.constant(np.int64(-1)), ops.constant(np.array(lengths))).outputs())
+
+
 def add(left: Any, right: Any) -> Any:
     return ops.add(left, right).output(0)
 

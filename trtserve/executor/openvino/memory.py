@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets, shares_embedding
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.memory import ITEM_SIZE, kv_bytes_per_token, openvino_step_bytes
+from trtserve.checkpoint.memory import ITEM_SIZE, kv_bytes_per_token, openvino_step_bytes, state_bytes
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, group_size, is_excluded, is_quantised
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits
 
@@ -70,7 +70,9 @@ def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: 
     return EngineNeeds(
         disk=_file_bytes(weights, config) + layers * _XML_LAYER,
         build=BUILD_PROCESS + max(_graph_peak(weights, layers), held - SERVING_PROCESS),
-        serving=held + openvino_step_bytes(config, limits.max_num_tokens, rows, compute),
+        serving=held
+        + openvino_step_bytes(config, limits.max_num_tokens, rows, compute)
+        + limits.max_batch_size * state_bytes(config),
         kv_per_token=kv_bytes_per_token(config, kv),
         libraries=LIBRARIES,
     )

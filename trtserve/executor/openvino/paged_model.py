@@ -24,6 +24,7 @@ from trtserve.executor.engine.lora import AdapterStack
 from trtserve.executor.engine.model import Logits, StepInputs, single_sequence
 from trtserve.executor.engine.shapes import layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.openvino.mixer_graph import STATE_TABLE, cpu_plugin, step_inputs
 from trtserve.executor.openvino.paged_graph import (
     add_adapters,
     add_long_sequences,
@@ -70,7 +71,9 @@ def openvino_core() -> ov.Core:
     in another order than they began, that is freed memory, and the next Python signal handler crashes.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_PRIMITIVES_KEPT))  # read at its first use
-    return ov.Core()
+    core = ov.Core()
+    core.add_extension(cpu_plugin())  # the operations of layers with states, in graphs that are read
+    return core
 
 
 class PagedModel:
@@ -97,6 +100,11 @@ class PagedModel:
         graph = _read_graph(core, engine / "rank0.xml")
         # None: no sequence of this engine can be long for LongRoPE.
         self.long_rope_beyond = add_long_sequences(graph, self.max_position)
+        if windows and len(set(windows)) > 1 and any(_is_state(each) for each in graph.inputs):
+            raise RuntimeError(
+                f"max_attention_window has {len(windows)} values, for layers in turn; a model with layers that have a "
+                "state instead of attention takes one"
+            )
         to_paged_attention(graph, windows=layer_windows(own.windows, windows, self.max_position))
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
@@ -109,16 +117,17 @@ class PagedModel:
         self._cache_ports = [
             (index, compiled.inputs[index]) for name, index in ports.items() if name.startswith(("key_", "value_"))
         ]
+        self._state_ports = [(index, port) for index, port in enumerate(compiled.inputs) if _is_state(port)]
+        self.bytes_per_state = _row_bytes(self._state_ports)
         # The plugin chooses the block size; value caches are [blocks, kv_heads, tokens, head].
         self.tokens_per_block = int(list(compiled.inputs[ports["value_cache.0"]].get_partial_shape())[2].get_length())
-        self.bytes_per_block = sum(
-            math.prod(_block_shape(port)) * int(port.get_element_type().size) for _, port in self._cache_ports
-        )
+        self.bytes_per_block = _row_bytes(self._cache_ports)
         self._reads_memory = (engine / "rank0.bin").stat().st_size >= _BOUND_BY_MEMORY
         self.step_costs: list[float] = []
         self._padded_sizes: list[int] = []
         self._spare_block = 0
         self._caches: list[Array] = []
+        self._states: list[Array] = []
         self._held: list[Any] = []  # arrays that OpenVINO reads without a copy
         self._stack: AdapterStack | None = None
         self._stack_held: list[Any] = []
@@ -147,18 +156,32 @@ class PagedModel:
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache; memory is used when a block is first written. One more block is the model's own."""
-        self._caches, self._spare_block = [], num_blocks
-        for index, port in self._cache_ports:
-            cache, tensor = _zeros([num_blocks + 1, *_block_shape(port)], port.get_element_type())
+        self._spare_block = num_blocks
+        self._caches = self._tables(self._cache_ports, num_blocks + 1)
+        self.allocate_states(0)
+
+    def allocate_states(self, num_states: int) -> None:
+        """Allocate the rows of states. One more is the model's own, and one stays empty."""
+        self._states = self._tables(self._state_ports, num_states + 2)
+
+    def _tables(self, ports: Sequence[tuple[int, Any]], rows: int) -> list[Array]:
+        """Set inputs to zeros with so many rows, and return them."""
+        arrays = []
+        for index, port in ports:
+            array, tensor = _zeros([rows, *_block_shape(port)], port.get_element_type())
             self._request.set_input_tensor(index, tensor)
-            self._caches.append(cache)
+            arrays.append(array)
+        return arrays
 
     def warm_up(self) -> None:
         """Run a step, in which OpenVINO packs the weights, and measure small steps and whether padding helps them.
 
-        Padding is not used with exact arithmetic, because results would differ in the last bits.
+        Padding is not used with exact arithmetic, because results would differ in the last bits. A model with states
+        takes no drafts, which are what the times are for.
         """
         self._run_step(1)
+        if self._states:
+            return
         if min(self.max_position, self.tokens_per_block) < max(SIZES):
             return
         rounds = measure_steps(self._run_step)
@@ -174,7 +197,7 @@ class PagedModel:
     def forward(self, step: StepInputs) -> Logits:
         """See `ModelRunner.forward`. The GIL is released while OpenVINO computes."""
         count, wanted, adapters = len(step.token_ids), len(step.rows), step.adapters
-        if count <= len(self._padded_sizes) and wanted and adapters is None:
+        if count <= len(self._padded_sizes) and wanted and adapters is None and not self._states:
             step = pad_step(step, self._padded_sizes[count - 1], self._spare_block)
         self._set_step(step)
         if step.prompt_table is not None or self._prompt_table is not None:
@@ -192,6 +215,11 @@ class PagedModel:
         for name, attribute, dtype in _STEP_INPUTS:
             value = getattr(step, attribute)
             self._held.append(self._share(name, np.ascontiguousarray(value, dtype).reshape(np.shape(value))))
+        if self._states:
+            spare = len(self._states[0]) - 2
+            rows = np.full(len(step.past_lens), spare) if step.states is None else step.states
+            inputs = step_inputs(step.subsequence_begins, step.past_lens, rows, empty=spare + 1)
+            self._held += [self._share(name, array) for name, array in inputs.items()]
         if self.long_rope_beyond is not None:
             self._set_long_sequences(step.subsequence_begins, step.long_sequences)
 
@@ -251,6 +279,11 @@ class PagedModel:
         for cache in self._caches:
             cache[target] = cache[source]
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `StatefulModel.copy_states`."""
+        for table in self._states:
+            table[list(targets)] = table[list(sources)]
+
 
 def activation_group(graph: ov.Model) -> int:
     """Return how many activations share a scale when the plugin rounds them to int8, or 0 if each has its own.
@@ -288,6 +321,15 @@ def _compile(core: ov.Core, graph: ov.Model, properties: Mapping[str, Any]) -> o
 
 def _block_shape(port: Any) -> list[int]:
     return [int(size.get_length()) for size in list(port.get_partial_shape())[1:]]
+
+
+def _is_state(port: Any) -> bool:
+    """Return whether an input is a table of states."""
+    return str(port.get_any_name()).startswith(STATE_TABLE)
+
+
+def _row_bytes(ports: Sequence[tuple[int, Any]]) -> int:
+    return sum(math.prod(_block_shape(port)) * int(port.get_element_type().size) for _, port in ports)
 
 
 def _zeros(shape: list[int], element_type: ov.Type) -> tuple[Array, ov.Tensor]:

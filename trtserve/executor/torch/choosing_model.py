@@ -132,7 +132,7 @@ class ChoosingTorchModel(TorchModel):
     def warm_up(self) -> None:
         """Compile the kernels, and capture decode steps as CUDA graphs."""
         super().warm_up()
-        if self.device == "cpu":
+        if self.device == "cpu" or self.bytes_per_state:  # graphs do not know where states are
             return
         from trtserve.executor.torch.graphs import DecodeGraphs
 

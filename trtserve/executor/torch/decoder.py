@@ -15,6 +15,7 @@ from torch import Tensor
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.torch.latent import LatentOutput, LatentProjection
+from trtserve.executor.torch.mixers import LayerCache, MixerLayer, StepStates, Unprojected
 from trtserve.executor.torch.modules import (
     Adapters,
     Embedding,
@@ -57,6 +58,7 @@ class Inputs:
     """i64[r], the tokens whose logits are needed; None: all."""
     prompt_table: Tensor | None = None
     adapters: Adapters | None = None
+    states: StepStates | None = None
 
     @property
     def prompts(self) -> int:
@@ -69,8 +71,9 @@ class _Layer:
     """The parts of a layer."""
 
     norms: dict[str, Norm]
-    qkv: Linear | LatentProjection
-    dense: Linear | LatentOutput
+    qkv: Linear | LatentProjection | Unprojected
+    dense: Linear | LatentOutput | None
+    mixer: MixerLayer | None
     head_norms: HeadNorms | None
     prepared: JoinedNorms | Rotated | None
     """What queries and keys go through before `Operations.rotate_and_store`, which has the usual norms and rotation."""
@@ -142,11 +145,17 @@ class TorchDecoder:
         norms = dict.fromkeys((*_NORMS, *([decoder.mlp_norm] if decoder.mlp_norm else [])))
         attention, own_window = f"{name}.attention", decoder.window(number)
         rotation = rotations[0 if own_window is None else 1] if decoder.rotation(number) is not None else None
-        head_norms, prepared = self._query_key_norms(weights, attention, rotation)
-        qkv: Linear | LatentProjection
-        dense: Linear | LatentOutput
-        if decoder.latent is None:
-            qkv = Linear(weights, [f"{attention}.qkv"], self._operations, layer=number)
+        mixer = decoder.mixer_of(number)
+        head_norms, prepared = None, None
+        if mixer is None:
+            head_norms, prepared = self._query_key_norms(weights, attention, rotation)
+        qkv: Linear | LatentProjection | Unprojected
+        dense: Linear | LatentOutput | None
+        if mixer is not None:
+            qkv, dense = Unprojected(), None
+        elif decoder.latent is None:
+            parts = ["qkv", "gate"] if decoder.attention_gate else ["qkv"]
+            qkv = Linear(weights, [f"{attention}.{part}" for part in parts], self._operations, layer=number)
             dense = Linear(weights, [f"{attention}.dense"], self._operations, layer=number, group=self._group)
         else:
             qkv = LatentProjection(decoder.latent, weights, attention, number, self._operations)
@@ -155,6 +164,9 @@ class TorchDecoder:
             norms={each: self._norm(weights, f"{name}.{each}") for each in norms if f"{name}.{each}.weight" in weights},
             qkv=qkv,
             dense=dense,
+            mixer=None
+            if mixer is None
+            else MixerLayer(mixer, weights, f"{name}.mixer", number, self._operations, self._sizes.epsilon),
             head_norms=head_norms,
             prepared=prepared,
             rotation=None if isinstance(prepared, Rotated) else rotation,
@@ -163,7 +175,7 @@ class TorchDecoder:
                 window=window,
                 slopes=self._slopes(),
                 soft_cap=decoder.attention_softcap,
-                sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks else None,
+                sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks and not mixer else None,
             ),
             mlp=make_mlp(decoder, weights, number, self._operations, self._group),
         )
@@ -211,10 +223,10 @@ class TorchDecoder:
 
     # A step
 
-    def forward(self, inputs: Inputs, caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs, caches: Sequence[LayerCache]) -> Tensor:
         """Return logits f32[r, vocab]; on stages before the last, which send hidden states, f32[0, vocab].
 
-        `caches` are those of this rank's layers.
+        `caches` are those of this rank's layers: keys and values, or the tables of states.
         """
         blocks = {
             "parallel": self._parallel,
@@ -224,7 +236,7 @@ class TorchDecoder:
         }
         run: Callable[..., tuple[Tensor, Tensor | None]] = blocks.get(self._decoder.block, self._sequential)
         hidden, residual = self._enter(inputs), None
-        shared = self._share_keys(inputs, caches[0])
+        shared = self._share_keys(inputs, next((each for each in caches if isinstance(each, Tensor)), None))
         last = len(self._layers) - 1 if self._is_last else -1
         for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             attention = _Attention(self, layer, inputs, cache, shared, rows=inputs.rows if number == last else None)
@@ -234,8 +246,10 @@ class TorchDecoder:
             return torch.empty(0, self._sizes.vocab, device=hidden.device)
         return self._logits(hidden, residual)
 
-    def _share_keys(self, inputs: Inputs, cache: Tensor) -> dict[int | None, Any]:
+    def _share_keys(self, inputs: Inputs, cache: Tensor | None) -> dict[int | None, Any]:
         """Return how the keys of the sequences that decode are shared out, by the windows of the layers."""
+        if cache is None:  # no layer of this rank has keys
+            return {}
         lengths = inputs.lengths[inputs.prompts :]
         windows = {layer.scores.window for layer in self._layers} if len(lengths) else set()
         most_keys = inputs.block_tables.shape[1] * cache.shape[2]
@@ -306,6 +320,13 @@ class TorchDecoder:
         inner = layer.mlp(normed, attention.adapters)
         return layer.norms["post_layernorm"].add(inner, normed)[0], None
 
+    def without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return queries, keys and values, and what gates the heads, which the layer's product has behind them."""
+        if not self._decoder.attention_gate:
+            return qkv, None
+        gates = self._heads * self._sizes.head
+        return qkv[:, :-gates].contiguous(), qkv[:, -gates:]
+
     def attend(
         self, layer: _Layer, qkv: Tensor, inputs: Inputs, cache: Tensor, shared: Mapping[int | None, Any]
     ) -> Tensor:
@@ -373,7 +394,7 @@ class _Attention:
         decoder: TorchDecoder,
         layer: _Layer,
         inputs: Inputs,
-        cache: Tensor,
+        cache: LayerCache,
         shared: Mapping[int | None, Any],
         *,
         rows: Tensor | None,
@@ -388,8 +409,17 @@ class _Attention:
         self.adapters = adapters if adapters is None or rows is None else adapters.of_rows(rows)
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        attended = self._decoder.attend(self._layer, qkv, self._inputs, self._cache, self._shared)
-        return self._layer.dense(self.kept(attended), self.adapters)
+        """Return what the layer adds to its input, made of its projection of the input."""
+        layer, inputs = self._layer, self._inputs
+        if layer.mixer is not None:
+            assert inputs.states is not None and not isinstance(self._cache, Tensor)  # noqa: PT018
+            return self.kept(layer.mixer(qkv, inputs.states, self._cache))
+        assert isinstance(self._cache, Tensor) and layer.dense is not None  # noqa: PT018
+        qkv, gates = self._decoder.without_gates(qkv)
+        attended = self._decoder.attend(layer, qkv, inputs, self._cache, self._shared)
+        if gates is not None:
+            attended = attended * gates.sigmoid()
+        return layer.dense(self.kept(attended), self.adapters)
 
     def kept(self, states: Tensor) -> Tensor:
         """Return the states of the tokens that are needed."""

@@ -58,5 +58,6 @@ def _part(step: StepInputs, first: int, end: int) -> MicroBatch:
         prompt_table=step.prompt_table,
         adapters=adapters,
         long_sequences=None if long is None else long[first:end],
+        states=None if step.states is None else step.states[first:end],
     )
     return MicroBatch(part, mine)

@@ -25,6 +25,7 @@ from trtserve.executor.engine.model import FatalModelError, Int32s, Logits, Step
 from trtserve.executor.engine.shapes import Sizes, layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
+from trtserve.executor.torch.mixers import LayerCache, StepStates
 from trtserve.executor.torch.modules import AdapterWeights
 from trtserve.executor.torch.operations import Device, Operations
 from trtserve.executor.torch.ranks import ALONE, RankGroup
@@ -85,8 +86,12 @@ class TorchModel:
             )
         self._adapters = AdapterWeights(weights, layers, dtype=self.decoder.dtype, device=device)
         self._block_shape = (2, self.tokens_per_block, self.decoder.kv_heads, sizes.head)
-        self._layers = len(layers)
-        self.bytes_per_block = self._layers * math.prod(self._block_shape) * self.decoder.dtype.itemsize
+        self._layers = layers
+        self._mixers = {layer: mixer for layer in layers if (mixer := decoder.mixer_of(layer)) is not None}
+        attending = len(layers) - len(self._mixers)
+        self.bytes_per_block = attending * math.prod(self._block_shape) * self.decoder.dtype.itemsize
+        numbers = (math.prod(table) for mixer in self._mixers.values() for table in mixer.tables)
+        self.bytes_per_state = sum(numbers) * torch.float32.itemsize
         self._step_bytes = _step_bytes(config, sizes, self.decoder.dtype.itemsize)
         if device == "cuda":
             from trtserve.executor.torch.graphs import captured_bytes
@@ -94,7 +99,8 @@ class TorchModel:
             self._step_bytes += captured_bytes(max_rows(config), sizes.vocab)
             self._step_bytes += _gpu_bytes(config, sizes, self.decoder.dtype.itemsize)
         self._warm_lengths = _warm_lengths(config)
-        self.caches: list[Tensor] = []
+        self.caches: list[LayerCache] = []
+        self._spare_state = 0
         self.spare_block = 0
         self.faults = StepFaults(device, gpu=torch.cuda.current_device() if device == "cuda" else None)
 
@@ -109,7 +115,20 @@ class TorchModel:
         """Allocate the KV cache; one more block is the model's own."""
         shape = (num_blocks + 1, *self._block_shape)
         self.spare_block = num_blocks
-        self.caches = [torch.zeros(shape, dtype=self.decoder.dtype, device=self.device) for _ in range(self._layers)]
+        self.caches = [
+            [] if layer in self._mixers else torch.zeros(shape, dtype=self.decoder.dtype, device=self.device)
+            for layer in self._layers
+        ]
+        self.allocate_states(0)
+
+    def allocate_states(self, num_states: int) -> None:
+        """Allocate the rows of states in float32; one more row is the model's own."""
+        self._spare_state = num_states
+        for place, layer in enumerate(self._layers):
+            if layer in self._mixers:
+                self.caches[place] = [
+                    torch.zeros((num_states + 1, *table), device=self.device) for table in self._mixers[layer].tables
+                ]
 
     def warm_up(self) -> None:
         """Run prompts and a decode step in the spare block."""
@@ -148,6 +167,16 @@ class TorchModel:
             rows=self._copy(step.rows.astype(np.int64)),
             prompt_table=None if step.prompt_table is None else self._copy(step.prompt_table),
             adapters=None if step.adapters is None else self._adapters.batch(step.adapters),
+            states=self._states(step) if self._mixers else None,
+        )
+
+    def _states(self, step: StepInputs) -> StepStates:
+        begins = step.subsequence_begins.tolist()
+        rows = np.full(len(step.past_lens), self._spare_state) if step.states is None else step.states
+        return StepStates(
+            rows=self._copy(rows.astype(np.int64)),
+            fresh=self._copy(step.past_lens == 0),
+            spans=[] if len(step.token_ids) == len(rows) else list(itertools.pairwise(begins)),
         )
 
     def _copy(self, array: npt.NDArray[Any]) -> Tensor:
@@ -167,7 +196,16 @@ class TorchModel:
         """Copy keys and values of block `source` to block `target`, in every layer."""
         with self.faults:
             for cache in self.caches:
-                cache[target] = cache[source]
+                if isinstance(cache, Tensor):
+                    cache[target] = cache[source]
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `StatefulModel.copy_states`."""
+        with self.faults, torch.inference_mode():
+            read, written = (self._copy(np.array(rows, np.int64)) for rows in (sources, targets))
+            for cache in self.caches:
+                for table in () if isinstance(cache, Tensor) else cache:
+                    table[written] = table[read]
 
 
 def operations_for(device: Device) -> Operations:

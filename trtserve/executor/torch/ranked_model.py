@@ -61,6 +61,7 @@ class RankedModel:
         self.lora = model.lora
         self.kv_memory_fraction = model.kv_memory_fraction
         # The stages may have different numbers of layers, and the GPUs different amounts of free memory.
+        self.bytes_per_state = -ranks.smallest(-model.bytes_per_state)
         self.bytes_per_block = -ranks.smallest(-model.bytes_per_block)
         self._free_memory = ranks.smallest(model.free_memory())
 
@@ -94,6 +95,11 @@ class LeadingModel(RankedModel):
         self._tell("allocate", num_blocks)
         self._model.allocate(num_blocks)
 
+    def allocate_states(self, num_states: int) -> None:
+        """Allocate the states of every rank."""
+        self._tell("allocate_states", num_states)
+        self._model.allocate_states(num_states)
+
     def warm_up(self) -> None:
         """Warm up every rank."""
         self._tell("warm_up")
@@ -110,6 +116,12 @@ class LeadingModel(RankedModel):
         with _all_or_none():
             self._tell("copy_block", source, target)
             self._model.copy_block(source, target)
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy states on every rank."""
+        with _all_or_none():
+            self._tell("copy_states", sources, targets)
+            self._model.copy_states(sources, targets)
 
     def _described(self, step: StepInputs) -> _Described:
         adapters = step.adapters

@@ -18,7 +18,7 @@ from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
-from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, torch_step_bytes
+from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, state_bytes, torch_step_bytes
 from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
 from trtserve.errors import DiskSpaceError, MissingDependencyError, UnsupportedModelError, UsageError
 from trtserve.executor.embedded import (
@@ -214,7 +214,7 @@ def _needs(config: CheckpointConfig, limits: Limits) -> EngineNeeds:
     return EngineNeeds(
         disk=parameter_count(config) * item,
         build=held,
-        serving=held + torch_step_bytes(config, limits),
+        serving=held + torch_step_bytes(config, limits) + limits.max_batch_size * state_bytes(config),
         kv_per_token=kv_bytes_per_token(config, PRECISIONS[config.dtype]),
         libraries=_LIBRARIES,
     )

@@ -63,7 +63,8 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
             sources=[f"{theirs}{part.format(e)}.{kind}" for e in range(count) for part in halves],
             shape=(count, 2 * inner, columns[0]),
             split="expert_column",
-            parts=(inner * 2 // len(halves),) * (count * len(halves)),
+            parts=(inner,) * (2 * count) if names.gate_first else (inner * 2 // len(halves),) * (count * len(halves)),
+            order=((inner, inner), (0, inner)) if names.gate_first else (),
             transpose=names.transposed and kind == "weight",
             layer=layer,
         )

@@ -66,36 +66,13 @@ def _norm(
 
 def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
     ours, theirs = f"transformer.layers.{layer}.", names.layer.format(layer)
-    hidden, inner, queries = config.hidden_size, config.intermediate_size, fused_qkv(config)[0]
+    hidden, inner = config.hidden_size, config.intermediate_size
     for name, source in names.norms.items():
         yield from _norm(names, ours + name, theirs + source, hidden, layer=layer)
-    for (name, source), heads in zip(
-        names.head_norms.items(), (config.num_attention_heads, config.num_key_value_heads), strict=False
-    ):
-        size = config.head_size
-        shapes = {"shared": (size,), "each": (heads, size), "row": (heads * size,)}
-        listed = heads if "{}" in source else 1
-        yield Target(
-            name=f"{ours}{name}.weight",
-            sources=[f"{theirs}{source.format(head)}.weight" for head in range(listed)],
-            parts=(size,) * heads if listed > 1 else (),
-            shape=shapes[names.head_norm_weights],
-            offset=names.norm_offset,
-            layer=layer,
-        )
-    if names.latent:
-        yield from latent_targets(config, theirs, layer)
+    if layer in config.mixer_layers:
+        yield from _mixer(names, layer)
     else:
-        yield from _qkv(config, names, layer)
-        yield from _linear(names, "dense", names.dense, layer, (hidden, queries))
-    if names.sinks is not None:
-        yield Target(
-            name=f"{ours}attention.sinks",
-            sources=(theirs + names.sinks,),
-            shape=(config.num_attention_heads,),
-            split="column",
-            layer=layer,
-        )
+        yield from _attention(config, names, layer)
     if names.experts is not None and layer not in experts_of(config).dense_layers:
         yield from expert_targets(config, names.experts, layer)
         return
@@ -116,9 +93,69 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
     yield from _linear(names, "proj", names.proj, layer, (hidden, inner))
 
 
+def _mixer(names: SourceNames, layer: int) -> Iterator[Target]:
+    """Return the tensors of a layer with a state."""
+    for tensor in names.mixer:
+        yield Target(
+            name=f"transformer.layers.{layer}.mixer.{tensor.name}",
+            sources=[names.layer.format(layer) + source for source in tensor.sources],
+            shape=tensor.shape,
+            parts=tensor.parts,
+            order=tensor.order,
+            offset=tensor.offset,
+            dtype="float32" if tensor.wide else None,
+            layer=layer,
+        )
+
+
+def _attention(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
+    ours, theirs = f"transformer.layers.{layer}.", names.layer.format(layer)
+    for (name, source), heads in zip(
+        names.head_norms.items(), (config.num_attention_heads, config.num_key_value_heads), strict=False
+    ):
+        size = config.head_size
+        shapes = {"shared": (size,), "each": (heads, size), "row": (heads * size,)}
+        listed = heads if "{}" in source else 1
+        yield Target(
+            name=f"{ours}{name}.weight",
+            sources=[f"{theirs}{source.format(head)}.weight" for head in range(listed)],
+            parts=(size,) * heads if listed > 1 else (),
+            shape=shapes[names.head_norm_weights],
+            offset=names.norm_offset,
+            layer=layer,
+        )
+    if names.latent:
+        yield from latent_targets(config, theirs, layer)
+    else:
+        yield from _qkv(config, names, layer)
+        yield from _linear(names, "dense", names.dense, layer, (config.hidden_size, fused_qkv(config)[0]))
+    if names.sinks is not None:
+        yield Target(
+            name=f"{ours}attention.sinks",
+            sources=(theirs + names.sinks,),
+            shape=(config.num_attention_heads,),
+            split="column",
+            layer=layer,
+        )
+
+
 def _qkv(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
     parts, head_size = fused_qkv(config), config.head_size
     order = _grouped_order(config.num_attention_heads, config.num_key_value_heads, head_size)
+    of_gates, of_queries = (
+        tuple((start * head_size, head_size) for start in range(first, 2 * config.num_attention_heads, 2))
+        for first in (1, 0)
+    )
+    others = tuple((number, 0, rows) for number, rows in enumerate(parts[1:], start=1))
+    if names.gated_queries:
+        yield Target(
+            name=f"transformer.layers.{layer}.attention.gate.weight",
+            sources=(f"{names.layer.format(layer)}{names.qkv[0]}.weight",),
+            shape=(parts[0], config.hidden_size),
+            split="column",
+            order=of_gates,
+            layer=layer,
+        )
     for kind in ("weight", "bias") if "qkv" in names.biases else ("weight",):
         yield Target(
             name=f"transformer.layers.{layer}.attention.qkv.{kind}",
@@ -128,6 +165,7 @@ def _qkv(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[T
             parts=parts,
             head_size=head_size,
             order=order if names.grouped else (),
+            runs=(*((0, *run) for run in of_queries), *others) if names.gated_queries else (),
             transpose=names.transposed and kind == "weight",
             layer=layer,
         )

@@ -276,16 +276,16 @@ def attention_windows(config: CheckpointConfig) -> tuple[int | None, ...]:
     return tuple(window if window < longest else None for window in windows)
 
 
-def layer_kinds(hf: HfConfig) -> list[str] | None:
-    """Return `layer_types` of a Hugging Face config, one per layer, or None."""
+def layer_kinds(hf: HfConfig, known: Sequence[str] = _KINDS) -> list[str] | None:
+    """Return `layer_types` of a Hugging Face config, one of `known` per layer, or None."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
-    unknown = sorted(set(kinds) - set(_KINDS))
+    unknown = sorted(set(kinds) - set(known))
     if unknown or len(kinds) != hf["num_hidden_layers"]:
         raise UnsupportedModelError(
             f"config.json's layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}); "
-            f"expected {hf['num_hidden_layers']} entries, {' or '.join(_KINDS)}."
+            f"expected {hf['num_hidden_layers']} entries, {' or '.join(known)}."
         )
     return list(kinds)
 

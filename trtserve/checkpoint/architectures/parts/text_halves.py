@@ -27,6 +27,8 @@ WITH_IMAGES = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "SmolVLMForConditionalGeneration",
         "VipLlavaForConditionalGeneration",
     }
@@ -56,6 +58,8 @@ _HALVES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", _QWEN),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {}),
     "cohere2": ("Cohere2ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma3_text": ("Gemma3ForCausalLM", {}),

@@ -1,0 +1,88 @@
+"""LFM2: most layers have a short convolution instead of attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_numbers, require_sizes
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX
+from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
+from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, ShortConvolution
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+
+TIED = True
+# transformers' defaults for absent keys.
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 128_000,
+    "rope_theta": 1e6,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Llama's config, the layers with convolutions, and the MLP's width, which transformers calculates."""
+    tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", TIED))
+    hf = {**_DEFAULTS, **hf, "tie_word_embeddings": tied, "attention_bias": False}
+    hf["intermediate_size"] = hf.get("block_ff_dim", hf.get("intermediate_size"))
+    require_sizes(hf, "conv_L_cache", "block_multiple_of", "intermediate_size")
+    require_numbers(hf, "block_ffn_dim_multiplier")
+    if hf["block_auto_adjust_ff_dim"]:
+        inner = int(2 * hf["intermediate_size"] / 3)
+        if (factor := hf["block_ffn_dim_multiplier"]) is not None:
+            multiple = hf["block_multiple_of"]
+            inner = multiple * -(-int(factor * inner) // multiple)
+        hf["intermediate_size"] = inner
+    attending = hf.get("full_attn_idxs")
+    default = None if attending is None else ["full_attention" if n in attending else "conv" for n in _layers(hf)]
+    hf["rms_norm_eps"] = hf["norm_eps"]
+    return {
+        **llama.own_config(hf, "LFM2", defaults={}, windows=()),
+        **mixer_keys(hf, "conv", default=default),
+        "conv_bias": bool(hf["conv_bias"]),
+        "conv_L_cache": hf["conv_L_cache"],
+    }
+
+
+def _layers(hf: HfConfig) -> range:
+    return range(hf["num_hidden_layers"])
+
+
+def names(config: CheckpointConfig) -> SourceNames:
+    hidden, shapes = config.hidden_size, {"in_proj": 3, "out_proj": 1}
+    tensors = [
+        MixerTensor(name=f"{name}.weight", sources=(f"conv.{name}.weight",), shape=(count * hidden, hidden))
+        for name, count in shapes.items()
+    ]
+    conv = config.own("conv_L_cache", 3)
+    tensors.append(MixerTensor(name="conv.weight", sources=("conv.conv.weight",), shape=(hidden, conv)))
+    if config.own("conv_bias", False):
+        tensors += [
+            MixerTensor(name=f"{name}.bias", sources=(f"conv.{name}.bias",), shape=(count * hidden,))
+            for name, count in {**shapes, "conv": 1}.items()
+        ]
+    return replace(
+        llama.NAMES,
+        norms={"input_layernorm": "operator_norm", "post_layernorm": "ffn_norm"},
+        head_norms={"attention.q_layernorm": "self_attn.q_layernorm", "attention.k_layernorm": "self_attn.k_layernorm"},
+        dense="self_attn.out_proj",
+        fc="feed_forward.w1",
+        gate="feed_forward.w3",
+        proj="feed_forward.w2",
+        final_norm="model.embedding_norm",
+        mixer=tensors,
+    )
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    mixer = ShortConvolution(width=config.hidden_size, taps=config.own("conv_L_cache", 3))
+    return replace(llama.decoder(config), qk_norm="heads", mixer=mixer, mixer_layers=frozenset(config.mixer_layers))
