@@ -67,7 +67,7 @@ def make_repository(engine: Path, model: Path, out: Path, *, draft: Path | None 
     from trtserve.specs import RepositorySpec
 
     def loaded(folder: Path) -> Engine:
-        return Engine(path=folder, manifest=load_artifact(Engine, folder).manifest)
+        return load_artifact(Engine, folder)
 
     spec = RepositorySpec(ngram_max_draft_len=0, **settings)
     drafting = None if draft is None else loaded(draft)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
@@ -25,6 +25,7 @@ from trtserve._version import __version__
 from trtserve.errors import ArtifactError, TrtserveError
 from trtserve.files import decode_as, is_below, open_file, read_as, read_json_object, write_json
 
+A = TypeVar("A", bound="Artifact")
 Kind = Literal["model", "checkpoint", "engine", "repository", "adapter"]
 
 MANIFEST = "manifest.json"
@@ -194,7 +195,7 @@ _TAKEN_BY: dict[str, str] = {
 }
 
 
-def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
+def load_artifact(kind: type[A], path: Path) -> A:
     """Open `path` as an artefact of `kind`, with or without a manifest. Raises ArtifactError for another kind."""
     if not path.is_dir():
         raise ArtifactError(

@@ -228,9 +228,7 @@ def recorded_spec(record: NameRecord) -> ImportSpec | None:
             convert=spec_of(ConvertSpec, content["convert"]),
             build=spec_of(BuildSpec, content["build"]),
             repository=spec_of(RepositorySpec, content["repository"]),
-            draft=None
-            if draft is None
-            else Engine(path=Path(draft), manifest=load_artifact(Engine, Path(draft)).manifest),
+            draft=None if draft is None else load_artifact(Engine, Path(draft)),
             tokenizer=_path(content["tokenizer"]),
             draft_tokenizer=_path(content["draft_tokenizer"]),
             engine_out=_path(content["engine_out"]),

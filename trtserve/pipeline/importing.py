@@ -270,8 +270,7 @@ def _plan_stages(plan: ImportPlan, progress: Progress) -> ImportPlan:
             config=None if conversion.reused and conversion.by_nvidia else conversion.config,
         )
     if build is not None and build.reused and model.reused:
-        engine = Engine(path=build.path, manifest=load_artifact(Engine, build.path).manifest)
-        repository = _plan_repository(plan, model.artifact, engine, progress)
+        repository = _plan_repository(plan, model.artifact, load_artifact(Engine, build.path), progress)
     return replace(plan, conversion=conversion, build=build, repository=repository)
 
 

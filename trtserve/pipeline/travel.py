@@ -174,7 +174,7 @@ def _found(text: str, kind: type[Artifact], store: Store, progress: Progress) ->
     if (Path(text).expanduser() / MANIFEST).is_file():
         found = Path(text).expanduser().absolute()
         kind = next(each for each, name in KINDS.items() if name == Manifest.read(found).kind)
-        artifact = kind(path=found, manifest=load_artifact(kind, found).manifest)
+        artifact = load_artifact(kind, found)
     else:
         artifact = store.find(kind, text, progress=progress)
     if artifact.manifest is None:

@@ -35,15 +35,15 @@ def find_repository(
     if path is not None:
         if name is not None:
             raise UsageError(f"Both a name ({name}) and --model-repository were given; give one.")
-        return _open(path)
+        return load_artifact(ModelRepository, path)
     store = store or Store()
     records = store.recorded()
     chosen = [record for record in records if name is None or record.name == name]
     if chosen:
-        return _open(Path(chosen[0].repository))
+        return load_artifact(ModelRepository, Path(chosen[0].repository))
     made = store.by_name(ModelRepository)
     if name in made:
-        return _open(made[name].path)
+        return load_artifact(ModelRepository, made[name].path)
     downloaded = store.by_name(Model).get(name or "")
     if downloaded is not None:
         raise _only_downloaded(downloaded)
@@ -98,11 +98,6 @@ def _only_downloaded(model: Model) -> ModelNotFoundError:
         f"{model.name} was only downloaded; it has no model repository yet.",
         hint=f"Import it: trtserve import {source}{named}",
     )
-
-
-def _open(path: Path) -> ModelRepository:
-    repository = load_artifact(ModelRepository, path)
-    return ModelRepository(path=repository.path, manifest=repository.manifest)
 
 
 def named_paths(repository: Path) -> tuple[Path, ...]:

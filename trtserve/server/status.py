@@ -263,8 +263,7 @@ def _requests(page: str) -> dict[str, int]:
 def _served(server: Server) -> ServedRepository | None:
     """Return what the repository says now, or None when it was removed, or changed into something unreadable."""
     try:
-        artifact = load_artifact(ModelRepository, server.repository)
-        return inspect_repository(ModelRepository(path=artifact.path, manifest=artifact.manifest))
+        return inspect_repository(load_artifact(ModelRepository, server.repository))
     except (TrtserveError, OSError):
         return None
 

@@ -287,7 +287,7 @@ class Store:
                 progress.warn(
                     f"The folder {folder.absolute()} is used for {text}; {made[text].path} has that name too."
                 )
-            return kind(path=folder.absolute(), manifest=load_artifact(kind, folder).manifest)
+            return load_artifact(kind, folder.absolute())
         if folder.is_dir():
             progress.warn(
                 f"The folder {folder.absolute()} is not {_article(KINDS[kind])}; {made[text].path} is used for {text}."
@@ -320,7 +320,7 @@ class Store:
             path = Path(getattr(record, KINDS[kind], ""))  # a record has no adapter
             if path.is_absolute():
                 with suppress(ArtifactError):
-                    made[record.name] = kind(path=path, manifest=load_artifact(kind, path).manifest)
+                    made[record.name] = load_artifact(kind, path)
         return made
 
     def complete(self, kind: type[A]) -> Iterator[A]:

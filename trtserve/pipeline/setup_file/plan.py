@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts import Adapter, Engine, Model, ModelRepository, load_artifact
@@ -61,7 +60,11 @@ class PlannedModel:
     def repository(self) -> ModelRepository | None:
         """The repository, if it exists already."""
         found = self.plan.repository
-        return None if found is None or not found.reused or self.waits_for_draft else _opened(found.path)
+        return (
+            None
+            if found is None or not found.reused or self.waits_for_draft
+            else load_artifact(ModelRepository, found.path)
+        )
 
     @property
     def differences(self) -> list[str]:
@@ -215,8 +218,7 @@ def import_spec(model: ModelSetup, store: Store, progress: Progress) -> ImportSp
 def _with_draft(spec: ImportSpec, drafting: ImportPlan) -> ImportSpec:
     if drafting.build is None:
         raise UsageError(f"{drafting.spec.name} has no engine that could draft for {spec.name}.")
-    path = drafting.build.path
-    engine = Engine(path=path, manifest=load_artifact(Engine, path).manifest)
+    engine = load_artifact(Engine, drafting.build.path)
     return replace(spec, draft=engine, draft_tokenizer=drafting.model.path)
 
 
@@ -272,10 +274,6 @@ def _started_with(words: list[str]) -> list[str]:
         at = found.index("--report-to")
         found = found[:at] + found[at + 2 :]
     return found
-
-
-def _opened(path: Path) -> ModelRepository:
-    return ModelRepository(path=path, manifest=load_artifact(ModelRepository, path).manifest)
 
 
 def _shown(value: Any) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import re
+import stat
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtserve.errors import counted
+from trtserve.errors import TrtserveError, counted
 from trtserve.host import machine
 from trtserve.host.machine import (
     MINIMUM_SHARED_MEMORY,
@@ -23,15 +25,10 @@ from trtserve.host.machine import (
 from trtserve.host.ports import LOOPBACK, is_free, owner, proxied, proxy_variables
 from trtserve.server.doctor import EMBEDDED, EVERY, CheckResult, State, report_for
 from trtserve.server.triton.tritonserver import Address
-from trtserve.store import Store
+from trtserve.store import Store, hub
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-import stat
-from dataclasses import dataclass
-
-from trtserve.errors import TrtserveError
-from trtserve.store import hub
 
 MINIMUM_GLIBC = (2, 35)
 MINIMUM_MEMORY = 2**30
