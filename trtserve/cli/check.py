@@ -21,7 +21,7 @@ from trtserve.specs.options import given_flags
 from trtserve.specs.repository import CHECKPOINTS
 
 if TYPE_CHECKING:
-    from trtserve.artifacts import Artifact
+    from trtserve.artifacts import Artifact, ModelRepository
     from trtserve.pipeline.parity import CheckReport
     from trtserve.repository.check.rules import RepositoryReport
 
@@ -128,15 +128,14 @@ def _check_checkpoint(
     require_passed(report)
 
 
-def _check_repository(found: Artifact, *, machine: bool | None, trtllm_version: str | None, json: bool) -> None:
-    from trtserve.artifacts import ModelRepository
+def _check_repository(found: ModelRepository, *, machine: bool | None, trtllm_version: str | None, json: bool) -> None:
     from trtserve.repository.check import check_repository, require_clean
     from trtserve.repository.check.machine import has_gpu, this_machine
     from trtserve.repository.programs import foreign_programs, warning_of_programs
 
     wanted = trtllm_version is not None or (has_gpu() if machine is None else machine)
     here = this_machine(trtllm_version) if wanted else None
-    report = check_repository(ModelRepository(path=found.path, manifest=found.manifest), here=here)
+    report = check_repository(found, here=here)
     if json:
         print_json("check", {**report.described(), "programs": foreign_programs(found.path)})
     else:

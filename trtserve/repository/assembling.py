@@ -129,26 +129,19 @@ def plan_repository(
     tokenizer, for a draft engine or an adapter that does not fit the engine, and for names that are taken.
     """
     served_name(spec.name)
-    config = hugging_face or read_engine(engine.path)
+    config = hugging_face or _complete_engine(engine.path)
     tokens = own_tokenizer_files(tokenizer)
-    if hugging_face is None:
-        runtime = embedded_runtime(config)
-        if runtime is not None and RUNTIMES[runtime].folder_as_engine:
-            raise UsageError(
-                f"{engine.path} holds no engine, but a Hugging Face model for the {runtime} runtime.",
-                hint=f"Make the repository of the model again: trtserve repo MODEL --runtime {runtime}",
-            )
-        require_engine_files(engine.path, config)
     for each in (engine, *([draft] if draft else [])):
         own_files(each.path)
     profile, options = resolve_options(spec, config, tokenizer=tokenizer)
     options, second = resolve_draft(spec, profile, options, config, draft)
     adapters = resolve_adapters(spec.lora, config)
     facts = repository_facts(spec, profile, options, config, engine)
-    facts |= {"draft": second.facts if second else None, "adapters": {each.name: each.task_id for each in adapters}}
+    facts |= {"draft": None, "adapters": {each.name: each.task_id for each in adapters}}
     if second is not None:
         drafting = core_facts(DRAFT, spec, second.options, read_engine(second.engine.path), second.engine)
         facts["core_models"][model_names(spec.suffix)[DRAFT]] = drafting
+        facts["draft"] = second.facts
     if draft_tokenizer is not None:
         require_same_tokens(tokenizer, draft_tokenizer)
     place = (out or into or (store or Store()).root) if spec.absolute_paths else None
@@ -190,6 +183,19 @@ def plan_repository(
         draft=None if second is None else replace(second, options=placed(second.options, spec.suffix, root)),
         adapters=adapters,
     )
+
+
+def _complete_engine(folder: Path) -> EngineConfig:
+    """Return the config of an engine whose files are all there; a model that is served as it is has none."""
+    config = read_engine(folder)
+    runtime = embedded_runtime(config)
+    if runtime is not None and RUNTIMES[runtime].folder_as_engine:
+        raise UsageError(
+            f"{folder} holds no engine, but a Hugging Face model for the {runtime} runtime.",
+            hint=f"Make the repository of the model again: trtserve repo MODEL --runtime {runtime}",
+        )
+    require_engine_files(folder, config)
+    return config
 
 
 def require_fitting(config: EngineConfig, spec: RepositorySpec, *, draft: Engine | None = None) -> None:

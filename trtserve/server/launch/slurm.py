@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,7 @@ def plan_job(
     nodes = [rank // tasks for rank in range(len(commands))]
     engines = place_engines(repository, served, spec, nodes, gpus, progress)
     logs = (cluster.output or folder / "logs").absolute()
-    for path in (folder, logs, *(() if image is None else (*image.mounts, setup.repository.absolute()))):
-        if not _WORD.fullmatch(str(path)) or "," in str(path) or ":" in str(path):
-            raise UsageError(
-                f"Slurm cannot have the path {path} in its options.",
-                hint="Choose one without spaces, commas, colons and other special characters.",
-            )
+    _require_plain(folder, logs, *(() if image is None else (*image.mounts, setup.repository.absolute())))
     values: dict[str, Any] = {
         **vars(cluster),
         "tasks": tasks,
@@ -147,16 +142,8 @@ def plan_job(
         first_rank=_array_words(setup, commands[0]),
         other_ranks=_array_words(setup, commands[-1]),
     )
-    if spec.host.startswith("127.") or spec.host == "localhost":
-        progress.warn(
-            f"The server will listen on {spec.host}, which only its own node reaches. Use --host 0.0.0.0 for clients "
-            "on other machines."
-        )
-    if served.uses_llmapi and cluster.time is None:
-        progress.warn(
-            "Without --time a failed server of the LLM API may hold its GPUs as long as the partition allows: its "
-            "launcher and workers keep waiting for it."
-        )
+    for warning in _warnings(spec, served, cluster):
+        progress.warn(warning)
     files = {folder / JOB: job, folder / NODE: render("node.sh.j2", **values), folder / TASK: task}
     return ClusterJob(
         files=files,
@@ -166,6 +153,28 @@ def plan_job(
         record={"job": folder / JOB, "logs": logs, "number": None},
         submit=lambda: submit(folder / JOB, logs),
     )
+
+
+def _require_plain(*paths: Path) -> None:
+    for path in paths:
+        if not _WORD.fullmatch(str(path)) or "," in str(path) or ":" in str(path):
+            raise UsageError(
+                f"Slurm cannot have the path {path} in its options.",
+                hint="Choose one without spaces, commas, colons and other special characters.",
+            )
+
+
+def _warnings(spec: ServerSpec, served: ServedRepository, cluster: SlurmSpec) -> Iterator[str]:
+    if spec.host.startswith("127.") or spec.host == "localhost":
+        yield (
+            f"The server will listen on {spec.host}, which only its own node reaches. Use --host 0.0.0.0 for clients "
+            "on other machines."
+        )
+    if served.uses_llmapi and cluster.time is None:
+        yield (
+            "Without --time a failed server of the LLM API may hold its GPUs as long as the partition allows: its "
+            "launcher and workers keep waiting for it."
+        )
 
 
 def _setup(name: str, repository: Path, served: ServedRepository, spec: ServerSpec, progress: Progress) -> LaunchSetup:
