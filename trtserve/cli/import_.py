@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption, models, sources
+from trtserve.cli.options import VERIFY_HELP, DryRunOption, JsonOption, QuietOption, models, sources
 from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
-from trtserve.cli.repo import DraftOption, IntoOption, require_one_place, say_version_is_unused
+from trtserve.cli.repo import TOKENIZER_HELP, RepositoryParts, say_version_is_unused
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs.options import option
 from trtserve.specs.repository import REPOSITORY
 from trtserve.store import Store
 
@@ -23,6 +24,24 @@ _SOURCE_HELP = (
     "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, a folder, a GGUF file, or s3://… "
     "or gs://…"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(RepositoryParts):
+    """What an import makes, from what, and what it leaves."""
+
+    tokenizer: str | None = option(
+        None, metavar="MODEL", help=TOKENIZER_HELP, unset="the model's own", completes=models, panel=REPOSITORY
+    )
+    verify: bool = option(False, help=VERIFY_HELP)
+    download_only: bool = option(False, help="Stop after the download.")
+    discard_intermediate: bool = option(False, help="Remove the checkpoint once the repository exists.")
+    install_vllm: str | None = option(
+        None,
+        metavar="VERSION",
+        help="Install this vLLM, or the newest, into an environment of its own, for --runtime vllm.",
+        panel=REPOSITORY,
+    )
 
 
 def import_(
@@ -37,34 +56,7 @@ def import_(
     convert: ConvertSpec,
     build: BuildSpec,
     repository: RepositorySpec,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            "--tokenizer",
-            metavar="MODEL",
-            help="Hugging Face folder with the tokenizer, or the name of an imported model.",
-            show_default="the model's own",
-            rich_help_panel=REPOSITORY,
-            autocompletion=models,
-        ),
-    ] = None,
-    draft_engine: DraftOption = None,
-    into: IntoOption = None,
-    verify: VerifyOption = False,
-    download_only: Annotated[bool, typer.Option("--download-only", help="Stop after the download.")] = False,
-    discard_intermediate: Annotated[
-        bool, typer.Option("--discard-intermediate", help="Remove the checkpoint once the repository exists.")
-    ] = False,
-    install_vllm: Annotated[
-        str | None,
-        typer.Option(
-            "--install-vllm",
-            metavar="VERSION",
-            help="Install this vLLM, or the newest, into an environment of its own, for --runtime vllm.",
-            rich_help_panel=REPOSITORY,
-        ),
-    ] = None,
-    out: OutOption = None,
+    wanted: ImportOptions,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
@@ -80,30 +72,30 @@ def import_(
     """
     from trtserve.pipeline.import_spec import resolve_import
 
-    require_one_place(out, into)
+    wanted.require_one_place()
     progress = TerminalProgress(quiet=quiet)
-    if install_vllm is not None and not dry_run:
-        from trtserve.executor.vllm.installation import install_vllm as install
+    if wanted.install_vllm is not None and not dry_run:
+        from trtserve.executor.vllm.installation import install_vllm
 
-        repository = replace(repository, vllm_python=str(install(install_vllm, progress)))
+        repository = replace(repository, vllm_python=str(install_vllm(wanted.install_vllm, progress)))
     spec = resolve_import(
         source,
         name=name,
         convert=convert,
         build=build,
         repository=repository,
-        tokenizer=tokenizer,
-        draft=draft_engine,
-        out=out,
-        into=into,
-        discard_intermediate=discard_intermediate,
-        verify=verify,
+        tokenizer=wanted.tokenizer,
+        draft=wanted.draft_engine,
+        out=wanted.out,
+        into=wanted.into,
+        discard_intermediate=wanted.discard_intermediate,
+        verify=wanted.verify,
         progress=progress,
     )
     if spec.convert.trtllm_version != convert.trtllm_version:
         # The version may come from the environment of a whole machine; the embedded runtime does not use it.
         say_version_is_unused(convert.trtllm_version, progress)
-    if download_only:
+    if wanted.download_only:
         _download(spec, progress, json=json, dry_run=dry_run)
     elif dry_run:
         _print_plan(spec, progress, json=json)

@@ -97,19 +97,8 @@ OutOption = Annotated[
         autocompletion=paths,
     ),
 ]
-VerifyOption = Annotated[
-    bool,
-    typer.Option("--verify", help="Compare the checkpoint with the model, as `check` does, and stop if they differ."),
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer",
-        metavar="MODEL",
-        help="Hugging Face folder with the tokenizer, or the name of an imported model.",
-        autocompletion=models,
-    ),
-]
+VERIFY_HELP = "Compare the checkpoint with the model, as `check` does, and stop if they differ."
+VerifyOption = Annotated[bool, typer.Option("--verify", help=VERIFY_HELP)]
 ServerArgument = Annotated[
     str | None,
     typer.Argument(metavar="NAME", help="Name of the server; default: the only one.", autocompletion=servers),

@@ -6,56 +6,67 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trtserve.artifacts import Engine, Model
-from trtserve.cli.options import (
-    DryRunOption,
-    Fields,
-    JsonOption,
-    OutOption,
-    QuietOption,
-    TokenizerOption,
-    models,
-    paths,
-)
+from trtserve.cli.options import DryRunOption, Fields, JsonOption, QuietOption, models
 from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.errors import UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
-from trtserve.specs.options import given_flags
+from trtserve.specs.options import Spec, given_flags, option
 from trtserve.specs.repository import PATHS, REPOSITORY
 from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.repository.assembling import EngineRepositoryPlan
 
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-engine",
+TOKENIZER_HELP = "Hugging Face folder with the tokenizer, or the name of an imported model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryParts(Spec):
+    """What a repository has besides the engine, and where it goes: options of `import`, too."""
+
+    tokenizer: str | None = option(None, metavar="MODEL", help=TOKENIZER_HELP, completes=models)
+    draft_engine: str | None = option(
+        None,
         metavar="ENGINE",
         help="Engine of a smaller model that proposes tokens (speculative decoding): a folder, or an imported model.",
-        autocompletion=models,
-        rich_help_panel=REPOSITORY,
-    ),
-]
-IntoOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--into",
+        completes=models,
+        panel=REPOSITORY,
+    )
+    into: Path | None = option(
+        None,
         metavar="REPOSITORY",
         help="Add the models to this repository instead of making a new one.",
-        autocompletion=paths,
-        rich_help_panel=PATHS,
-    ),
-]
+        panel=PATHS,
+    )
+    out: Path | None = option(None, metavar="DIR", help="Folder of the result.", unset="a folder of the store")
+
+    def require_one_place(self) -> None:
+        """Raise UsageError when both a new folder and an existing repository are given."""
+        if self.out is not None and self.into is not None:
+            raise UsageError(
+                "--out and --into contradict each other; give one.", hint="--into adds the models to a repository."
+            )
+
+
 _LLMAPI = "With --runtime llmapi and vllm"
 _TEMPLATES = "With --from-template"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions(Spec):
+    """How NVIDIA's templates are filled."""
+
+    from_template: Path | None = option(None, metavar="DIR", help="Fill NVIDIA's templates in DIR.", panel=_TEMPLATES)
+    drop_unset: bool = option(False, help="Leave out optional parameters without a value.", panel=_TEMPLATES)
+    in_place: bool = option(False, help="Overwrite the templates.", panel=_TEMPLATES)
 
 
 def repo(
@@ -69,26 +80,11 @@ def repo(
         ),
     ],
     *,
-    tokenizer: TokenizerOption = None,
+    parts: RepositoryParts,
     spec: RepositorySpec,
     build: Annotated[BuildSpec, Fields("runtime")],
     convert: Annotated[ConvertSpec, Fields("tp_size", "pp_size", panel=_LLMAPI)],
-    draft_engine: DraftOption = None,
-    into: IntoOption = None,
-    from_template: Annotated[
-        Path | None,
-        typer.Option(
-            "--from-template", metavar="DIR", help="Fill NVIDIA's templates in DIR.", rich_help_panel=_TEMPLATES
-        ),
-    ] = None,
-    drop_unset: Annotated[
-        bool,
-        typer.Option("--drop-unset", help="Leave out optional parameters without a value.", rich_help_panel=_TEMPLATES),
-    ] = False,
-    in_place: Annotated[
-        bool, typer.Option("--in-place", help="Overwrite the templates.", rich_help_panel=_TEMPLATES)
-    ] = False,
-    out: OutOption = None,
+    templates: TemplateOptions,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
@@ -100,13 +96,11 @@ def repo(
         trtserve repo ./engine --tokenizer ./Llama-2-7b-hf --set max_queue_size=9
         trtserve repo 'triton_max_batch_size:4' --from-template ./all_models
     """
-    call = _Call(engine, tokenizer, spec, draft_engine, into, out, json=json, dry_run=dry_run, quiet=quiet)
-    if from_template is not None:
-        _fill(
-            call, from_template, [*given_flags(build), *given_flags(convert)], drop_unset=drop_unset, in_place=in_place
-        )
+    call = _Call(engine=engine, parts=parts, spec=spec, json=json, dry_run=dry_run, quiet=quiet)
+    if templates.from_template is not None:
+        _fill(call, templates.from_template, templates, [*given_flags(build), *given_flags(convert)])
         return
-    require_one_place(out, into)
+    parts.require_one_place()
     from trtserve.executor.runtimes import RUNTIMES
 
     if (runtime := RUNTIMES.get(build.runtime)) is not None and runtime.folder_loader:
@@ -122,19 +116,16 @@ def repo(
         _assemble(call)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     """What `repo` was called with."""
 
     engine: str
-    tokenizer: str | None
+    parts: RepositoryParts
     spec: RepositorySpec
-    draft_engine: str | None
-    into: Path | None
-    out: Path | None
-    json: bool = field(kw_only=True)
-    dry_run: bool = field(kw_only=True)
-    quiet: bool = field(kw_only=True)
+    json: bool
+    dry_run: bool
+    quiet: bool
 
     @property
     def progress(self) -> TerminalProgress:
@@ -142,7 +133,7 @@ class _Call:
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keep others from removing what is read and made here, unless nothing is made."""
-        texts = () if self.dry_run else (self.engine, self.tokenizer, self.draft_engine, self.spec.name)
+        texts = () if self.dry_run else (self.engine, self.parts.tokenizer, self.parts.draft_engine, self.spec.name)
         return Store().in_use(*texts)
 
 
@@ -154,12 +145,17 @@ def _assemble(call: _Call) -> None:
 
     store, progress = Store(), call.progress
     source = store.find(Engine, call.engine, progress=progress)
-    if call.tokenizer is None:
+    if call.parts.tokenizer is None:
         raise UsageError("--tokenizer is missing.", hint="Give the Hugging Face folder of the model, or its name.")
     spec = replace(call.spec, name=call.spec.name or default_name(source), lora=find_adapters(call.spec, store))
-    folder = store.find(Model, call.tokenizer, progress=progress).path
-    draft, draft_tokenizer = find_draft(call.draft_engine, store, progress)
-    more: dict[str, Any] = {"draft": draft, "draft_tokenizer": draft_tokenizer, "out": call.out, "into": call.into}
+    folder = store.find(Model, call.parts.tokenizer, progress=progress).path
+    draft, draft_tokenizer = find_draft(call.parts.draft_engine, store, progress)
+    more: dict[str, Any] = {
+        "draft": draft,
+        "draft_tokenizer": draft_tokenizer,
+        "out": call.parts.out,
+        "into": call.parts.into,
+    }
     plan = plan_repository(source, folder, spec, **more)
     if is_embedded_runtime(plan.facts["runtime"]):
         say_version_is_unused(spec.trtllm_version, progress)
@@ -173,14 +169,22 @@ def _assemble_vllm(call: _Call, convert: ConvertSpec) -> None:
     from trtserve.repository.assembling import default_name, plan_vllm_repository
     from trtserve.repository.publishing import assemble_repository
 
-    if call.draft_engine is not None:
+    if call.parts.draft_engine is not None:
         raise UsageError("--draft-engine has no meaning with --runtime vllm.")
     store, progress = Store(), call.progress
     model = store.find(Model, call.engine, progress=progress)
     spec = replace(call.spec, name=call.spec.name or default_name(model), lora=find_adapters(call.spec, store))
-    tokenizer = None if call.tokenizer is None else store.find(Model, call.tokenizer, progress=progress).path
+    tokenizer = (
+        None if call.parts.tokenizer is None else store.find(Model, call.parts.tokenizer, progress=progress).path
+    )
     plan = plan_vllm_repository(
-        model, spec, convert=convert, build=BuildSpec(runtime="vllm"), tokenizer=tokenizer, out=call.out, into=call.into
+        model,
+        spec,
+        convert=convert,
+        build=BuildSpec(runtime="vllm"),
+        tokenizer=tokenizer,
+        out=call.parts.out,
+        into=call.parts.into,
     )
     if not call.dry_run:
         assemble_repository(plan, progress)
@@ -194,7 +198,7 @@ def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
     from trtserve.repository.publishing import assemble_repository
     from trtserve.store.sources import parse_source
 
-    for flag, value in (("--tokenizer", call.tokenizer), ("--draft-engine", call.draft_engine)):
+    for flag, value in (("--tokenizer", call.parts.tokenizer), ("--draft-engine", call.parts.draft_engine)):
         if value is not None:
             raise UsageError(f"{flag} has no meaning with --runtime llmapi.")
     store, progress, text = Store(), call.progress, call.engine
@@ -208,8 +212,8 @@ def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
         spec,
         tp_size=convert.tp_size,
         pp_size=convert.pp_size,
-        out=call.out,
-        into=call.into,
+        out=call.parts.out,
+        into=call.parts.into,
         store=store,
         progress=progress,
     )
@@ -227,31 +231,32 @@ def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
     _print_result(call, plan.path, described, lines)
 
 
-def _fill(call: _Call, folder: Path, others: list[str], *, drop_unset: bool, in_place: bool) -> None:
+def _fill(call: _Call, folder: Path, templates: TemplateOptions, others: list[str]) -> None:
     """Fill NVIDIA's templates in `folder`. Raises UsageError for `others`, options of repositories."""
     from trtserve.repository.templates import fill_templates, write_filled
 
-    mine = {"tokenizer": call.tokenizer, "draft-engine": call.draft_engine, "into": call.into}
-    others = [*(f"--{name}" for name, value in mine.items() if value is not None), *others]
+    others = [*given_flags(call.parts, ("tokenizer", "draft_engine", "into")), *others]
     others += [flag for flag in given_flags(call.spec) if flag not in ("--release", "--trtllm-version")]
     if others:
         raise UsageError(
             f"With --from-template these have no meaning: {', '.join(others)}.",
             hint="Give what the templates need as KEY:VALUE,…",
         )
-    if call.out is not None and in_place:
+    if call.parts.out is not None and templates.in_place:
         raise UsageError("--out and --in-place contradict each other; give one.")
     release = call.spec.release or call.spec.trtllm_version
-    filled = fill_templates(folder, call.engine, release=release, drop_unset=drop_unset, progress=call.progress)
-    written = call.out is not None or in_place
+    filled = fill_templates(
+        folder, call.engine, release=release, drop_unset=templates.drop_unset, progress=call.progress
+    )
+    written = call.parts.out is not None or templates.in_place
     if written and not call.dry_run:
-        write_filled(folder, filled, call.out)
+        write_filled(folder, filled, call.parts.out)
     if call.json:
         print_json(
-            "repo", {"path": str(call.out or folder), "files": {str(path): text for path, text in filled.items()}}
+            "repo", {"path": str(call.parts.out or folder), "files": {str(path): text for path, text in filled.items()}}
         )
     elif written:
-        print_data(str(call.out or folder))
+        print_data(str(call.parts.out or folder))
     else:  # as NVIDIA's tool does
         print_data("\n".join(filled.values()))
 
@@ -279,14 +284,6 @@ def say_version_is_unused(version: str | None, progress: TerminalProgress) -> No
         progress.warn(
             f"--trtllm-version {version} is not used: the embedded executor serves this engine, without TensorRT-LLM. "
             "--release says whose inputs its models have."
-        )
-
-
-def require_one_place(out: Path | None, into: Path | None) -> None:
-    """Raise UsageError when both a new folder and an existing repository are given."""
-    if out is not None and into is not None:
-        raise UsageError(
-            "--out and --into contradict each other; give one.", hint="--into adds the models to a repository."
         )
 
 
