@@ -96,7 +96,6 @@ def ignores_end(model: ModelDescription) -> bool:
 
 
 def read_response(model: ModelDescription, response: Any, time_ns: int) -> DecodedResponse:
-    """Read a ModelInferResponse."""
     outputs = {name: array.reshape(-1).tolist() for name, array in reply_of(response).outputs.items()}
     return read_values(model, outputs, time_ns)
 

@@ -38,8 +38,6 @@ class TrafficLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficRequest:
-    """One request."""
-
     token_ids: npt.NDArray[np.int32]
     """The prompt [n]; for a text model the ids into which the server encodes `text`."""
     output_len: int
@@ -75,7 +73,6 @@ def limits_of_repository(repository: Path, model: str) -> TrafficLimits:
 
 
 def limits_of_engine(config: EngineConfig) -> TrafficLimits:
-    """Return the limits of an engine."""
     return TrafficLimits(
         vocab_size=config.model.vocab_size or None,
         max_input_len=config.build.max_input_len,

@@ -306,7 +306,6 @@ def _steady(sent: Sequence[RequestRecord]) -> Steady:
 
 
 def count(records: Sequence[RequestRecord]) -> Counts:
-    """Count the records by status."""
     return Counts(
         planned=len(records),
         sent=sum(record.sent_ns is not None for record in records),

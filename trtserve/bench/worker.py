@@ -333,7 +333,6 @@ class Timers:
         self._awake = False
 
     def call_at(self, time_ns: int, function: Callable[[], None]) -> None:
-        """Call `function` at `time_ns` of the monotonic clock."""
         heapq.heappush(self._due, (time_ns, next(self._numbers), function))
         if self._due[0][0] == time_ns and not self._awake:
             self._set()

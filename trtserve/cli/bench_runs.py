@@ -175,7 +175,6 @@ class _Stages:
         """What --find-rate found."""
 
     def all(self, spec: BenchSpec, runs: BenchRuns) -> list[BenchReport]:
-        """Return the reports of all stages."""
         if not runs.several:
             self._run(spec)
             return self._reports

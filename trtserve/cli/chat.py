@@ -53,7 +53,6 @@ class PlainAnswer:
         self.add("\n")
 
     def add(self, piece: str) -> None:
-        """Print the next piece."""
         print_piece(piece)
 
 
@@ -85,7 +84,6 @@ class MarkdownAnswer:
         self._live.stop()
 
     def add(self, piece: str) -> None:
-        """Add the next piece."""
         self._text += piece
         end = complete_blocks(self._text)
         if end:

@@ -41,7 +41,6 @@ def sources(incomplete: str) -> list[str]:
 
 
 def imports(incomplete: str) -> list[str]:
-    """Return the names of imports."""
     from trtserve.store import Store
 
     return sorted(record.name for record in Store().recorded())

@@ -120,8 +120,6 @@ def _read(parameter: Any, kind: Any, value: Any) -> Any:
 
 
 class ParsedOption(TyperOption):
-    """An option of a command."""
-
     def process_value(self, ctx: Any, value: Any) -> Any:
         """Return the value that the command gets."""
         return _process_value(self, ctx, value)
@@ -196,8 +194,6 @@ def _own(parameters: list[Any]) -> list[Any]:
 
 
 class ParsedCommand(TyperCommand):
-    """A command with options."""
-
     allow_extra_args = True  # refused below, with our own message
 
     def get_params(self, ctx: Any) -> list[Any]:

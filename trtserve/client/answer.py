@@ -22,8 +22,6 @@ OutputKey = tuple[str, int, int]
 
 @dataclass(kw_only=True)
 class GeneratedSequence:
-    """One generated sequence."""
-
     prompt: int  # prompt, sequence (sample) and beam count from 0
     sequence: int
     beam: int

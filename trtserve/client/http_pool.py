@@ -37,8 +37,6 @@ class ConnectTimeoutError(asyncio.TimeoutError):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpAnswer:
-    """A whole answer."""
-
     status: int
     headers: Mapping[bytes, bytes]
     """By their names in small letters."""

@@ -56,7 +56,6 @@ class TokenizerFiles:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """tokenizer_config.json."""
         return self.json("tokenizer_config.json")
 
     def json(self, name: str) -> Mapping[str, Any]:

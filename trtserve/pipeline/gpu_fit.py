@@ -183,7 +183,6 @@ def _narrower(engine: EnginePlan, spec: BuildSpec, gpu: Gpu) -> str:
 
 
 def gpu_notes(config: CheckpointConfig, asked: GpuFit, gpu: Gpu) -> Iterator[str]:
-    """Return notes on a checkpoint config and its target GPUs."""
     ranks = asked.tp_size * asked.pp_size
     if gpu.here is not None and gpu.here < ranks:
         yield f"{ranks} ranks; {counted(gpu.here, 'GPU')} can be seen"

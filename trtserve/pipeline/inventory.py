@@ -35,8 +35,6 @@ class StoredName:
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """A planned removal."""
-
     names: tuple[str, ...]
     folders: tuple[Path, ...]  # to be removed
     kept: tuple[Path, ...]  # used by other names, or outside the store

@@ -39,8 +39,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class NamedAdapter:
-    """An adapter of a repository."""
-
     name: str
     folder: Path
     task_id: int  # the core model caches the adapter under it; a hash of the content

@@ -293,8 +293,6 @@ class Link(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleStep:
-    """One step of the ensemble."""
-
     model: str
     inputs: tuple[Link, ...]
     outputs: tuple[Link, ...]

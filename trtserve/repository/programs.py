@@ -95,7 +95,6 @@ def program_digest(models: Iterable[str]) -> str:
 
 
 def write_program(folder: Path, model: str) -> None:
-    """Write the program of `model` to its new version folder."""
     folder.mkdir(parents=True)
     for name, content in program_files(model).items():
         path = folder / name

@@ -319,7 +319,6 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
 
 
 def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
-    """Return the failure that an error describes."""
     return Failure(time=time.time(), message=error.message, exit_code=exit_code, log=error.log)
 
 

@@ -395,7 +395,6 @@ class Store:
         return self.root / "names"
 
     def record_file(self, name: str) -> Path:
-        """Return the file of the record of an import."""
         return child(self.names, f"{name}.json")
 
     def record(self, record: NameRecord) -> None:

@@ -174,7 +174,6 @@ class Layout:
         )
 
     def has(self, blob: Blob) -> bool:
-        """Return whether a file of this size is there."""
         with reaching(self.text):
             try:
                 return int(self.file_system.info(self._file(blob))["size"]) == blob.size
@@ -186,7 +185,6 @@ class Layout:
         self._write(self._file(blob), content())
 
     def receive(self, blob: Blob) -> Iterator[bytes]:
-        """Yield the bytes of a file."""
         with reaching(self.text), self.file_system.open(self._file(blob), "rb") as handle:
             left = blob.size
             while left and (block := handle.read(min(_BLOCK, left))):
@@ -252,7 +250,6 @@ class Registry:
             return bytes(answer.read(LARGEST_MANIFEST))
 
     def has(self, blob: Blob) -> bool:
-        """Return whether the registry has the blob."""
         try:
             self._again(lambda: self._call("HEAD", f"blobs/{blob.digest}").close())
         except ModelNotFoundError:
@@ -271,7 +268,6 @@ class Registry:
         self._call("PUT", place, headers=headers, data=content() if blob.size else b"").close()
 
     def receive(self, blob: Blob) -> Iterator[bytes]:
-        """Yield the bytes of a blob."""
         with reaching(self.text), self._again(lambda: self._call("GET", f"blobs/{blob.digest}")) as answer:
             left = blob.size
             while left and (block := answer.read(min(_BLOCK, left))):
@@ -279,7 +275,6 @@ class Registry:
                 yield block
 
     def publish(self, reference: str, manifest: bytes) -> None:
-        """Upload a manifest."""
         headers = {"Content-Type": MANIFEST_TYPE, "Content-Length": str(len(manifest))}
         self._again(lambda: self._call("PUT", f"manifests/{reference}", headers=headers, data=manifest).close())
 

@@ -84,7 +84,6 @@ class CheckReport:
         return all(verdict.passed for stage in self.stages for verdict in stage.verdicts)
 
     def described(self) -> dict[str, Any]:
-        """The report as JSON."""
         stages = [
             {
                 "stage": stage.name,

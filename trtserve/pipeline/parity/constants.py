@@ -62,7 +62,6 @@ class Constants:
 
 
 def constants_of(model: Any) -> Constants:
-    """Return the constants of a transformers model."""
     config = model.config.get_text_config()
     rotations = {} if getattr(config, "alibi", False) else dict(_rotations(model, config))
     full = rotations.get(_FULL)

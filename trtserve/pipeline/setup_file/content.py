@@ -82,8 +82,6 @@ class ClusterSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSetup:
-    """A server of the file."""
-
     model: str
     spec: ServerSpec
     cluster: ClusterSetup | None = None

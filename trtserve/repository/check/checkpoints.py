@@ -40,7 +40,6 @@ class LoadReport:
         return not self.problems
 
     def described(self) -> dict[str, Any]:
-        """The report as JSON."""
         return {
             "path": str(self.path),
             "trtllm_version": self.version,

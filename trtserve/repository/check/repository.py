@@ -72,7 +72,6 @@ class ModelFolder:
 
     @cached_property
     def versions(self) -> tuple[Path, ...]:
-        """Folders of its versions."""
         return tuple(path for path in self.path.iterdir() if path.is_dir() and path.name.isdigit())
 
     @cached_property
@@ -87,7 +86,6 @@ class ModelFolder:
 
     @property
     def instances(self) -> int:
-        """Number of its instances."""
         return sum(group.count or 1 for group in self.config.instance_group) or 1
 
     @property
@@ -164,7 +162,6 @@ class Repository:
         return ((model, folder) for model, folder in self.engines if not model.embedded)
 
     def core_of(self, bls: ModelFolder) -> ModelFolder | None:
-        """The core model that a BLS model asks."""
         return self.models.get(bls.parameters.get("tensorrt_llm_model_name") or CORE)
 
     def core_entry(self, model: ModelFolder) -> Mapping[str, Any]:
@@ -249,7 +246,6 @@ class Repository:
 
 
 def read_repository(repository: ModelRepository, here: MachineFacts | None = None) -> Repository:
-    """Read what can be read of `repository`."""
     facts = repository.manifest.facts if repository.manifest is not None else {}
     path = repository.path.absolute()
     found = {file.parent.name: _config(file) for file in sorted(path.glob("*/config.pbtxt"))}

@@ -68,7 +68,6 @@ def every_model(repository: Repository) -> Iterable[ModelFolder]:
 
 
 def of_role(*roles: str) -> Models:
-    """The models of some roles."""
     return lambda repository: repository.of(*roles)
 
 
@@ -103,7 +102,6 @@ class RepositoryReport:
         return tuple(each for each in self.findings if each.severity == "warning")
 
     def described(self) -> dict[str, Any]:
-        """The report as JSON."""
         return {
             **asdict(self),
             "passed": not self.errors,
