@@ -29,7 +29,8 @@ from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, 
 CONTEXT = 512
 NEW = 128
 SEQ_LEN = 2304
-PARTS = ("prefill", "decode", "replay", "sampled", "guided", "idle", "mixed", "peer")
+PARTS = ("prefill", "decode", "replay", "sampled", "guided", "adapters", "idle", "mixed", "peer")
+ADAPTERS, RANK = 16, 16
 # An answer of 128 tokens does not reach its end.
 SCHEMA = {
     "type": "array",
@@ -61,6 +62,7 @@ def start(
         iter_stats_max_iterations=1_000_000,
         kv_cache_config=api.KvCacheConfig(enable_block_reuse=False, max_tokens=batch * seq_len),
         guided_decoding_config=guiding,
+        peft_cache_config=api.PeftCacheConfig(device_cache_percent=0.2, host_cache_size=8 << 30),
     )
     return api.Executor.from_model(model, limits, config)
 
@@ -77,10 +79,12 @@ def words(count: int) -> list[str]:
 
 
 def requests(
-    count: int, vocabulary: int, *, length: int = CONTEXT - NEW // 2, new: int = NEW, **options: Any
+    count: int, vocabulary: int, *, length: int = CONTEXT - NEW // 2, new: int = NEW, adapters: int = 0, **options: Any
 ) -> list[api.Request]:
+    """Return requests with other prompts and, of `adapters`, other adapters."""
     prompts = np.random.default_rng(0).integers(0, vocabulary, (count, length)).tolist()
-    return [api.Request(prompt, new, **options) for prompt in prompts]
+    own = [{"lora_config": api.LoraConfig(1 + number % adapters)} if adapters else {} for number in range(count)]
+    return [api.Request(prompt, new, **options, **each) for prompt, each in zip(prompts, own, strict=True)]
 
 
 def run(executor: api.Executor, batch: list[api.Request]) -> None:
@@ -117,11 +121,29 @@ def guided(name: str, model: Any, streams_of: list[int]) -> None:
             decode(name, model, executor, streams, f", {kind}", guided_decoding_params=guide)
 
 
+def adapted(name: str, streams_of: list[int]) -> None:
+    """`decode` without adapters and with ADAPTERS of RANK on all matrices, in turn."""
+    model = random_model(name, batch=max(streams_of), seq_len=SEQ_LEN, rank=RANK)
+    assert model.lora is not None
+    modules = model.lora.modules
+    rows = [(module.id, layer, RANK) for layer in range(model.lora.layers) for module in modules]
+    weights = np.zeros((len(rows), max(module.numbers(RANK) for module in modules)), np.float16)
+    weights[:] = np.random.default_rng(4).standard_normal(weights.shape[1], np.float32) / 300
+    with start(model, batch=max(streams_of)) as executor:
+        for task in range(1, ADAPTERS + 1):
+            weights[:, 0] = task / 1000
+            sent = api.LoraConfig(task, weights, np.array(rows, np.int32))
+            run(executor, requests(1, model.vocab_size, new=2, lora_config=sent))
+        for streams, kind in itertools.product(streams_of, ("no", ADAPTERS, "again no", f"again {ADAPTERS}")):
+            count = 0 if str(kind).endswith("no") else ADAPTERS
+            decode(name, model, executor, streams, f", {kind} adapters of rank {RANK}", adapters=count)
+
+
 def replay(name: str, model: Any, streams: int) -> None:
     """Milliseconds of a captured step alone, which is the bound of `decode`."""
     graphs = model._graphs
-    size = next(size for size in sorted(graphs._captured) if size >= streams)
-    graph = graphs._captured[size]
+    size = next(size for size in sorted(graphs._captured[False]) if size >= streams)
+    graph = graphs._captured[False][size]
     blocks = -(-CONTEXT // model.tokens_per_block)
     with torch.inference_mode():
         words = graphs._packed[: size * STEP_WORDS].view(size, STEP_WORDS)
@@ -318,10 +340,14 @@ def main() -> None:
     if options.memory:
         torch.cuda.set_per_process_memory_fraction(options.memory * 2**30 / torch.cuda.mem_get_info()[1])
     for name in options.models:
-        for codes in options.codes:
+        for codes in options.codes if set(options.parts) - {"adapters", "peer"} else ():
             measure(name, options.streams, options.parts, options.traces, None if codes == "none" else codes)
             figure(f"{name} {codes}: GiB that PyTorch took", round(torch.cuda.max_memory_reserved() / 2**30, 1))
             torch.cuda.reset_peak_memory_stats()
+            gc.collect()
+            torch.cuda.empty_cache()
+        if "adapters" in options.parts:
+            adapted(name, options.streams)
             gc.collect()
             torch.cuda.empty_cache()
     for name in options.models if "peer" in options.parts else ():

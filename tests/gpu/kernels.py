@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,9 +22,12 @@ import torch
 from trtserve.checkpoint.architectures.base import Experts
 from trtserve.executor.engine.guided import Guide
 from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.lora import AdapterBatch, AdapterStack, LoraAdapter
 from trtserve.executor.engine.model import Draws
 from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
+from trtserve.executor.engine.shapes import LoraModule, LoraShape
 from trtserve.executor.torch import kernels
+from trtserve.executor.torch.adapters import Adapters, AdapterStore, spans_of
 from trtserve.executor.torch.draw_words import DrawWriter
 from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, RotationTables, Scores
 from trtserve.executor.torch.packed import FP8, Fp8Codes, join_packed, quantize
@@ -264,6 +268,50 @@ def experts(dtype: Any, tokens: int, count: int = 8) -> float:
     return error(kernels.expert_mlp(x, ExpertWeights(outer=outer, inner=inner), chosen, shares, "silu"), wanted)
 
 
+class WholeMatrices:
+    """`EngineWeights` of one rank with matrices of these inputs and outputs."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self._piece = SimpleNamespace(first_row=0, rows=outputs, first_column=0, columns=inputs)
+
+    def split(self, name: str) -> str:
+        return "replicated"
+
+    def shard(self, name: str) -> Any:
+        return SimpleNamespace(pieces=[self._piece])
+
+
+def adapted(dtype: Any, inputs: int, rank: int, counts: list[int]) -> float:
+    """Adapters of fc and gate; of each adapter a step has `counts` tokens, and some have none."""
+    outputs, generator = 1344, np.random.default_rng(0)
+    modules = tuple(
+        LoraModule(id=number, name=name, linear=name, inputs=inputs, outputs=outputs, width=outputs)
+        for number, name in enumerate(("mlp.fc", "mlp.gate"))
+    )
+    shape, weights = LoraShape(modules=modules, layers=1, max_rank=64), WholeMatrices(inputs, outputs)
+    made = [
+        [generator.standard_normal((rank, size), np.float32) / size**0.5 for size in (inputs, outputs)]
+        for _ in range(2 * len(counts))
+    ]
+    adapters = tuple(
+        LoraAdapter(number, {(0, module): tuple(made[2 * number + module]) for module in (0, 1)}, content=number)
+        for number in range(len(counts))
+    )
+    store = AdapterStore(shape, cast("Any", weights), range(1), most=len(counts), dtype=dtype, device="cuda")
+    owner = np.repeat([*range(len(counts)), -1], [*counts, 5])
+    spans = spans_of(store.places(AdapterBatch(AdapterStack(adapters, shape), owner)))
+    x, product = random(len(owner), inputs, dtype=dtype), random(len(owner), 2 * outputs, dtype=dtype)
+    wanted = product.double()
+    for number, module in itertools.product(range(len(counts)), (0, 1)):
+        a, b = (each.double() for each in store.held[number][0, module])
+        mine = torch.from_numpy(owner == number).cuda()
+        wanted[mine, module * outputs : (module + 1) * outputs] += x[mine].double() @ a.T @ b
+    padded = torch.zeros((len(spans) + 3, 3), dtype=torch.int32, device="cuda")
+    padded[: len(spans)] = torch.from_numpy(spans)
+    kernels.add_adapters(product, x, Adapters(store, padded), 0, 0, 2)
+    return error(product, wanted)
+
+
 class HalfGuide:
     """Allows half of the tokens, others after every token."""
 
@@ -414,6 +462,19 @@ def matrices(dtype: Any, bound: float) -> Iterator[tuple[str, Callable[[], float
         yield f"fp8 {rows}x{columns} {kind}", partial(fp8, dtype, columns, rows), max(2 * bound, 4e-3)
 
 
+def mixtures() -> Iterator[tuple[str, Callable[[], float], float]]:
+    """Cases of experts and adapters."""
+    for dtype, bound in BOUNDS.items():
+        kind = str(dtype)[6:]
+        for tokens in (1, 9, 150):
+            yield f"experts {tokens} {kind}", partial(experts, dtype, tokens), 2 * bound
+        yield f"experts 700 among 128 {kind}", partial(experts, dtype, 700, 128), 2 * bound
+        for inputs, rank, counts in ((4096, 16, [4] * 16), (14_336, 64, [1, 300, 16]), (200, 3, [17])):
+            yield f"adapters {inputs} {rank} {kind}", partial(adapted, dtype, inputs, rank, counts), bound
+    for tokens, count in itertools.product((1, 700), (8, 60, 128, 256)):
+        yield f"routes {tokens} among {count}", partial(routes, tokens, count), 1e-3
+
+
 def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
     """All cases: name, error, and its bound."""
     ragged, parts = [1, 5, 16, 17, 777, 100, 300], [(0, 130), (33, 1), (100, 65), (0, 1), (513, 40), (0, 16)]
@@ -438,11 +499,7 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
         for columns in (2048, 5632, 100):
             yield f"linear {columns} {kind}", partial(product, dtype, columns, 301), 2 * bound
         yield from matrices(dtype, bound)
-        for tokens in (1, 9, 150):
-            yield f"experts {tokens} {kind}", partial(experts, dtype, tokens), 2 * bound
-        yield f"experts 700 among 128 {kind}", partial(experts, dtype, 700, 128), 2 * bound
-    for tokens, count in itertools.product((1, 700), (8, 60, 128, 256)):
-        yield f"routes {tokens} among {count}", partial(routes, tokens, count), 1e-3
+    yield from mixtures()
     for vocabulary in (50, 32_000, 128_256):
         yield f"sampling {vocabulary}", partial(sampling, vocabulary), 2e-3
     yield "chi-square / degrees of freedom", frequencies, 1.6

@@ -58,6 +58,7 @@ HF_SIZES["30B-A3B"] = HF_SIZES["8B"] | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+LORA_MODULES = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate")
 TOKENS_PER_BLOCK = 16
 MAX_NUM_TOKENS = 8192
 
@@ -121,8 +122,12 @@ def random_model(
     dtype: str = "bfloat16",
     layers: int | None = None,
     codes: Codes | None = None,
+    rank: int = 0,
 ) -> ChoosingTorchModel:
-    """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens; `codes` of its matrices."""
+    """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens; `codes` of its matrices.
+
+    With a `rank` it takes adapters of that on all matrices.
+    """
     import torch
 
     sizes = HF_SIZES[name] | ({} if layers is None else {"num_hidden_layers": layers})
@@ -135,9 +140,11 @@ def random_model(
         "max_seq_len": seq_len,
         "max_batch_size": batch,
         "max_num_tokens": MAX_NUM_TOKENS,
-        "plugin_config": {"tokens_per_block": TOKENS_PER_BLOCK},
+        "plugin_config": {"tokens_per_block": TOKENS_PER_BLOCK, "lora_plugin": dtype if rank else None},
+        "lora_config": {"max_lora_rank": rank or 64, "lora_target_modules": list(LORA_MODULES) if rank else []},
     }
-    config = {"pretrained_config": model, "build_config": build, "trtserve": {"compute_precision": "bf16"}}
+    own = {"compute_precision": "bf16" if dtype == "bfloat16" else "f32", "mlp": "gated"}
+    config = {"pretrained_config": model, "build_config": build, "trtserve": own}
     typed = CheckpointConfig.of(model)
     weights = RandomWeights(typed, device, getattr(torch, dtype), codes)
     decoder = family(architecture).decoder(typed)

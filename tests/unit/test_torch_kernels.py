@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from trtserve.checkpoint.architectures.base import ClampedGate, Experts
 from trtserve.executor.engine.guided import Guide
 from trtserve.executor.engine.logits_processing import LogitsProcessor
+from trtserve.executor.engine.lora import AdapterBatch, AdapterStack, LoraAdapter
 from trtserve.executor.engine.model import Draws
 from trtserve.executor.engine.sampling import SamplingParameters, SamplingRow, choose_tokens
+from trtserve.executor.engine.shapes import MODULE_IDS, LoraModule, LoraShape
 
 pytestmark = [
     pytest.mark.needs("torch"),
@@ -201,6 +204,85 @@ def test_routes(kind: str, count: int) -> None:
     )
     assert chosen.tolist() == wanted.tolist()
     torch.testing.assert_close(shares, weights, rtol=1e-5, atol=1e-6)
+
+
+class _WholeMatrices:
+    """`EngineWeights` of one rank."""
+
+    def __init__(self, shape: LoraShape) -> None:
+        self._linears = shape.linears
+
+    def split(self, name: str) -> str:
+        return "replicated"
+
+    def shard(self, name: str) -> Any:
+        inputs, outputs = self._linears[name.split(".", 3)[3].removesuffix(".weight")]
+        return SimpleNamespace(pieces=[SimpleNamespace(first_row=0, rows=outputs, first_column=0, columns=inputs)])
+
+
+def _adapters(inputs: int, outputs: int, ranks: list[int]) -> tuple[Any, AdapterBatch, LoraShape]:
+    """Return a store of adapters for fc and gate of layer 1, and a batch in which each has some tokens."""
+    import torch
+
+    from trtserve.executor.torch.adapters import AdapterStore
+
+    generator = np.random.default_rng(3)
+    modules = tuple(
+        LoraModule(
+            id=MODULE_IDS[name], name=name, linear=linear, inputs=inputs, outputs=outputs, width=outputs, first=0
+        )
+        for name, linear in (("mlp_h_to_4h", "mlp.fc"), ("mlp_gate", "mlp.gate"))
+    )
+    shape = LoraShape(modules=modules, layers=2, max_rank=24)
+    adapters = tuple(
+        LoraAdapter(
+            number,
+            {
+                (1, module.id): (
+                    generator.standard_normal((rank, inputs), np.float32),
+                    generator.standard_normal((rank, outputs), np.float32),
+                )
+                for module in modules[: 1 + number % 2]
+            },
+            content=number,
+        )
+        for number, rank in enumerate(ranks)
+    )
+    owner = np.concatenate([[-1] * 3, *([number] * (40 if number == 1 else 2) for number in range(len(ranks))), [0]])
+    weights: Any = _WholeMatrices(shape)
+    store = AdapterStore(shape, weights, range(1, 2), most=8, dtype=torch.float32, device="cpu")
+    return store, AdapterBatch(AdapterStack(adapters, shape), owner), shape
+
+
+def test_adapters_of_a_step() -> None:
+    """Of ranks that fill no tile, more tokens than a span, for one of two matrices, and after others."""
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+    from trtserve.executor.torch.adapters import Adapters, spans_of
+
+    store, batch, shape = _adapters(1100, 150, [8, 24, 3])
+    first = replace(batch, stack=AdapterStack(batch.stack.adapters[1:], shape), owner=np.minimum(batch.owner, 1))
+    places = store.places(first)  # adapters that stay keep their places
+    kept = places[batch.owner == 1][0]
+    places = store.places(batch)
+    spans = torch.from_numpy(spans_of(places))
+    assert spans[:, 2].sum() == (batch.owner >= 0).sum()
+    x = torch.randn(len(places), 1100)
+    products = [torch.ones(len(places), 320)[:, 10:310] for _ in range(3)]
+    for operations, product in zip((kernels, plain_operations), products, strict=False):
+        operations.add_adapters(product, x, Adapters(store, spans), 1, 0, 2)
+    for number, adapter in enumerate(batch.stack.adapters):
+        mine = torch.from_numpy(batch.owner == number)
+        for (_, module), (a, b) in adapter.matrices.items():
+            columns = slice(0, 150) if module == MODULE_IDS["mlp_h_to_4h"] else slice(150, 300)
+            wide = x[mine].double() @ torch.from_numpy(a).double().T @ torch.from_numpy(b).double()
+            products[2][mine, columns] += wide.float()
+    torch.testing.assert_close(products[0], products[2], rtol=1e-4, atol=2e-3)
+    torch.testing.assert_close(products[1], products[2], rtol=1e-4, atol=2e-3)
+    assert kept in store.held
+    store.places(replace(batch, stack=AdapterStack(batch.stack.adapters[:1], shape), owner=batch.owner * 0))
+    assert len(store.held) == 1
 
 
 SAMPLING: list[dict[str, Any]] = [

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +38,58 @@ class NotCachedError(RuntimeError):
     """A task id came without weights and is not in the cache; the client must send the weights."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AdapterStack:
-    """The weights of several adapters side by side, as inputs of the graph. The same stack means the same arrays."""
+    """Several adapters side by side: adapter by adapter, and within an adapter module by module."""
 
     adapters: tuple[LoraAdapter, ...]
-    owners: Mapping[str, npt.NDArray[np.int64]]
-    """For every matrix the adapter (its index in `adapters`) of each column, i64[w]."""
-    weights: Mapping[tuple[int, str], tuple[Array, Array]]
-    """(layer, matrix) → in-weights [w, inputs] and out-weights [w, outputs of the whole matrix]."""
+    shape: LoraShape
+
+    @cached_property
+    def owners(self) -> Mapping[str, npt.NDArray[np.int64]]:
+        """For every matrix the adapter (its index in `adapters`) of each column, i64[w]."""
+        owners: dict[str, list[int]] = {linear: [] for linear in self.shape.linears}
+        for place, adapter in enumerate(self.adapters):
+            for module in self.shape.modules:
+                owners[module.linear].extend([place] * adapter.ranks.get(module.id, 0))
+        return {linear: np.array(places, dtype=np.int64) for linear, places in owners.items()}
+
+    @cached_property
+    def weights(self) -> Mapping[tuple[int, str], tuple[Array, Array]]:
+        """(layer, matrix) → in-weights [w, inputs] and out-weights [w, outputs of the whole matrix]."""
+        shape, target = self.shape, _bfloat16() if self.shape.bfloat16 else np.float32
+        weights: dict[tuple[int, str], tuple[Array, Array]] = {
+            (layer, linear): (np.zeros((columns, inputs), target), np.zeros((columns, outputs), target))
+            for linear, (inputs, outputs) in shape.linears.items()
+            for columns in [len(self.owners[linear])]
+            for layer in range(shape.layers)
+        }
+        columns = dict.fromkeys(shape.linears, 0)
+        for adapter in self.adapters:
+            for module in shape.modules:
+                for layer in range(shape.layers):
+                    a, b = adapter.matrices.get((layer, module.id), (None, None))
+                    if a is not None and b is not None:
+                        into, out = weights[layer, module.linear]
+                        rows = slice(columns[module.linear], columns[module.linear] + len(a))
+                        into[rows] = a
+                        out[rows, module.first : module.first + module.outputs] = b
+                columns[module.linear] += adapter.ranks.get(module.id, 0)
+        return weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterBatch:
-    """The adapters of one step."""
+    """The adapters of one step. The same stack means the same weights as before."""
 
     stack: AdapterStack
-    masks: Mapping[str, npt.NDArray[np.bool_]]
-    """For every matrix the columns of `stack` that each token uses, bool[tokens, w]."""
+    owner: npt.NDArray[np.int64]
+    """The adapter of each token, its index in `stack.adapters`, i64[tokens]; -1: none."""
+
+    @property
+    def masks(self) -> Mapping[str, npt.NDArray[np.bool_]]:
+        """For every matrix the columns of `stack` that each token uses, bool[tokens, w]."""
+        return {linear: self.owner[:, None] == columns for linear, columns in self.stack.owners.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +206,10 @@ class AdapterCache:
         stack = self._stack  # kept while it has all active adapters and is not much wider than needed
         if stack is None or not set(active) <= set(stack.adapters) or len(stack.adapters) > _SLACK * len(active):
             assert self._shape is not None
-            self._stack = stack = _build_stack(tuple(active), self._shape)
+            self._stack = stack = AdapterStack(tuple(active), self._shape)
         places: dict[LoraAdapter | None, int] = {adapter: place for place, adapter in enumerate(stack.adapters)}
         owner = np.repeat([places.get(adapter, -1) for adapter, _ in spans], [tokens for _, tokens in spans])
-        masks = {linear: owner[:, None] == columns for linear, columns in stack.owners.items()}
-        return AdapterBatch(stack=stack, masks=masks)
+        return AdapterBatch(stack, owner)
 
     def _put(self, task: int, weights: Array, config: Array) -> LoraAdapter:
         assert self._shape is not None
@@ -215,34 +249,6 @@ class AdapterCache:
                 continue
             arrays = [read_array(path / f"model.lora_{kind}.npy") for kind in ("weights", "config")]
             self._put(int(path.name), arrays[0], arrays[1])
-
-
-def _build_stack(adapters: tuple[LoraAdapter, ...], shape: LoraShape) -> AdapterStack:
-    """Put adapters side by side: adapter by adapter, and within an adapter module by module."""
-    places: dict[tuple[int, int], int] = {}  # (adapter, module id) → its first column
-    owners: dict[str, list[int]] = {linear: [] for linear in shape.linears}
-    for place, adapter in enumerate(adapters):
-        for module in shape.modules:
-            places[place, module.id] = len(owners[module.linear])
-            owners[module.linear].extend([place] * adapter.ranks.get(module.id, 0))
-    weights: dict[tuple[int, str], tuple[Array, Array]] = {}
-    target = _bfloat16() if shape.bfloat16 else np.float32
-    for linear, (inputs, outputs) in shape.linears.items():
-        for layer in range(shape.layers):
-            columns = len(owners[linear])
-            weights[layer, linear] = np.zeros((columns, inputs), target), np.zeros((columns, outputs), target)
-    modules = {module.id: module for module in shape.modules}
-    for place, adapter in enumerate(adapters):
-        for (layer, number), (a, b) in adapter.matrices.items():
-            module, column = modules[number], places[place, number]
-            into, out = weights[layer, module.linear]
-            into[column : column + len(a)] = a
-            out[column : column + len(b), module.first : module.first + module.outputs] = b
-    return AdapterStack(
-        adapters=adapters,
-        owners={linear: np.array(places, dtype=np.int64) for linear, places in owners.items()},
-        weights=weights,
-    )
 
 
 _NAMES = {number: name for name, number in MODULE_IDS.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trtserve.executor.engine.model import Chosen, Draws, StepInputs
+from trtserve.executor.torch.adapters import spans_of
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter, choose_tokens
 from trtserve.executor.torch.model import TorchModel, max_rows
 
@@ -114,8 +115,10 @@ class ChoosingTorchModel(TorchModel):
                 positions, long = step.positions, step.long_sequences
                 if long is not None and self.long_rope_beyond is not None:
                     positions = positions + self.max_position * long
+                store, adapters = self.adapters, step.adapters
+                spans = None if store is None or adapters is None else spans_of(store.places(adapters))
                 # Tokens chosen with words of zeros change nothing else.
-                logits = self._graphs.replay(draws.words[: 0 if draws.guided else None], step, positions)
+                logits = self._graphs.replay(draws.words[: 0 if draws.guided else None], step, positions, spans)
                 return PendingTorchStep(self, draws, logits if draws.guided else self._fetch(draws, logits))
             inputs = self.inputs(step)
             if (step.token_ids < 0).any():
@@ -144,6 +147,7 @@ class ChoosingTorchModel(TorchModel):
                 spare_block=self.spare_block,
                 vocab=self.vocab_size,
                 chosen=self._tokens,
+                adapters=self.adapters,
                 compute=self.compute,
                 choose=self._choose,
             )

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.shapes import Sizes
+from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.latent import LatentOutput, LatentProjection
 from trtserve.executor.torch.mixers import LayerCache, MixerLayer, StepStates, Unprojected
 from trtserve.executor.torch.modules import (
-    Adapters,
     Embedding,
     JoinedNorms,
     Linear,
@@ -406,7 +406,7 @@ class _Attention:
         self._shared = shared
         self._rows = rows
         self.all_adapters = adapters = inputs.adapters
-        self.adapters = adapters if adapters is None or rows is None else adapters.of_rows(rows)
+        self.adapters = adapters if adapters is None or rows is None else adapters.of_rows()
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Return what the layer adds to its input, made of its projection of the input."""

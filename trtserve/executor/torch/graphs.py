@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,18 @@ import torch
 from torch import Tensor
 
 from trtserve.executor.engine.model import StepInputs
+from trtserve.executor.torch.adapters import Adapters, AdapterStore, Spans
 from trtserve.executor.torch.decoder import Inputs
 from trtserve.executor.torch.draw_words import WORDS
-from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS, TOKEN, unpack_step
+from trtserve.executor.torch.step_kernels import (
+    FIRST_BLOCK,
+    FIRST_SPAN,
+    LENGTH,
+    POSITION,
+    STEP_WORDS,
+    TOKEN,
+    unpack_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +62,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """Captured decode steps of up to `rows` sequences.
+    """Captured decode steps of up to `rows` sequences, for engines with adapters without and with them.
 
     compute: the logits of a step. choose: writes the chosen tokens of logits and words.
     """
@@ -66,6 +76,7 @@ class DecodeGraphs:
         spare_block: int,
         vocab: int,
         chosen: Tensor,
+        adapters: AdapterStore | None,
         compute: Callable[[Inputs], Tensor],
         choose: Callable[[Tensor, Tensor], None],
     ) -> None:
@@ -74,6 +85,7 @@ class DecodeGraphs:
         self._max_position = max_position
         self._blocks = -(-max_position // page)
         self._chosen = chosen
+        self._adapters = adapters
         self._compute = compute
         self._choose = choose
         words = rows * (STEP_WORDS + self._blocks)
@@ -82,7 +94,8 @@ class DecodeGraphs:
         self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         # Logits of its own for every graph would be gigabytes.
         self._logits = torch.empty((rows, vocab), dtype=torch.float32, device=chosen.device)
-        self._captured: dict[int, Any] = {}
+        # Without and with adapters, by the number of rows.
+        self._captured: dict[bool, dict[int, Any]] = {adapted: {} for adapted in (False, True)[: 2 if adapters else 1]}
         self._pool: Any = None
 
     def capture(self) -> None:
@@ -93,21 +106,22 @@ class DecodeGraphs:
         sizes = ladder(len(self._chosen))
         stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace of 32 MiB for each
         with _no_collection():
-            for done, size in enumerate(reversed(sizes), start=1):
+            for done, (size, adapted) in enumerate(itertools.product(reversed(sizes), self._captured), start=1):
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):  # compile and tune, which is not allowed while capturing
-                    self._run(size)
+                    self._run(size, adapted=adapted)
                 torch.cuda.current_stream().wait_stream(stream)
-                self._captured[size] = self._capture(size, stream)
-                logger.info("Captured the decode step of %d rows, %d of %d", size, done, len(sizes))
+                self._captured[adapted][size] = self._capture(size, stream, adapted=adapted)
+                total = len(sizes) * len(self._captured)
+                logger.info("Captured the decode step of %d rows, %d of %d", size, done, total)
 
-    def _capture(self, size: int, stream: Any) -> Any:
+    def _capture(self, size: int, stream: Any, *, adapted: bool) -> Any:
         """Return the graph of a step of `size` rows."""
         graph = torch.cuda.CUDAGraph()
         try:
             # With ranks a thread of NCCL makes CUDA calls meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                self._run(size)
+                self._run(size, adapted=adapted)
         except Exception as error:  # noqa: BLE001 - whatever it is, it says what failed
             # PyTorch ends the capture before it lets an error through, and then only says that there was one.
             first = error.__context__ or error
@@ -116,7 +130,7 @@ class DecodeGraphs:
         self._pool = graph.pool()
         return graph
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, *, adapted: bool) -> None:
         """Compute a step of `size` rows from the packed inputs."""
         device = self._packed.device
         ids, positions, cache_places = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
@@ -134,6 +148,7 @@ class DecodeGraphs:
             page=self._page,
             spare_place=self._spare_place,
         )
+        words = self._packed[: size * STEP_WORDS].view(size, STEP_WORDS)
         step = Inputs(
             token_ids=ids,
             positions=positions,
@@ -143,10 +158,11 @@ class DecodeGraphs:
             lengths=lengths,
             begins=lengths,
             most_new=1,
+            adapters=Adapters(self._adapters, words[:, FIRST_SPAN:]) if adapted and self._adapters else None,
         )
         logits = self._logits[:size]
         logits.copy_(self._compute(step))
-        self._choose(logits, self._packed[: size * STEP_WORDS].view(size, STEP_WORDS))
+        self._choose(logits, words)
 
     def fits(self, step: StepInputs) -> bool:
         """Return whether a step only decodes, one token of each sequence and its logits."""
@@ -155,13 +171,15 @@ class DecodeGraphs:
             0 < rows == len(step.token_ids) == len(step.past_lens) <= len(self._chosen)
             and np.array_equal(step.rows, np.arange(rows))
             and step.prompt_table is None
-            and step.adapters is None
         )
 
-    def replay(self, draws: Int32s, step: StepInputs, positions: npt.NDArray[Any]) -> Tensor:
-        """Send a step with the words of its draws; return its logits, which the next call overwrites."""
-        rows = len(step.rows)
-        size = next(size for size in sorted(self._captured) if size >= rows)
+    def replay(self, draws: Int32s, step: StepInputs, positions: npt.NDArray[Any], spans: Spans | None) -> Tensor:
+        """Send a step with the words of its draws and the spans of its adapters, if it has any.
+
+        Returns its logits, which the next call overwrites.
+        """
+        rows, captured = len(step.rows), self._captured[spans is not None]
+        size = next(size for size in sorted(captured) if size >= rows)
         self._staging.reverse()
         staging = self._staging[0].numpy()
         words = staging[: size * STEP_WORDS].reshape(size, STEP_WORDS)
@@ -171,9 +189,11 @@ class DecodeGraphs:
         words[:rows, POSITION] = positions
         words[:rows, LENGTH] = step.past_lens + 1
         words[:rows, FIRST_BLOCK] = step.block_indices_begins[:-1]
+        if spans is not None:
+            words[: len(spans), FIRST_SPAN:] = spans
         blocks = step.block_indices
         used = size * STEP_WORDS + len(blocks)
         staging[size * STEP_WORDS : used] = blocks
         self._packed[:used].copy_(self._staging[0][:used], non_blocking=True)
-        self._captured[size].replay()
+        captured[size].replay()
         return self._logits[:rows]

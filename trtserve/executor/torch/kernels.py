@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation
+from trtserve.executor.torch.adapter_kernels import add_adapters
 from trtserve.executor.torch.attention_kernels import decode_attention, prompt_attention, share_keys
 from trtserve.executor.torch.expert_kernels import expert_mlp, route
 from trtserve.executor.torch.layer_kernels import (
@@ -22,6 +23,7 @@ from trtserve.executor.torch.packed_kernels import multiply_packed, multiply_pac
 from trtserve.executor.torch.plain_operations import multiply_fp8
 
 __all__ = [
+    "add_adapters",
     "add_rms_norm",
     "decode_attention",
     "expert_mlp",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import LatentAttention
-from trtserve.executor.torch.modules import Adapters, Linear, Norm, WeightMatrix
+from trtserve.executor.torch.adapters import Adapters
+from trtserve.executor.torch.modules import Linear, Norm, WeightMatrix
 from trtserve.executor.torch.operations import Operations
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import EngineWeights

@@ -45,7 +45,7 @@ def _part(step: StepInputs, first: int, end: int) -> MicroBatch:
     mine = np.flatnonzero((wanted >= token) & (wanted < last))
     adapters, long = step.adapters, step.long_sequences
     if adapters is not None:
-        adapters = replace(adapters, masks={name: mask[token:last] for name, mask in adapters.masks.items()})
+        adapters = replace(adapters, owner=adapters.owner[token:last])
     part = StepInputs(
         token_ids=step.token_ids[token:last],
         positions=step.positions[token:last],

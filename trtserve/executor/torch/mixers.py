@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.parts.mixers import DeltaNet, Mixer, ShortConvolution, StateSpace
-from trtserve.executor.torch.modules import Adapters, Linear, WeightMatrix
+from trtserve.executor.torch.adapters import Adapters
+from trtserve.executor.torch.modules import Linear, WeightMatrix
 from trtserve.executor.torch.operations import Operations
 from trtserve.executor.torch.weights import EngineWeights
 

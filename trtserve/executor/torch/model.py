@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,9 +25,9 @@ from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, MOST_FREE_FRA
 from trtserve.executor.engine.model import FatalModelError, Int32s, Logits, StepInputs, single_sequence
 from trtserve.executor.engine.shapes import Sizes, layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.torch.adapters import Adapters, AdapterStore, spans_of
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
 from trtserve.executor.torch.mixers import LayerCache, StepStates
-from trtserve.executor.torch.modules import AdapterWeights
 from trtserve.executor.torch.operations import Device, Operations
 from trtserve.executor.torch.ranks import ALONE, RankGroup
 from trtserve.executor.torch.weights import EngineWeights
@@ -84,7 +85,13 @@ class TorchModel:
                 max_position=self.max_position,
                 windows=layer_windows(decoder.windows, windows, self.max_position),
             )
-        self._adapters = AdapterWeights(weights, layers, dtype=self.decoder.dtype, device=device)
+        self.adapters: AdapterStore | None = None
+        if self.lora is not None:
+            # A stack has up to four times the adapters of a step.
+            places = 4 * max_rows(config)
+            self.adapters = AdapterStore(
+                self.lora, weights, layers, most=places, dtype=self.decoder.dtype, device=device
+            )
         self._block_shape = (2, self.tokens_per_block, self.decoder.kv_heads, sizes.head)
         self._layers = layers
         self._mixers = {layer: mixer for layer in layers if (mixer := decoder.mixer_of(layer)) is not None}
@@ -134,7 +141,12 @@ class TorchModel:
         """Run prompts and a decode step in the spare block."""
         for new in (*self._warm_lengths, 1):
             blocks = [self.spare_block] * -(-new // self.tokens_per_block)
-            self.forward(single_sequence([0] * new, blocks, rows=[new - 1]))
+            step = single_sequence([0] * new, blocks, rows=[new - 1])
+            self.forward(step)
+            if self.adapters is not None:
+                with self.faults, torch.inference_mode():
+                    nothing = self._copy(np.zeros((1, 3), np.int32))
+                    self.compute(replace(self.inputs(step), adapters=Adapters(self.adapters, nothing)))
 
     def forward(self, step: StepInputs) -> Logits:
         with self.faults, torch.inference_mode():
@@ -166,7 +178,7 @@ class TorchModel:
             decoding=_decoding(new, past),
             rows=self._copy(step.rows.astype(np.int64)),
             prompt_table=None if step.prompt_table is None else self._copy(step.prompt_table),
-            adapters=None if step.adapters is None else self._adapters.batch(step.adapters),
+            adapters=self._adapters_of(step),
             states=self._states(step) if self._mixers else None,
         )
 
@@ -178,6 +190,12 @@ class TorchModel:
             fresh=self._copy(step.past_lens == 0),
             spans=[] if len(step.token_ids) == len(rows) else list(itertools.pairwise(begins)),
         )
+
+    def _adapters_of(self, step: StepInputs) -> Adapters | None:
+        if step.adapters is None or self.adapters is None:
+            return None
+        places = self.adapters.places(step.adapters)
+        return Adapters(self.adapters, *(self._copy(spans_of(each)) for each in (places, places[step.rows])))
 
     def _copy(self, array: npt.NDArray[Any]) -> Tensor:
         """Return an array on the device. A copy from pinned memory does not wait for what the GPU computes."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.checkpoint.architectures.base import Norm as NormKind
-from trtserve.executor.engine.lora import AdapterBatch, AdapterStack
+from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.operations import ExpertWeights, Matrix, Operations, RotationTables
 from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight, join_packed
 from trtserve.executor.torch.plain_operations import activate, rotate
@@ -186,6 +185,7 @@ class Linear:
         self.bias = biases[0] if len(biases) == 1 else torch.cat(biases) if biases else None
         # A bias that all ranks hold is added once to their sum; of another kind only the first rank's is not zero.
         self._bias_last = bool(biases) and group is not None and weights.split(f"{names[0]}.bias") == "replicated"
+        self._operations = operations
         self._layer = layer
         self._group = group
         self._parts = []
@@ -198,8 +198,7 @@ class Linear:
     def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
         product = self.matrix(x, None if self._bias_last else self.bias)
         if adapters is not None and self._layer is not None:
-            for matrix, outputs in self._parts:
-                adapters.add(product[:, outputs], x, self._layer, matrix)
+            adapters.add(product, x, self._layer, self._parts, self._operations)
         if self._group is not None:
             product = self._group.all_reduce(product)
         return product if self.bias is None or not self._bias_last else product + self.bias
@@ -275,62 +274,6 @@ def load_floats(weights: EngineWeights, name: str) -> Tensor:
     # Experts [experts, out, in] have a scale each.
     factors = scales[0].view(-1, *[1] * (tensor.ndim - 1)) if tensor.ndim > 2 else scales[0]
     return (tensor.float() * factors).to(weights.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """The adapters of the tokens of a step."""
-
-    masks: Mapping[str, Tensor]
-    """For every matrix the columns of the weights that each token uses, bool[t, w]."""
-    weights: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
-    """(layer, matrix) → in-weights [w, inputs of this rank] and out-weights [w, outputs of this rank]."""
-
-    def of_rows(self, rows: Tensor) -> Adapters:
-        """Return the adapters of some of the tokens."""
-        return replace(self, masks={name: mask[rows] for name, mask in self.masks.items()})
-
-    def add(self, product: Tensor, x: Tensor, layer: int, matrix: str) -> None:
-        """Add to `product` [t, outputs] of a matrix and `x` [t, inputs] what the adapters make of `x`."""
-        if (layer, matrix) in self.weights:
-            a, b = self.weights[layer, matrix]
-            product += (x @ a.T).where(self.masks[matrix], 0) @ b
-
-
-class AdapterWeights:
-    """Keeps the weights of the last stack of adapters on the device."""
-
-    def __init__(self, weights: EngineWeights, layers: range, *, dtype: Any, device: str) -> None:
-        self._decoder = weights
-        self._layers = layers
-        self._dtype = dtype
-        self._device = device
-        self._stack: AdapterStack | None = None
-        self._weights: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = {}
-
-    def batch(self, batch: AdapterBatch) -> Adapters:
-        """Return the adapters of a step; their weights are copied when the stack is another one than before."""
-        if batch.stack is not self._stack:
-            self._weights = {
-                (layer, matrix): self._local(f"transformer.layers.{layer}.{matrix}.weight", *map(self._copy, pair))
-                for (layer, matrix), pair in batch.stack.weights.items()
-                if layer in self._layers
-            }
-            self._stack = batch.stack
-        masks = {matrix: torch.from_numpy(mask).to(self._device) for matrix, mask in batch.masks.items()}
-        return Adapters(masks, self._weights)
-
-    def _copy(self, array: Any) -> Tensor:
-        if array.dtype != np.float32:
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self._device, self._dtype)
-        return torch.from_numpy(array).to(self._device, self._dtype)
-
-    def _local(self, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs or outputs that this rank's part of the matrix has."""
-        pieces = self._decoder.shard(name).pieces
-        if self._decoder.split(name) == "row":
-            return torch.cat([a[:, piece.first_column :][:, : piece.columns] for piece in pieces], 1), b
-        return a, torch.cat([b[:, piece.first_row :][:, : piece.rows] for piece in pieces], 1)
 
 
 class Mlp(ABC):

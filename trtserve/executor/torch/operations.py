@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
+from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.packed import Fp8Codes, PackedWeight
 
 Matrix: TypeAlias = Tensor | PackedWeight | Fp8Codes
@@ -176,6 +177,13 @@ class Operations(Protocol):
         """Return the numbers i32[t, k] or i64 and weights f32[t, k] of each token's experts.
 
         They are made of the router's logits f32[t, E]; `correction` f32[E] is added to the scores to choose by.
+        """
+        ...
+
+    def add_adapters(self, product: Tensor, x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int) -> None:
+        """Add to `product` [t, outputs] of `parts` matrices from number `matrix` on, side by side, what adapters make.
+
+        `x` [t, inputs] are the inputs of all of them, `layer` is the number in the whole model.
         """
         ...
 

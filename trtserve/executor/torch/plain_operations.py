@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
+from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, Matrix, RotationTables, Scores
 from trtserve.executor.torch.packed import FP8, LARGEST_FP8, Fp8Codes, PackedWeight
 
@@ -174,6 +175,14 @@ def clamped(joined: Tensor, clamp: ClampedGate) -> Tensor:
     factor, gate = joined.chunk(2, dim=-1)
     gate = gate.clamp(max=clamp.limit)
     return (factor.clamp(-clamp.limit, clamp.limit) + 1) * (gate * torch.sigmoid(clamp.alpha * gate))
+
+
+def add_adapters(product: Tensor, x: Tensor, adapters: Adapters, layer: int, matrix: int, parts: int) -> None:
+    for place, first, count in adapters.spans[adapters.spans[:, 2] > 0].tolist():
+        for part, columns in enumerate(product.chunk(parts, 1)):
+            a, b = adapters.store.held[place][layer, matrix + part]
+            tokens = slice(first, first + count)
+            columns[tokens] += x[tokens] @ a.T @ b
 
 
 def route(logits: Tensor, correction: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:

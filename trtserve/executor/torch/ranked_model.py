@@ -7,7 +7,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +30,9 @@ from trtserve.executor.torch.ranks import Ranks, join
 
 logger = logging.getLogger(__name__)
 
-_Masks: TypeAlias = "Mapping[str, npt.NDArray[np.bool_]]"
-# A step without its adapters, their masks, and their weights if the other ranks do not have them.
-_Described: TypeAlias = "tuple[StepInputs, _Masks | None, AdapterStack | None]"
+_Owner: TypeAlias = "npt.NDArray[np.int64]"
+# A step without its adapters, which token has which, and their weights if the other ranks do not have them.
+_Described: TypeAlias = "tuple[StepInputs, _Owner | None, AdapterStack | None]"
 
 # A part of a step has at least this many tokens. With fewer, a GPU reads its weights as long as for all of them.
 _LEAST_TOKENS: Final = {"cpu": 8, "cuda": 256}
@@ -130,7 +130,7 @@ class LeadingModel(RankedModel):
         # The weights of adapters stay with the other ranks until a step has others.
         stack = None if adapters.stack is self._stack else adapters.stack
         self._stack = adapters.stack
-        return replace(step, adapters=None), adapters.masks, stack
+        return replace(step, adapters=None), adapters.owner, stack
 
     def _tell(self, name: str, *arguments: Any) -> None:
         if self._ranks.device.type == "cuda":  # the current device belongs to a thread, and the executor has its own
@@ -212,10 +212,10 @@ class FollowingModel(RankedModel):
         chooser = cast("ChoosingTorchModel", self._model)
         self._pending.append(chooser.launch(arrays, self._restored(*described)))
 
-    def _restored(self, step: StepInputs, masks: _Masks | None, stack: AdapterStack | None) -> StepInputs:
+    def _restored(self, step: StepInputs, owner: _Owner | None, stack: AdapterStack | None) -> StepInputs:
         self._stack = stack or self._stack
-        if masks is not None and self._stack is not None:
-            return replace(step, adapters=AdapterBatch(self._stack, masks))
+        if owner is not None and self._stack is not None:
+            return replace(step, adapters=AdapterBatch(self._stack, owner))
         return step
 
 
