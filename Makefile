@@ -90,7 +90,8 @@ newest: ## the tests and `make lint` with the newest of every package, in .newes
 	$(MAKE) --keep-going VENV=.newest LOCK= test lint
 
 test-vllm: $(VENV)/.oracle .cache/vllm/.ready ## vLLM itself on this CPU behind a real Triton (2.3 GB are installed into .cache)
-	TRTSERVE_VLLM_PYTHON="$(abspath .cache/vllm)" $(BIN)/python -m pytest -s -q tests/real_vllm/served.py tests/real_vllm/features.py tests/real_vllm/nodes.py $(ARGS)
+	TRTSERVE_VLLM_PYTHON="$(abspath .cache/vllm)" $(BIN)/python -m pytest -s -q tests/real_vllm/served.py tests/real_vllm/features.py tests/real_vllm/pooling.py \
+	    tests/real_vllm/nodes.py $(ARGS)
 
 gpu-test: ## the torch runtime on NVIDIA GPUs, with a report; needs no network where .gpu has the bundle
 	bash tests/gpu/run.sh test $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -39,6 +40,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_server(repository, home=home, gateway=True) as running:
         yield running
     patch.undo()
+
+
+@pytest.fixture(scope="module")
+def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("pooling")
+    repository = nvidia_repository(home / "repository", runner="pooling")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRTSERVE_VLLM_PYTHON", str(counting_python(home / "vllm")))
+        with running_server(repository, home=home, gateway=True) as running:
+            yield running
 
 
 def asked(server: Server, prompt: str = "\n", **sampling: Any) -> dict[str, Any]:
@@ -99,6 +110,39 @@ def test_openais_api_asks_it_too(server: Server) -> None:
     (ended,) = completion(server, stop_token_ids=[67], logit_bias={"5": 3}, min_p=0.1, guided_regex="a+")
     assert (ended["text"], ended["finish_reason"]) == (" 66 67", "stop")
     assert "logprobs are not available for 'vllm_model'" in completion(server, logprobs=1)
+
+
+def vectors(server: Server, path: str = "/v1/embeddings", **body: Any) -> Any:
+    status, answer = ask(server.address.http_port, path, {"model": "vllm_model", **body})
+    return json.loads(answer) if status == 200 else json.loads(answer)["error"]["message"]
+
+
+def test_a_pooling_model_makes_vectors(pooling: Server, server: Server) -> None:
+    found = vectors(pooling, input=["ab", "xyz"])
+    assert [row["embedding"] for row in found["data"]] == [[2, 97, 98], [3, 120, 122]]
+    assert [row["index"] for row in found["data"]] == [0, 1]
+    assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    for ids in ([7, 8], [[7, 8]]):
+        (row,) = vectors(pooling, input=ids, dimensions=2)["data"]
+        assert row["embedding"] == [2, 7]
+    (row,) = vectors(pooling, input="ab", encoding_format="base64")["data"]
+    assert np.frombuffer(base64.b64decode(row["embedding"]), np.float32).tolist() == [2, 97, 98]
+    many = vectors(pooling, input=[chr(97 + number % 26) for number in range(300)])["data"]
+    assert [row["embedding"][1] for row in many] == [97 + number % 26 for number in range(300)]
+    assert vectors(pooling, input="").startswith("input must not be empty")
+    assert "vLLM does not like this prompt" in vectors(pooling, input=["ok", "["])  # the byte 91
+    assert "needs a pooling model" in vectors(server, input="ab")
+    assert "embedding_request must be a JSON object" in asked(pooling)["error"]
+
+
+def test_a_pooling_model_ranks_documents(pooling: Server) -> None:
+    body = {"query": "aaaa", "documents": ["zzz", "aaaa", "~"], "top_n": 2}
+    first, second = vectors(pooling, "/v1/rerank", **body)["results"]
+    assert (first["index"], first["document"], first["relevance_score"]) == (1, {"text": "aaaa"}, pytest.approx(1))
+    assert second["relevance_score"] < 1
+    found = vectors(pooling, "/v1/rerank", **body | {"return_documents": False})
+    assert "document" not in found["results"][0]
+    assert found["usage"]["total_tokens"] == 12
 
 
 def test_a_client_that_goes_frees_its_place(server: Server) -> None:

@@ -243,7 +243,7 @@ def written_8b(work: Path) -> Path:
 def vllm_serve(arguments: dict[str, Any], name: str) -> Iterator[tuple[str, float]]:
     """Run vLLM's own server; yields the address of its API, and the seconds until its first answer."""
     (port,) = free_ports("127.0.0.1", 1)
-    words = ["serve", arguments["model"], "--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
+    words = ["--model", arguments["model"], "--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
     for key, value in arguments.items():
         flag = key.replace("_", "-")
         if isinstance(value, bool):
@@ -251,7 +251,7 @@ def vllm_serve(arguments: dict[str, Any], name: str) -> Iterator[tuple[str, floa
         elif key != "model":
             words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     python = str(require_installation().python)
-    command = [python, "-P", "-m", "vllm.entrypoints.cli.main", *words, "--disable-uvicorn-access-log"]
+    command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", *words, "--disable-uvicorn-access-log"]
     begin = time.monotonic()
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ""}, start_new_session=True) as server:
         try:
@@ -306,7 +306,7 @@ def speed(work: Path, loads: list[int], *, layers: int, tp_size: int) -> None:
         measure("triton", "--server", "random", "--model", "tensorrt_llm")
         measure("gateway", "--openai", f"http://127.0.0.1:{server.address.http_port}/v1")
     with vllm_serve({**arguments, "skip_tokenizer_init": False}, "random") as (address, seconds["vllm_serve"]):
-        measure("vllm_serve", "--openai", address)
+        measure("vllm_serve", "--openai", address, "--tokenizer", arguments["model"])
     print_figures(first_answer_seconds={name: round(value, 1) for name, value in seconds.items()})
     for way, other in (("triton", "alone"), ("gateway", "alone"), ("gateway", "vllm_serve")):
         both = found.get(way, {}).keys() & found.get(other, {}).keys()

@@ -146,18 +146,24 @@ class EngineSide:
 
     async def _serve(self, number: int, request: dict[str, Any]) -> None:
         try:
-            params, lora = _sampling_params(request), _lora(request.get("lora"))
-            tops = request.get("tops", 0)
+            lora, tops = _lora(request.get("lora")), request.get("tops", 0)
             prompt = _prompt(request, self._llm.vllm_config.model_config)
             if images := request.get("images"):
                 prompt["multi_modal_data"] = {"image": await asyncio.to_thread(_images, images)}
             if "salt" in request:
                 prompt["cache_salt"] = request["salt"]
-            answers = self._llm.generate(
-                prompt, params, str(number), lora_request=lora, priority=request.get("priority", 0)
+            pools = "pooling" in request
+            work, params = (
+                (self._llm.encode, _pooling_params(request["pooling"]))
+                if pools
+                else (self._llm.generate, _sampling_params(request))
             )
+            answers = work(prompt, params, str(number), lora_request=lora, priority=request.get("priority", 0))
             async for answer in answers:
-                made = _texts(answer) if "text" in request else _output(answer, tops, counts=bool(images))
+                if pools:
+                    made = _vector(answer)
+                else:
+                    made = _texts(answer) if "text" in request else _output(answer, tops, counts=bool(images))
                 self._emit(["output", number, made])
         except asyncio.CancelledError:
             pass
@@ -377,6 +383,17 @@ def _sampling_params(request: dict[str, Any]) -> Any:
         # The public field takes texts, and encodes them again.
         params._bad_words_token_ids = request["bad_words"]  # noqa: SLF001
     return params
+
+
+def _pooling_params(words: dict[str, Any]) -> Any:
+    from vllm import PoolingParams
+
+    return PoolingParams(task="embed", **words)
+
+
+def _vector(answer: Any) -> dict[str, Any]:
+    vector = answer.outputs.data.reshape(-1).tolist()
+    return {"finished": answer.finished, "prompt_tokens": len(answer.prompt_token_ids), "vector": vector}
 
 
 def _prompt(request: dict[str, Any], model: Any) -> dict[str, Any]:

@@ -56,6 +56,11 @@ class ModelJson:
         """Whether LoRA is on, which is a text in some files."""
         return str(self.arguments.get("enable_lora", False)).lower() == "true"
 
+    @property
+    def pools(self) -> bool:
+        """Whether the model makes vectors, not texts."""
+        return self.arguments.get("runner") == "pooling"
+
     def engine_config(self, repository: Path, device: Device) -> EngineConfig:
         """Return what an engine of the vllm runtime with these arguments would record."""
         folder = repository / self.model

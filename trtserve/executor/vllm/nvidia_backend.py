@@ -50,9 +50,8 @@ class TextRequest:
 
         Raises ValueError or TypeError, which says what is wrong, for what this backend cannot do too.
         """
-        for name in ("image", "embedding_request"):
-            if name in inputs and inputs[name].size:
-                raise ValueError(f"{name} {_ELSEWHERE}")
+        if "image" in inputs and inputs["image"].size:
+            raise ValueError(f"image {_ELSEWHERE}")
         if "text_input" not in inputs or inputs["text_input"].size != 1:
             raise ValueError("text_input must have one prompt")
         self.sender, self._prompt = sender, _text(inputs["text_input"])
@@ -101,10 +100,40 @@ class TextRequest:
         self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=news["finished"])
 
 
+class EmbeddingRequest:
+    """A request for the vector of one text: JSON with `input`, a text or token ids, and `pooling_params`."""
+
+    def __init__(self, inputs: Inputs, sender: GuardedSender) -> None:
+        """Raises ValueError or TypeError, which says what is wrong."""
+        self.sender = sender
+        given = json.loads(_text(inputs["embedding_request"])) if "embedding_request" in inputs else None
+        if not isinstance(given, dict) or not isinstance(given.get("pooling_params", {}), dict):
+            raise TypeError("embedding_request must be a JSON object with input, and maybe pooling_params")
+        prompt = given.get("input")
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(each) is int for each in prompt))):
+            raise TypeError("input of embedding_request must be a text or a list of token ids")
+        if not prompt:
+            raise ValueError("input of embedding_request is empty")
+        words = {name: value for name, value in given.get("pooling_params", {}).items() if value is not None}
+        if isinstance(words.get("dimensions"), list) and words["dimensions"]:  # as NVIDIA's front end writes it
+            words["dimensions"] = words["dimensions"][0]
+        if unknown := words.keys() - {"dimensions"}:
+            raise ValueError(f"pooling_params has {min(unknown)}; this backend knows dimensions")
+        self.asked = {"pooling": words, "text" if isinstance(prompt, str) else "prompt": prompt}
+
+    def send(self, news: Mapping[str, Any]) -> None:
+        """Send the vector as JSON, and the tokens of its text."""
+        tensors = [
+            pb_utils.Tensor("text_output", _array([json.dumps(news["vector"])])),
+            pb_utils.Tensor("num_input_tokens", np.array([news["prompt_tokens"]], np.uint32)),
+        ]
+        self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=news["finished"])
+
+
 class TextEngine(VllmProcess):
     """The open requests of one model."""
 
-    _open: dict[int, TextRequest]
+    _open: dict[int, TextRequest | EmbeddingRequest]
 
     def __init__(self, python: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         super().__init__(python, arguments, environment=environment)
@@ -117,7 +146,7 @@ class TextEngine(VllmProcess):
         """Number of requests that vLLM works on."""
         return len(self._open)
 
-    def submit(self, request: TextRequest) -> None:
+    def submit(self, request: TextRequest | EmbeddingRequest) -> None:
         """Hand a request to vLLM. Raises RuntimeError when vLLM is dead."""
         with self._lock:
             if self._failure is not None:
@@ -178,7 +207,7 @@ class TritonPythonModel:
         for name, kind in kinds.items():
             dims = [-1] if name == "image" else [1]
             if name not in declared:
-                config.add_input({"name": name, "data_type": kind, "dims": dims, "optional": name != "text_input"})
+                config.add_input({"name": name, "data_type": kind, "dims": dims, "optional": True})
         for name, kind in {"text_output": "TYPE_STRING", **_RETURNED}.items():
             if name not in declared:
                 config.add_output({"name": name, "data_type": kind, "dims": [1 if name == "num_input_tokens" else -1]})
@@ -194,6 +223,7 @@ class TritonPythonModel:
         try:
             settings = ModelJson.read(folder / MODEL_JSON)
             self._adapters = read_adapters(folder) if settings.adapters else {}
+            self._pools = settings.pools
             gpus = config["parameters"].get("GPU_DEVICE_IDS", {}).get("string_value", "")
             if args["model_instance_kind"] == "GPU":
                 gpus = args["model_instance_device_id"]
@@ -216,9 +246,16 @@ class TritonPythonModel:
             sender = GuardedSender(request.get_response_sender())
             try:
                 inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                self._engine.submit(TextRequest(inputs, request.parameters(), sender, self._adapters))
+                self._engine.submit(self._request(inputs, request.parameters(), sender))
             except (ValueError, TypeError, RuntimeError) as error:
                 sender.send(error_response(f"Error generating stream: {error}"), final=True)
+
+    def _request(self, inputs: Inputs, parameters: str, sender: GuardedSender) -> TextRequest | EmbeddingRequest:
+        if "embedding_request" not in inputs and not self._pools:
+            return TextRequest(inputs, parameters, sender, self._adapters)
+        if not self._pools:
+            raise ValueError('embedding_request needs a pooling model: "runner": "pooling" in model.json')
+        return EmbeddingRequest(inputs, sender)
 
     def _beat(self) -> None:
         """Show that vLLM works. When it does not, say why and end this process, as the core model does."""
@@ -238,7 +275,7 @@ class TritonPythonModel:
         self._heartbeat.close()
 
 
-def _send(request: TextRequest, answer: Any) -> None:
+def _send(request: TextRequest | EmbeddingRequest, answer: Any) -> None:
     """Send an error, or what is new; a client that has gone must not end the thread that serves all."""
     try:
         if isinstance(answer, Mapping):

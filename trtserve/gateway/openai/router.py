@@ -42,6 +42,7 @@ from trtserve.gateway.openai.request import (
 )
 from trtserve.gateway.openai.responses import ResponsesBody, ResponsesForm, ResponseStore
 from trtserve.gateway.openai.served import Backend, ServedModel
+from trtserve.gateway.openai.vectors import EmbeddingBody, RerankBody, embeddings, rerank
 from trtserve.programs.shared.tokenizer import decode
 from trtserve.repository.adapters import add_adapter, remove_adapter
 
@@ -89,8 +90,8 @@ def openai_router(
     router.add_api_route("/v1/responses/{id}", paths.stored_response, methods=["GET", "DELETE"])
     router.add_api_route("/v1/messages", paths.messages, methods=["POST"])
     router.add_api_route("/v1/messages/count_tokens", paths.count_tokens, methods=["POST"])
-    for path in ("/v1/embeddings", "/v1/rerank"):
-        router.add_api_route(path, paths.vectors, methods=["POST"])
+    router.add_api_route("/v1/embeddings", paths.embeddings, methods=["POST"])
+    router.add_api_route("/v1/rerank", paths.rerank, methods=["POST"])
     router.add_api_route("/v1/load_lora_adapter", paths.load_adapter, methods=["POST"])
     router.add_api_route("/v1/unload_lora_adapter", paths.unload_adapter, methods=["POST"])
     router.add_api_route("/tokenize", paths.tokenize, methods=["POST"])
@@ -288,12 +289,15 @@ class Paths:
         text = await asyncio.to_thread(decode, files.tokenizer, body.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
-    async def vectors(self) -> Response:
-        """Refuse embeddings and ranks."""
-        raise ApiError(
-            "This server has no embeddings and ranks no documents: its models generate text.",
-            code="unsupported_endpoint",
-        )
+    async def embeddings(self, body: EmbeddingBody, request: Request) -> Response:
+        """Return the vectors of texts."""
+        served, _ = await self._find(request, body.model)
+        return JSONResponse(await embeddings(self._backend, served, body))
+
+    async def rerank(self, body: RerankBody, request: Request) -> Response:
+        """Order documents by what they have to do with a question."""
+        served, _ = await self._find(request, body.model)
+        return JSONResponse(await rerank(self._backend, served, body))
 
     async def _find(self, request: Request, name: str) -> tuple[ServedModel, str | None]:
         served, adapter = await self._backend.find(name)

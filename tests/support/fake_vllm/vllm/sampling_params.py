@@ -44,3 +44,9 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     _bad_words_token_ids: list[list[int]] | None = None
+
+
+@dataclass
+class PoolingParams:
+    dimensions: int | None = None
+    task: str | None = None

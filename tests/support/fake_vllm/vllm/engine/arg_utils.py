@@ -38,6 +38,7 @@ class EngineArgs:
     master_addr: str = ""
     master_port: int = 0
     disable_log_stats: bool = False
+    runner: str = "auto"
 
     def create_engine_config(self, *, headless: bool) -> EngineArgs:
         assert headless

@@ -18,9 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 
 _VOCABULARY = 100
 _DELTA = 2
@@ -107,6 +109,24 @@ class AsyncLLM:
         finally:
             self._running -= 1
         self._record(0)  # as in vLLM not after a request that was cancelled
+
+    async def encode(
+        self,
+        prompt: dict[str, Any],
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Any]:
+        """The vector of a text is its length, its first and its last token."""
+        del request_id, lora_request, priority
+        assert pooling_params.task == "embed"
+        ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else list(prompt["prompt"].encode())
+        await self._misbehave(ids[0])
+        vector = np.array([len(ids), ids[0], ids[-1]], np.float32)[: pooling_params.dimensions]
+        self._record(0)
+        yield SimpleNamespace(prompt_token_ids=ids, outputs=SimpleNamespace(data=vector), finished=True)
 
     async def _misbehave(self, first: int) -> None:
         if first == 90 and os.fork() == 0:
