@@ -31,8 +31,9 @@ NAMES = {
         detokenize output_kind structured_outputs stop bad_words _bad_words_token_ids""",
     ("sampling_params.py", "StructuredOutputsParams"): "json regex grammar json_object structural_tag",
     ("sampling_params.py", "RequestOutputKind"): "DELTA FINAL_ONLY",
+    ("pooling_params.py", "PoolingParams"): "task dimensions",
     ("v1/engine/async_llm.py", "AsyncLLM"): """from_engine_args stat_loggers generate prompt sampling_params request_id
-        lora_request priority errored dead_error add_lora shutdown vllm_config""",
+        lora_request priority encode pooling_params errored dead_error add_lora shutdown vllm_config""",
     ("v1/executor/multiproc_executor.py", "MultiprocExecutor"): "monitor_workers start_worker_monitor inline",
     ("v1/metrics/loggers.py", "StatLoggerBase"): "record scheduler_stats iteration_stats log_engine_initialized",
     ("v1/metrics/stats.py", "SchedulerStats"): """num_running_reqs num_waiting_reqs kv_cache_usage
@@ -43,10 +44,20 @@ NAMES = {
     ("v1/spec_decode/metrics.py", "SpecDecodingStats"): "num_draft_tokens num_accepted_tokens num_drafts",
     ("outputs.py", "RequestOutput"): "outputs finished num_cached_tokens metrics prompt_logprobs prompt_token_ids",
     ("outputs.py", "CompletionOutput"): "index text token_ids cumulative_logprob logprobs finish_reason",
+    ("outputs.py", "PoolingRequestOutput"): "outputs finished prompt_token_ids",
+    ("outputs.py", "PoolingOutput"): "data",
     ("logprobs.py", "Logprob"): "logprob rank decoded_token",
     ("lora/request.py", "LoRARequest"): "lora_name lora_int_id lora_path",
 }
-_CALLED = ("from_engine_args", "generate", "add_lora", "record", "create_engine_config", "start_worker_monitor")
+_CALLED = (
+    "from_engine_args",
+    "generate",
+    "encode",
+    "add_lora",
+    "record",
+    "create_engine_config",
+    "start_worker_monitor",
+)
 
 
 def asked() -> str:

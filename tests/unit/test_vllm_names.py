@@ -35,7 +35,7 @@ def test_the_names_were_compared_with_every_promised_release() -> None:
     assert (releases[0], releases[-1]) == (FIRST, LAST)
     assert read_releases().releases[-1] == LAST
     assert {release: each["missing"] for release, each in FOUND["releases"].items() if each["missing"]} == {}
-    assert all(len(each["parameters"]) == 6 for each in FOUND["releases"].values())
+    assert all(len(each["parameters"]) == 7 for each in FOUND["releases"].values())
 
 
 def test_the_names_are_all_that_the_code_uses() -> None:
