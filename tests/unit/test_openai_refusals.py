@@ -185,10 +185,16 @@ def test_text_that_is_not_unicode_is_refused(client: TestClient, place: str) -> 
 
 
 def test_other_paths(client: TestClient) -> None:
-    for path, body in (("embeddings", {"input": "x"}), ("rerank", {"query": "x", "documents": ["y"]})):
-        status, message = error(client.post(f"/v1/{path}", json={"model": NAME, **body}))[:2]
+    for path, given in (("embeddings", {"input": "x"}), ("rerank", {"query": "x", "documents": ["y"]})):
+        status, message = error(client.post(f"/v1/{path}", json={"model": NAME, **given}))[:2]
         assert (status, "has no embeddings and ranks no documents" in message) == (400, True)
-    for wrong in ({"input": []}, {"input": [""]}, {"input": "x", "dimensions": 0}, {"input": ["x"] * 3000}):
+    wrongs: list[dict[str, object]] = [
+        {"input": []},
+        {"input": [""]},
+        {"input": "x", "dimensions": 0},
+        {"input": ["x"] * 3000},
+    ]
+    for wrong in wrongs:
         assert error(client.post("/v1/embeddings", json={"model": NAME, **wrong}))[0] == 400
     assert error(client.get("/v1/files"))[:2] == (404, "Unknown request URL: GET /v1/files.")
     for method, path, allowed in (("GET", "/v1/chat/completions", "POST"), ("GET", "/tokenize", "POST")):
