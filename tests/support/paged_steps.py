@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -91,9 +91,9 @@ class PagedSteps:
         model.allocate(total)
         free = [int(block) for block in np.random.default_rng(7).permutation(total)]
         self._rows = {name: number for number, name in enumerate(sequences)}
-        self._stateful = isinstance(model, StatefulModel) and bool(model.bytes_per_state)
-        if isinstance(model, StatefulModel):
-            model.allocate_states(len(self._rows))
+        self._stateful = bool(getattr(model, "bytes_per_state", 0))
+        if self._stateful:
+            cast("StatefulModel", model).allocate_states(len(self._rows))
         self.blocks = {name: [free.pop() for _ in range(count)] for name, count in needed.items()}
 
     def step(self, new: Mapping[str, int], **extra: Any) -> dict[str, Logits]:

@@ -43,7 +43,9 @@ def write_tiny_model(
     known = FAMILIES[family]
     config = known.config | {"dtype": dtype, "torch_dtype": dtype} | overrides
     generator = np.random.default_rng(seed)
-    tensors = {name: _random(generator, name, shape, dtype, gain) for name, shape in known.tensors(config)}
+    tensors = {
+        name: _random(generator, name, shape, dtype, gain, known.norm_centre) for name, shape in known.tensors(config)
+    }
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(
@@ -55,13 +57,15 @@ def write_tiny_model(
     return folder
 
 
-def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str, gain: float) -> Array:
+def _random(
+    generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str, gain: float, centre: float
+) -> Array:
     """Return weights whose greedy output depends on all tokens: strong layers, small embeddings, sharp attention."""
     noise = generator.standard_normal(shape, dtype=np.float32)
     if name.endswith("bias"):
         values = 0.1 * noise
     elif "norm" in name or ".ln_" in name:
-        values = 1 + 0.1 * noise
+        values = (1 if ".linear_attn." in name else centre) + 0.1 * noise
     elif len(shape) == 1:  # sinks of attention, decays of states
         values = noise
     elif "embed" in name or "lm_head" in name or "wte" in name or "wpe" in name:

@@ -71,6 +71,15 @@ class ThreadRanks:
         for rank in self.ranks:
             rank.allocate(num_blocks)
 
+    @property
+    def bytes_per_state(self) -> int:
+        sizes: list[int] = [rank.bytes_per_state for rank in self.ranks]
+        return max(sizes)
+
+    def allocate_states(self, num_states: int) -> None:
+        for rank in self.ranks:
+            rank.allocate_states(num_states)
+
     def forward(self, step: StepInputs) -> npt.NDArray[np.float32]:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             results = list(pool.map(lambda rank: rank.forward(step), self.ranks))

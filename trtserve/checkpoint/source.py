@@ -130,7 +130,10 @@ def _of_gguf(path: Path) -> dict[str, SourceTensor]:
     return found
 
 
-_STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?$")
+_STACKED = re.compile(
+    r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?$"
+    r"|(?P<granite>.*\.block_sparse_moe)\.(?P<matrix>input_linear|output_linear)\.weight$"
+)
 
 
 def _widened(tensors: Sequence[SourceTensor], quantization: Widening | None) -> Iterator[SourceTensor]:
@@ -153,6 +156,7 @@ def _of_each_expert(tensor: SourceTensor) -> Iterator[SourceTensor]:
         return
     count, *shape = tensor.entry.shape
     encoding = tensor.encoding
+    prefix, part = found["prefix"] or f"{found['granite']}.experts", found["part"] or found["matrix"]
     column, kind = ((1,), "bias") if found["bias"] else ((), "weight")
 
     def of_expert(entry: Entry, expert: int, shape: tuple[int, ...]) -> Entry:
@@ -162,7 +166,7 @@ def _of_each_expert(tensor: SourceTensor) -> Iterator[SourceTensor]:
     for expert in range(count):
         yield replace(
             tensor,
-            name=f"{found['prefix']}.{expert}.{found['part']}.{kind}",
+            name=f"{prefix}.{expert}.{part}.{kind}",
             entry=of_expert(tensor.entry, expert, (*shape, *column)),
             encoding=encoding and replace(encoding, first_row=expert * shape[0]),
         )

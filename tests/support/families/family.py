@@ -35,6 +35,8 @@ class Family:
     """
     int4: float = 0.3
     """How much int4 may change the median token's logits: RMS difference / standard deviation of the logits."""
+    norm_centre: float = 1
+    """Around which number the weights of norms lie: 0 where the model adds 1, and attention would be too sharp."""
     constants: frozenset[str] = frozenset()
     """Errors in the checkpoint's config.json (`conversion_faults`) that `trtserve check` must find by value."""
     real: Config = field(default_factory=dict)

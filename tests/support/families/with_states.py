@@ -27,9 +27,12 @@ def _ranks_of(whole: Callable[[Tensors, Config], Named], source: Tensors, hf: Co
             parts = split_qkv(q, k, v, size, tp)
         elif name == "lm_head.weight":
             parts = split_vocabulary(values, tp)
+        elif name.endswith(("mlp.fc.weight", "mlp.shared_expert.fc.weight")) and hf["model_type"] == "granitemoehybrid":
+            halves = [split_rows(half, tp) for half in np.split(values, 2)]
+            parts = [np.concatenate(pair) for pair in zip(*halves, strict=True)]
         elif name.endswith(("mlp.fc.weight", "mlp.gate.weight", "attention.gate.weight")):
             parts = split_rows(values, tp)
-        elif name.endswith(("attention.dense.weight", "mlp.proj.weight")):
+        elif name.endswith(("attention.dense.weight", "mlp.proj.weight", "mlp.shared_expert.proj.weight")):
             parts = np.split(values, tp, axis=1)
         else:
             parts = [values] * tp
@@ -49,7 +52,7 @@ def lfm2_attends(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def lfm2_tensors(config: Mapping[str, Any]) -> Shapes:
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = hidden // heads
     yield "model.embed_tokens.weight", (vocab, hidden)
@@ -69,11 +72,24 @@ def lfm2_tensors(config: Mapping[str, Any]) -> Shapes:
                 yield f"{name}conv.{part}.weight", shape
                 if config.get("conv_bias"):
                     yield f"{name}conv.{part}.bias", shape[:1]
-        for part, shape in {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}.items():
-            yield f"{name}feed_forward.{part}.weight", shape
+        yield from _lfm2_mlp(config, f"{name}feed_forward.", layer)
     yield "model.embedding_norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocab, hidden)
+
+
+def _lfm2_mlp(config: Mapping[str, Any], name: str, layer: int) -> Shapes:
+    hidden, inner, dense = config["hidden_size"], config["intermediate_size"], config.get("num_dense_layers")
+    if dense is None or layer < dense:
+        for part, shape in {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}.items():
+            yield f"{name}{part}.weight", shape
+        return
+    count, inner = config["num_experts"], config["moe_intermediate_size"]
+    yield f"{name}gate.weight", (count, hidden)
+    yield f"{name}expert_bias", (count,)
+    for expert in range(count):
+        for part, shape in {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}.items():
+            yield f"{name}experts.{expert}.{part}.weight", shape
 
 
 def _lfm2(source: Tensors, hf: Config) -> Named:
@@ -86,7 +102,10 @@ def _lfm2(source: Tensors, hf: Config) -> Named:
         yield f"{ours}input_layernorm.weight", source[f"{theirs}operator_norm.weight"]
         yield f"{ours}post_layernorm.weight", source[f"{theirs}ffn_norm.weight"]
         for one, other in LFM2_MLP.items():
-            yield f"{ours}mlp.{one}.weight", source[f"{theirs}feed_forward.{other}.weight"]
+            if (values := source.get(f"{theirs}feed_forward.{other}.weight")) is not None:
+                yield f"{ours}mlp.{one}.weight", values
+        if (values := source.get(f"{theirs}feed_forward.expert_bias")) is not None:
+            yield f"{ours}mlp.router.correction", values.astype(np.float32)
         if lfm2_attends(hf, layer):
             qkv = [source[f"{theirs}self_attn.{part}_proj.weight"] for part in "qkv"]
             yield f"{ours}attention.qkv.weight", np.concatenate(qkv)
@@ -102,8 +121,101 @@ def _lfm2(source: Tensors, hf: Config) -> Named:
 
 
 def lfm2_ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensors]:
-    assert ep == 1
-    return _ranks_of(_lfm2, source, hf, tp)
+    usual = {"feed_forward.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+    return _with_experts(_ranks_of(_lfm2, source, hf, tp), _renamed(source, usual), hf, tp, ep)
+
+
+def _renamed(source: Tensors, words: Mapping[str, str]) -> Tensors:
+    renamed = {}
+    for name, values in source.items():
+        for theirs, usual in words.items():
+            name = name.replace(theirs, usual)  # noqa: PLW2901
+        renamed[name] = values
+    return renamed
+
+
+def _with_experts(ranks: list[Tensors], source: Tensors, hf: Config, tp: int, ep: int) -> list[Tensors]:
+    """Add the experts, which have Qwen's names in `source`; those in one tensor are told apart."""
+    source = dict(source)
+    for layer in range(hf["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        experts = f"{prefix}mlp.experts."
+        for expert, both in enumerate(source.get(f"{experts}gate_up_proj", ())):
+            gate, up = np.split(both, 2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": source[f"{experts}down_proj"][expert]}
+            source |= {f"{experts}{expert}.{part}.weight": values for part, values in parts.items()}
+        for name, of_ranks in expert_parts(source, hf, prefix, tp, ep).items():
+            for rank, part in zip(ranks, of_ranks, strict=True):
+                rank[f"transformer.layers.{layer}.{name}"] = part
+    return ranks
+
+
+def granite_tensors(config: Mapping[str, Any]) -> Shapes:
+    hidden, vocab, kv_heads = config["hidden_size"], config["vocab_size"], config["num_key_value_heads"]
+    size, shared = hidden // config["num_attention_heads"], config["shared_intermediate_size"]
+    heads, inner = config["mamba_n_heads"], 2 * hidden
+    channels = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    count, own = config["num_local_experts"], config["intermediate_size"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer, kind in enumerate(config["layer_types"]):
+        name = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{name}{norm}.weight", (hidden,)
+        if kind == "attention":
+            for part, rows in {"q": hidden, "k": kv_heads * size, "v": kv_heads * size, "o": hidden}.items():
+                yield f"{name}self_attn.{part}_proj.weight", (rows, hidden)
+        else:
+            yield f"{name}mamba.in_proj.weight", (inner + channels + heads, hidden)
+            yield f"{name}mamba.conv1d.weight", (channels, 1, config["mamba_d_conv"])
+            yield f"{name}mamba.conv1d.bias", (channels,)
+            yield from ((f"{name}mamba.{part}", (heads,)) for part in ("A_log", "dt_bias", "D"))
+            yield f"{name}mamba.norm.weight", (inner,)
+            yield f"{name}mamba.out_proj.weight", (hidden, inner)
+        yield f"{name}shared_mlp.input_linear.weight", (2 * shared, hidden)
+        yield f"{name}shared_mlp.output_linear.weight", (hidden, shared)
+        if count:
+            yield f"{name}block_sparse_moe.router.layer.weight", (count, hidden)
+            yield f"{name}block_sparse_moe.input_linear.weight", (count, 2 * own, hidden)
+            yield f"{name}block_sparse_moe.output_linear.weight", (count, hidden, own)
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def _granite(source: Tensors, hf: Config) -> Named:
+    table = source["model.embed_tokens.weight"]
+    yield "transformer.vocab_embedding.weight", table
+    yield "lm_head.weight", source.get("lm_head.weight", table)
+    yield "transformer.ln_f.weight", source["model.norm.weight"]
+    for layer, kind in enumerate(hf["layer_types"]):
+        theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
+        yield f"{ours}input_layernorm.weight", source[f"{theirs}input_layernorm.weight"]
+        yield f"{ours}post_layernorm.weight", source[f"{theirs}post_attention_layernorm.weight"]
+        if kind == "attention":
+            qkv = [source[f"{theirs}self_attn.{part}_proj.weight"] for part in "qkv"]
+            yield f"{ours}attention.qkv.weight", np.concatenate(qkv)
+            yield f"{ours}attention.dense.weight", source[f"{theirs}self_attn.o_proj.weight"]
+        else:
+            yield f"{ours}mixer.conv.weight", source[f"{theirs}mamba.conv1d.weight"][:, 0]
+            yield f"{ours}mixer.conv.bias", source[f"{theirs}mamba.conv1d.bias"]
+            for part in ("in_proj", "out_proj", "norm"):
+                yield f"{ours}mixer.{part}.weight", source[f"{theirs}mamba.{part}.weight"]
+            for one, other in {"decay": "A_log", "time_bias": "dt_bias", "skip": "D"}.items():
+                yield f"{ours}mixer.{one}", source[f"{theirs}mamba.{other}"].astype(np.float32)
+        gate, up = np.split(source[f"{theirs}shared_mlp.input_linear.weight"], 2)
+        place = "mlp.shared_expert" if hf["num_local_experts"] else "mlp"
+        yield f"{ours}{place}.fc.weight", np.concatenate([up, gate])
+        yield f"{ours}{place}.proj.weight", source[f"{theirs}shared_mlp.output_linear.weight"]
+
+
+def granite_ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensors]:
+    usual = {
+        "block_sparse_moe.router.layer.": "mlp.gate.",
+        "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+    }
+    ranks = _ranks_of(_granite, source, hf, tp)
+    return _with_experts(ranks, _renamed(source, usual), hf, tp, ep)
 
 
 def _attends(config: Mapping[str, Any], layer: int) -> bool:
@@ -214,18 +326,7 @@ def _ungrouped(grouped: Array, parts: list[int]) -> Array:
 
 
 def qwen_ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensors]:
-    source, ranks = dict(source), _ranks_of(_qwen, source, hf, tp)
-    for layer in range(hf["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        experts = f"{prefix}mlp.experts."
-        for expert, both in enumerate(source.get(f"{experts}gate_up_proj", ())):
-            gate, up = np.split(both, 2)
-            parts = {"gate_proj": gate, "up_proj": up, "down_proj": source[f"{experts}down_proj"][expert]}
-            source |= {f"{experts}{expert}.{part}.weight": values for part, values in parts.items()}
-        for name, of_ranks in expert_parts(source, hf, prefix, tp, ep).items():
-            for rank, part in zip(ranks, of_ranks, strict=True):
-                rank[f"transformer.layers.{layer}.{name}"] = part
-    return ranks
+    return _with_experts(_ranks_of(_qwen, source, hf, tp), source, hf, tp, ep)
 
 
 _LLAMA = {key: value for key, value in LLAMA.config.items() if key != "rms_norm_eps"}
@@ -262,20 +363,55 @@ MOE_KEYS: Config = {
     "moe_shared_expert_intermediate_size": 48,
     "dense_layers": [],
 }
+LFM2: Config = _LLAMA | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "pad_token_id": 0,
+    "norm_eps": 1e-5,
+    "full_attn_idxs": [1],
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+}
+GRANITE: Config = LLAMA.config | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "pad_token_id": 0,
+    "layer_types": ["mamba", "attention"],
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 8.0,
+    "shared_intermediate_size": 128,
+    "num_local_experts": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "position_embedding_type": "nope",
+}
+GRANITE_KEYS: Config = EXPECTED | {
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 8.0,
+    "mixer_layers": [0],
+    "unrotated_layers": [True],
+    "ssm_heads": 8,
+    "ssm_head": 16,
+    "ssm_groups": 1,
+    "ssm_state": 16,
+    "ssm_taps": 4,
+    "ssm_norm_groups": 1,
+    "ssm_norm_first": False,
+    "ssm_conv_bias": True,
+    "ssm_bias": False,
+    "superset": ["the family Granite"],
+}
 WITH_STATES: dict[str, Family] = {
     "lfm2": Family(
         tensors=lfm2_tensors,
         ranks=lfm2_ranks,
-        config=_LLAMA
-        | {
-            "architectures": ["Lfm2ForCausalLM"],
-            "model_type": "lfm2",
-            "pad_token_id": 0,
-            "norm_eps": 1e-5,
-            "full_attn_idxs": [1],
-            "conv_L_cache": 3,
-            "block_auto_adjust_ff_dim": False,
-        },
+        config=LFM2,
         expected=EXPECTED
         | {"mixer_layers": [0], "conv_bias": False, "conv_L_cache": 3, "superset": ["the family LFM2"]},
         nvidia=False,
@@ -284,6 +420,7 @@ WITH_STATES: dict[str, Family] = {
         constants=ROPE_BASE,
     ),
     "qwen3_5": Family(
+        norm_centre=0,
         tensors=qwen_tensors,
         ranks=qwen_ranks,
         config=LLAMA.config
@@ -304,6 +441,7 @@ WITH_STATES: dict[str, Family] = {
         constants=ROPE_BASE,
     ),
     "qwen3_next": Family(
+        norm_centre=0,
         tensors=qwen_tensors,
         ranks=qwen_ranks,
         config=LLAMA.config | QWEN | MOE | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
@@ -319,6 +457,7 @@ WITH_STATES: dict[str, Family] = {
         constants=ROPE_BASE,
     ),
     "qwen3_5_moe": Family(
+        norm_centre=0,
         tensors=qwen_tensors,
         ranks=qwen_ranks,
         config=LLAMA.config
@@ -331,5 +470,69 @@ WITH_STATES: dict[str, Family] = {
         logits=({},),
         int4=0.6,
         constants=ROPE_BASE,
+    ),
+    "lfm2_moe": Family(
+        tensors=lfm2_tensors,
+        ranks=lfm2_ranks,
+        config=LFM2
+        | {
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "model_type": "lfm2_moe",
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+        },
+        expected={key: value for key, value in EXPECTED.items() if key != "hidden_act"}
+        | {
+            "hidden_act": "swiglu",
+            "mixer_layers": [0],
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "moe": MOE_KEYS["moe"] | {"shared_expert_intermediate_size": 0},
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 0,
+            "dense_layers": [0],
+            "shared_expert_gate": False,
+            "scoring_func": "sigmoid",
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+            "superset": ["the family LFM2", "sigmoid routers"],
+        },
+        nvidia=False,
+        shards=({},),
+        logits=({}, {"norm_topk_prob": False, "routed_scaling_factor": 0.7}),
+        int4=0.6,
+        constants=ROPE_BASE,
+    ),
+    "granite_hybrid": Family(
+        tensors=granite_tensors,
+        ranks=granite_ranks,
+        config=GRANITE,
+        expected=GRANITE_KEYS,
+        nvidia=False,
+        shards=({"vocab_size": 323},),
+        logits=({}, {"mamba_n_groups": 2, "position_embedding_type": "rope", "time_step_limit": [0.3, 2.0]}),
+    ),
+    "granite_hybrid_moe": Family(
+        tensors=granite_tensors,
+        ranks=granite_ranks,
+        config=GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
+        expected=GRANITE_KEYS
+        | {
+            "hidden_act": "swiglu",
+            "intermediate_size": 32,
+            "moe": MOE_KEYS["moe"] | {"shared_expert_intermediate_size": 128},
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 128,
+            "shared_expert_gate": False,
+        },
+        nvidia=False,
+        shards=({},),
+        logits=({},),
+        int4=0.6,
     ),
 }

@@ -235,6 +235,7 @@ class ExpertNames:
     up: str
     down: str
     shared: str | None = None
+    shared_fused: bool = False  # with input_linear, the gate first, and output_linear instead (Granite 4)
     correction: str | None = None  # the whole name of what is added to scores to choose by
     router_bias: bool = False
     biases: bool = False  # of the experts' matrices

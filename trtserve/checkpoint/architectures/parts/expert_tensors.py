@@ -78,15 +78,18 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
             layer=layer,
         )
     if names.shared is not None:
-        yield from _shared_targets(config, theirs + names.shared, layer)
+        yield from _shared_targets(config, theirs + names.shared, layer, fused=names.shared_fused)
 
 
-def _shared_targets(config: CheckpointConfig, theirs: str, layer: int) -> Iterator[Target]:
+def _shared_targets(config: CheckpointConfig, theirs: str, layer: int, *, fused: bool) -> Iterator[Target]:
     hidden, inner = config.hidden_size, config.moe_shared_expert_intermediate_size
     ours = f"transformer.layers.{layer}.mlp.shared_expert"
     yield Target(
         name=f"{ours}.fc.weight",
-        sources=(f"{theirs}.up_proj.weight", f"{theirs}.gate_proj.weight"),
+        sources=(f"{theirs}.input_linear.weight",)
+        if fused
+        else (f"{theirs}.up_proj.weight", f"{theirs}.gate_proj.weight"),
+        order=((inner, inner), (0, inner)) if fused else (),
         shape=(2 * inner, hidden),
         split="fused",
         parts=(inner, inner),
@@ -94,7 +97,7 @@ def _shared_targets(config: CheckpointConfig, theirs: str, layer: int) -> Iterat
     )
     yield Target(
         name=f"{ours}.proj.weight",
-        sources=(f"{theirs}.down_proj.weight",),
+        sources=(f"{theirs}.{'output_linear' if fused else 'down_proj'}.weight",),
         shape=(hidden, inner),
         split="row",
         layer=layer,

@@ -1,0 +1,122 @@
+"""Granite 4 (hybrid): Granite's factors, state spaces in most layers, no positions in the others, an MLP or experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures import granite, llama
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    ExpertNames,
+    HfConfig,
+    SourceNames,
+    moe_object,
+    require_activation,
+    require_sizes,
+)
+from trtserve.checkpoint.architectures.llama import BASE_PREFIX
+from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
+from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
+from trtserve.checkpoint.architectures.parts.state_space import state_space, state_space_keys, state_space_tensors
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+
+TIED = False
+# transformers' defaults for absent keys.
+_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": None,
+}
+_OLD = {"mamba": "linear_attention", "attention": "full_attention"}
+_EXPERTS = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    gate=None,
+    up="block_sparse_moe.experts.{}.input_linear",
+    down="block_sparse_moe.experts.{}.output_linear",
+    gate_first=True,
+)
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Return Granite's config, the state spaces, and the experts; the MLP is a shared expert where there are some."""
+    hf = {**_DEFAULTS, **hf}
+    kinds = hf.get("layer_types") or ["linear_attention"] * hf["num_hidden_layers"]
+    hf["layer_types"] = [_OLD.get(kind, kind) for kind in kinds]
+    require_activation(hf.get("hidden_act", "silu"), "silu")
+    positions = hf.get("position_embedding_type")
+    if positions not in (None, "rope", "nope"):
+        raise UnsupportedModelError(
+            f"config.json has position_embedding_type = {positions!r}; expected rope, nope or null.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    require_sizes(hf, "shared_intermediate_size", "mamba_n_heads", "mamba_expand")
+    shared, inner = hf["shared_intermediate_size"], hf["mamba_expand"] * hf["hidden_size"]
+    head = inner // hf["mamba_n_heads"] if hf["mamba_d_head"] == "auto" else hf["mamba_d_head"]
+    if head * hf["mamba_n_heads"] != inner:
+        raise UnsupportedModelError(
+            f"config.json has mamba_n_heads = {hf['mamba_n_heads']} and mamba_d_head = {hf['mamba_d_head']!r}; "
+            f"expected a product of mamba_expand · hidden_size = {inner}."
+        )
+    own_width = hf.get("intermediate_size", 11008)
+    experts = _experts({**hf, "intermediate_size": own_width}, shared) if hf["num_local_experts"] else {}
+    return {
+        **granite.checkpoint_config({**hf, "layer_types": None, "intermediate_size": own_width if experts else shared}),
+        **mixer_keys(hf, "linear_attention", default=None),
+        **state_space_keys(
+            heads=hf["mamba_n_heads"],
+            head=head,
+            groups=hf["mamba_n_groups"],
+            state=hf["mamba_d_state"],
+            taps=hf["mamba_d_conv"],
+            norm_groups=hf["mamba_n_groups"],
+            conv_bias=hf["mamba_conv_bias"],
+            biased=hf["mamba_proj_bias"],
+            time_limit=hf["time_step_limit"],
+        ),
+        **({"unrotated_layers": [True]} if positions != "rope" else {}),
+        **experts,
+    }
+
+
+def _experts(hf: HfConfig, shared: int) -> dict[str, Any]:
+    experts, chosen = expert_counts(hf, "num_local_experts")
+    return {
+        "hidden_act": "swiglu",
+        "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED, shared_size=shared),
+        "moe_intermediate_size": hf["intermediate_size"],
+        "moe_shared_expert_intermediate_size": shared,
+        "shared_expert_gate": False,
+    }
+
+
+def names(config: CheckpointConfig) -> SourceNames:
+    plain = replace(llama.names(config), mixer=state_space_tensors(config, "mamba."))
+    if config.moe.num_experts:
+        return replace(plain, experts=replace(_EXPERTS, shared="shared_mlp", shared_fused=True))
+    return replace(plain, fc="shared_mlp.input_linear", gate=None, gate_up=True, proj="shared_mlp.output_linear")
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    described = granite.decoder(replace(config, hidden_act="silu"))
+    experts = experts_of(config) if config.moe.num_experts else None
+    return replace(
+        described,
+        mlp="experts" if experts else "fused",
+        experts=experts,
+        mixer=state_space(config),
+        mixer_layers=frozenset(config.mixer_layers),
+    )

@@ -1,0 +1,105 @@
+"""State spaces (Mamba-2) in a checkpoint's config, and their tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.checkpoint.architectures.base import require_sizes
+from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, StateSpace
+from trtserve.errors import UnsupportedModelError
+
+_SIZES = ("heads", "head", "groups", "state", "taps")
+
+
+def state_space_keys(
+    *,
+    heads: int,
+    head: int,
+    groups: int,
+    state: int,
+    taps: int,
+    norm_groups: int,
+    norm_first: bool = False,
+    conv_bias: object,
+    biased: object,
+    time_limit: object,
+) -> dict[str, Any]:
+    """Return a checkpoint's keys of its state spaces; see `StateSpace`, and the model's config for the rest.
+
+    Raises UnsupportedModelError for sizes that do not fit each other.
+    """
+    sizes = dict(zip(_SIZES, (heads, head, groups, state, taps), strict=True))
+    require_sizes(sizes, *_SIZES)
+    if heads % groups or (norm_groups and heads * head % norm_groups):
+        raise UnsupportedModelError(
+            f"config.json has {heads} heads of state spaces in {groups} groups; expected a multiple.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    low, high = _limits(time_limit)
+    limits = {} if (low, high) == (0.0, math.inf) else {"ssm_time_floor": low, "ssm_time_ceiling": min(high, 1e30)}
+    return {
+        **{f"ssm_{key}": size for key, size in sizes.items()},
+        "ssm_norm_groups": norm_groups,
+        "ssm_norm_first": norm_first,
+        "ssm_conv_bias": bool(conv_bias),
+        "ssm_bias": bool(biased),
+        **limits,
+    }
+
+
+def _limits(time_limit: object) -> tuple[float, float]:
+    """Return the least and the greatest time step; None: any."""
+    if time_limit is None:
+        return 0.0, math.inf
+    if isinstance(time_limit, list | tuple) and len(time_limit) == 2:
+        low, high = time_limit
+        # JSON has no infinity; transformers writes it as a word or an object.
+        high = math.inf if isinstance(high, str | dict) and "inf" in str(high).lower() else high
+        if (
+            all(isinstance(each, int | float) and not isinstance(each, bool) for each in (low, high))
+            and 0 <= low <= high
+        ):
+            return float(low), float(high)
+    raise UnsupportedModelError(
+        f"config.json has the limits {time_limit!r} of time steps; expected two ascending numbers.",
+        hint="Use the config.json that was published with the weights.",
+    )
+
+
+def state_space(config: CheckpointConfig) -> StateSpace:
+    """Describe the state spaces of a checkpoint."""
+    sizes = {key: config.own(f"ssm_{key}", 0) for key in _SIZES}
+    floor, ceiling = config.own("ssm_time_floor", 0.0), config.own("ssm_time_ceiling", math.inf)
+    return StateSpace(
+        **sizes,
+        norm_groups=config.own("ssm_norm_groups", 0),
+        norm_first=config.own("ssm_norm_first", False),
+        time_limit=(floor, ceiling) if floor or ceiling != math.inf else None,
+    )
+
+
+def state_space_tensors(config: CheckpointConfig, prefix: str) -> list[MixerTensor]:
+    """Return the tensors, whose names in the model begin with `prefix` inside a layer."""
+    space, hidden = state_space(config), config.hidden_size
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "in_proj.weight": ("in_proj.weight", (space.inner + space.channels + space.heads, hidden)),
+        "out_proj.weight": ("out_proj.weight", (hidden, space.inner)),
+        "conv.weight": ("conv1d.weight", (space.channels, space.taps)),
+    }
+    if config.own("ssm_conv_bias", True):
+        shapes["conv.bias"] = ("conv1d.bias", (space.channels,))
+    if config.own("ssm_bias", False):
+        shapes["in_proj.bias"] = ("in_proj.bias", shapes["in_proj.weight"][1][:1])
+        shapes["out_proj.bias"] = ("out_proj.bias", (hidden,))
+    if space.norm_groups:
+        shapes["norm.weight"] = ("norm.weight", (space.inner,))
+    shapes |= {name: (source, (space.heads,)) for name, source in _WIDE.items()}
+    return [
+        MixerTensor(name=name, sources=(prefix + source,), shape=shape, wide=name in _WIDE)
+        for name, (source, shape) in shapes.items()
+    ]
+
+
+_WIDE = {"decay": "A_log", "time_bias": "dt_bias", "skip": "D"}
