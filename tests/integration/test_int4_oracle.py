@@ -34,6 +34,8 @@ OF_THE_SAME_WEIGHTS = 0.045
 # Matrices of GPT-2 and gpt-oss, which are stored [in, out].
 CONV1D = re.compile(r"\.h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)\.weight$")
 TRANSPOSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
+# Besides embeddings, output head and norms: routers, convolutions, gates of delta rules.
+FLOATS = re.compile(r"(gate|router|router\.layer|kv_b_proj|conv1d|conv\.conv|in_proj_(a|b|ba))\.weight$|bias$")
 SEQUENCE = [int(token) for token in np.random.default_rng(11).integers(3, 259, 90)]
 SCHEDULE = [{"a": 40}, {"a": 34}, *[{"a": 1}] * 4, {"a": 12}]
 
@@ -58,12 +60,7 @@ def originals(folder: Path) -> tuple[Logits, Logits]:
     with torch.inference_mode():
         plain = model(ids, use_cache=False).logits[0].numpy()
         for name, values in model.named_parameters():
-            # Embeddings, output head, norms and routers stay as they are.
-            if (
-                re.search(r"\.\d+\.", name)
-                and values.ndim > 1
-                and not re.search(r"(gate|router|kv_b_proj)\.weight$|bias$", name)
-            ):
+            if re.search(r"\.\d+\.", name) and values.ndim > 1 and not FLOATS.search(name):
                 turned = CONV1D.search(name) or (
                     model.config.model_type == "gpt_oss" and TRANSPOSED_EXPERTS.search(name)
                 )
