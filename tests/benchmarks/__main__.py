@@ -34,6 +34,7 @@ BENCHMARKS = (
     "demo",
     "tune",
     "fleet",
+    "strangers",
 )
 
 

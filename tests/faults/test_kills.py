@@ -101,7 +101,7 @@ def test_restarts_end_at_their_limit(repository: Path, home: Path) -> None:
 
 
 def test_random_kills_and_stops_leave_nothing(repository: Path, home: Path) -> None:
-    generator = random.Random(0)
+    generator = random.Random(int(os.environ.get("TRTSERVE_SEED", "0")))
     slow_model(repository, 0.5)
     begin = time.monotonic()
     for _ in range(CYCLES):

@@ -15,6 +15,9 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
+SMALL = 1 << 15
+"""Bytes of a body that is read and checked in some milliseconds; larger ones are in a thread, beside other requests."""
+_PLAIN = ("", "identity")
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
@@ -59,14 +62,15 @@ async def receive_body(
         body = await asyncio.wait_for(_receive_all(receive, limits.body_bytes, reserve), limits.body_seconds)
     except asyncio.TimeoutError:
         raise RefusedError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
-    content = inflate(body, headers.get("content-encoding", "").strip().lower(), limits)
+    encoding = headers.get("content-encoding", "").strip().lower()
+    content = body if encoding in _PLAIN else await asyncio.to_thread(inflate, body, encoding, limits)
     reserve(max(0, len(content) - len(body)))
     return content
 
 
 def inflate(body: bytes, encoding: str, limits: RequestLimits) -> bytes:
     """Return a body without its Content-Encoding. Raises RefusedError for damage and for too large a content."""
-    if encoding in ("", "identity"):
+    if encoding in _PLAIN:
         return body
     if encoding not in ("gzip", "deflate"):
         raise RefusedError(415, f"Content-Encoding is {encoding[:64]!r}; expected gzip, deflate or none")

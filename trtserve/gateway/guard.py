@@ -157,7 +157,7 @@ def parse_object(text: bytes, limits: RequestLimits) -> dict[str, Any]:
     if len(text) > limits.json_bytes:
         raise RefusedError(413, f"the JSON has {len(text)} bytes; at most {limits.json_bytes} are allowed")
     try:
-        content = from_json(text, allow_inf_nan=False)
+        content = from_json(text, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise RefusedError(400, f"failed to parse the request JSON: {str(error)[:200]}") from None
     if type(content) is not dict:

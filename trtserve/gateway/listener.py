@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -31,6 +32,8 @@ _ACCEPTED_AT_ONCE = 16
 _SILENT_SECONDS = 1
 _PAUSE = 1.0
 _MINUTE = 60.0
+_COLLECTED = (50_000, 20, 100)
+"""Thresholds of the garbage collector: with Python's own a large body is looked through again and again."""
 
 
 def serve(
@@ -47,6 +50,9 @@ def serve_application(gateway: Entrance, listening: socket.socket) -> None:
     """Serve any application that lets requests in, as `serve` does."""
     settings = gateway.settings
     _raise_file_limit()
+    gc.set_threshold(*_COLLECTED)
+    gc.collect()
+    gc.freeze()  # what is there now stays, and need not be looked at again
     config = uvicorn.Config(
         gateway,
         loop="uvloop",

@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from aiohttp import ClientResponse
@@ -15,7 +16,17 @@ from trtserve.client.http_transport import JSON_LENGTH
 from trtserve.errors import ServerUnreachableError
 from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
-from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, send_answer
+from trtserve.gateway.asgi import (
+    SMALL,
+    Message,
+    Receive,
+    RefusedError,
+    Scope,
+    Send,
+    headers_of,
+    receive_body,
+    send_answer,
+)
 from trtserve.gateway.openai.answering import Measures, Stopwatch
 from trtserve.gateway.replicas import Replica, Replicas, UnansweredError
 from trtserve.gateway.settings import GatewaySettings
@@ -145,9 +156,11 @@ class Relay:
         self._health.require(model.needs)
         if target.operation == "infer":
             open_memory = "shared-memory" in self._settings.open_apis
-            checked = guard.check_infer(body, _json_length(headers), self._limits, shared_memory=open_memory)
+            length = _json_length(headers)
+            check = partial(guard.check_infer, body, length, self._limits, shared_memory=open_memory)
         else:
-            checked = guard.check_generate(body, self._limits, model.datatypes)
+            check = partial(guard.check_generate, body, self._limits, model.datatypes)
+        checked = check() if len(body) <= SMALL else await asyncio.to_thread(check)
         own_id = ""
         if not checked.request_id and checked.json_length != 0:
             own_id = _OWN_ID + secrets.token_hex(8)

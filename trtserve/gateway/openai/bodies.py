@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from trtserve.files import parse_json
 from trtserve.gateway.openai.errors import validation_error
@@ -21,12 +22,18 @@ from trtserve.gateway.openai.schemas import moved
 
 MOST_SEQUENCES = 128
 _MOST_ANSWERS = 2048
-_MOST_STOPS = 64
 _LONGEST_STOP = 1024  # characters
 _MOST_STOP_IDS = 1024
-_MOST_BIASES = 4096
 _LONGEST_GUIDE = 128 << 10  # the engine takes no longer ones
 _LONGEST_ID = 10  # digits
+_MOST = {
+    "stop": (64, "stop strings"),
+    "logit_bias": (4096, "biases"),
+    "choice": (_LONGEST_GUIDE, "choices"),
+    "guided_choice": (_LONGEST_GUIDE, "choices"),
+    "tools": (1024, "tools"),
+}
+"""Key → the most entries that it may have, and what they are."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -43,6 +50,15 @@ class Body(BaseModel):
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
         return understood(value, cls.model_fields) if isinstance(value, dict) else value
+
+    @field_validator(*_MOST, mode="before", check_fields=False)
+    @classmethod
+    def _few(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse long lists before each entry is looked at."""
+        most, what = _MOST[info.field_name or ""]
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise ValueError(f"there can be at most {most} {what}")
+        return value
 
 
 class StreamOptions(Body):
@@ -133,8 +149,6 @@ class Sampling(Body):
     @classmethod
     def _not_empty(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
-        if len(stops) > _MOST_STOPS:
-            raise ValueError(f"there can be at most {_MOST_STOPS} stop strings")
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         if (longest := max(map(len, stops), default=0)) > _LONGEST_STOP:
@@ -144,8 +158,6 @@ class Sampling(Body):
     @field_validator("logit_bias")
     @classmethod
     def _token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if len(value or {}) > _MOST_BIASES:
-            raise ValueError(f"there can be at most {_MOST_BIASES} biases")
         for key, bias in (value or {}).items():
             if not (key.isascii() and key.isdecimal() and len(key) <= _LONGEST_ID):
                 raise ValueError(f"{key[:50]!r} is not a token id")
@@ -159,9 +171,8 @@ class Sampling(Body):
             raise ValueError("stream_options is only allowed when stream is true")
         if len(self._guides) > 1:
             raise ValueError("give only one of response_format and the guided_ parameters")
-        if self.guide is not None and len(self.guide[1]) > _LONGEST_GUIDE:
-            found = len(self.guide[1])
-            raise ValueError(f"the guide has {found} characters; at most {_LONGEST_GUIDE} are allowed")
+        if self.guide is not None:
+            _require_short(len(self.guide[1]))
         return self
 
     @property
@@ -181,7 +192,7 @@ class Sampling(Body):
         found = [("json_schema", self._schema(schema)) for schema in schemas if schema is not None]
         found += [("regex", regex) for regex in (self.guided_regex, other.regex) if regex is not None]
         choices = (choice for choice in (self.guided_choice, other.choice) if choice is not None)
-        found += [("regex", "|".join(map(_literal, choice))) for choice in choices]
+        found += [("regex", _one_of(choice)) for choice in choices]
         found += [("ebnf_grammar", text) for text in (self.guided_grammar, other.grammar) if text is not None]
         if self.response_format is not None and self.response_format.type != "text":
             named = self.response_format.json_schema
@@ -535,6 +546,17 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         with suppress(ValueError):
             arguments = parse_json(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """Return a regular expression for one of the texts."""
+    _require_short(sum(map(len, texts)))
+    return "|".join(map(_literal, texts))
+
+
+def _require_short(characters: int) -> None:
+    if characters > _LONGEST_GUIDE:
+        raise ValueError(f"the guide has {characters} characters; at most {_LONGEST_GUIDE} are allowed")
 
 
 def _literal(text: str) -> str:

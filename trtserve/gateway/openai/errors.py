@@ -16,11 +16,11 @@ from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
 
 from trtserve.errors import ServerUnreachableError, TrtserveError
-from trtserve.gateway.asgi import RefusedError
+from trtserve.gateway.asgi import SMALL, RefusedError
 from trtserve.gateway.openai.other_keys import reason_against
 
-_SMALL = 1 << 15  # bytes of a body that is checked in some milliseconds
 _MOST_VALUES = 1 << 19
+_MOST_PARTS = 1 << 16  # objects, lists and keys: each costs as much as hundreds of characters
 _LOG = logging.getLogger(__name__)
 _TYPES = {
     401: "authentication_error",
@@ -163,12 +163,13 @@ async def _prepare(request: Request, validate: Validate) -> None:
     Raises ApiError and RequestValidationError.
     """
     body = await request.body()
-    if len(body) <= _SMALL:
+    if len(body) <= SMALL:
         _readable(body or b"{}")
         return
     if body.count(b",") > _MOST_VALUES:
         raise ApiError(f"The body has more than {_MOST_VALUES} values, counted by its commas.")
     content = await asyncio.to_thread(_readable, body)
+    await asyncio.to_thread(_require_few_parts, content)
     if "json" in request.headers.get("content-type", ""):
         checked, errors = await asyncio.to_thread(validate, content, {}, loc=("body",))
         if errors:
@@ -179,9 +180,21 @@ async def _prepare(request: Request, validate: Validate) -> None:
 def _readable(body: bytes) -> Any:
     """Return JSON. Raises ApiError for what other code would trip over: nested too deeply, or not Unicode."""
     try:
-        return from_json(body, allow_inf_nan=False)
+        return from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise ApiError(f"The body is not valid JSON: {str(error)[:200]}.") from None
+
+
+def _require_few_parts(content: Any) -> None:
+    """Raise ApiError for JSON with too many objects, lists and keys; lists of plain values, such as ids, count once."""
+    count, waiting = 0, [content] if isinstance(content, (dict, list)) else []
+    while waiting:
+        each = waiting.pop()
+        inner = each.values() if isinstance(each, dict) else each
+        count += 1 + (len(each) if isinstance(each, dict) else 0)
+        waiting += [value for value in inner if isinstance(value, (dict, list))]
+        if count + len(waiting) > _MOST_PARTS:
+            raise ApiError(f"The body has more than {_MOST_PARTS} objects, lists and keys.")
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
