@@ -108,7 +108,7 @@ def test_random_kills_and_stops_leave_nothing(repository: Path, home: Path) -> N
         process = generator.choice((*PROCESSES, "launcher", "slow"))
         policy = generator.choice(POLICIES)
         number = generator.choice((signal.SIGKILL, signal.SIGSTOP))
-        with supervised(repository, home, "--restart", policy) as one:
+        with supervised(repository, home, "--restart", policy, gateway=ALL or process == "gateway") as one:
             one.record()  # a launcher that is killed earlier has started nothing
             victim = one.victim(process)
             time.sleep(generator.uniform(0, 3))
