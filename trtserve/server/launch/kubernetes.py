@@ -17,6 +17,7 @@ from trtserve.executor.vllm.arguments import follower_port
 from trtserve.nvidia.containers import END_SCRIPT, image_of
 from trtserve.nvidia.releases.containers import containers_of
 from trtserve.progress import SILENT, Progress
+from trtserve.repository.served import ServedRepository
 from trtserve.server.launch.cluster import (
     ClusterJob,
     gpus_per_node,
@@ -105,34 +106,13 @@ def plan_job(
             hint="ssh-keygen -t ed25519 -N '' -f key && kubectl create secret generic NAME "
             "--type=kubernetes.io/ssh-auth --from-file=ssh-privatekey=key",
         )
-    mount = Path(cluster.mount_path)
-    here = repository.path.absolute()
-    outside = next((path for path in named_paths(here) if not path.is_relative_to(mount)), None)
-    if outside is not None:
-        raise UsageError(
-            f"The repository names {outside}, which is not below {mount}, where the volume is mounted.",
-            hint="Make it with the engine inside and relative paths (trtserve repo), or choose --mount-path.",
-        )
-    in_volume = here if here.is_relative_to(mount) else mount / here.name
+    in_volume = _in_volume(repository.path.absolute(), Path(cluster.mount_path))
     setup = server_setup(name, in_volume, served, spec, CONTAINER_TRITON, address, unique_prefix(name))
     setup = replace(setup, bound=not served.embedded)
     image = image_of(spec.container) if spec.container else containers_of(setup.release)[-1].image
     require_sound_files(repository, spec, progress, volume=Path(cluster.mount_path))
     launch = launch_mode(served, spec).compose(setup, served, spec, nodes=cluster.nodes)
-    gpus = served.world_size if served.starts_workers else launch.ranks
-    if served.starts_workers:
-        gpus_per_node(served, cluster.nodes, cluster.gpus_per_node)
-    elif launch.ranks == 1 or spec.multi_model:
-        # On several nodes the same numbers are different GPUs.
-        claimed = len(claimed_gpus(served.core_models)) if cluster.nodes == 1 else 0
-        gpus = claimed or sum(core.world_size * core.instances for core in served.core_models)
-    if cluster.nodes > 1 and launch.ranks == 1:
-        raise UsageError(
-            f"--nodes is {cluster.nodes}; this server is one process, with its workers on its own node.",
-            hint="Orchestrators: --disable-spawn-processes, with participant_ids. Several LLMs: one server for each."
-            if spec.multi_model or served.uses_llmapi
-            else "Build the engine for more ranks: tensor × pipeline parallel.",
-        )
+    gpus = _all_gpus(served, spec, cluster, launch)
     each = ranks_per_node(cluster.nodes, cluster.gpus_per_node, gpus, "ranks")
     pods = [rank // each for rank in range(gpus)]
     # The first pod also runs the orchestrator.
@@ -155,6 +135,36 @@ def plan_job(
         record={"manifest": place, "objects": [*kinds, "NetworkPolicy"]},
         notes=notes,
     )
+
+
+def _in_volume(repository: Path, mount: Path) -> Path:
+    """Return the path of the repository in the pods. Raises UsageError for one that names files elsewhere."""
+    outside = next((path for path in named_paths(repository) if not path.is_relative_to(mount)), None)
+    if outside is not None:
+        raise UsageError(
+            f"The repository names {outside}, which is not below {mount}, where the volume is mounted.",
+            hint="Make it with the engine inside and relative paths (trtserve repo), or choose --mount-path.",
+        )
+    return repository if repository.is_relative_to(mount) else mount / repository.name
+
+
+def _all_gpus(served: ServedRepository, spec: ServerSpec, cluster: KubernetesSpec, launch: Launch) -> int:
+    """Return the GPUs of all pods. Raises UsageError for a server that cannot be spread over several."""
+    gpus = served.world_size if served.starts_workers else launch.ranks
+    if served.starts_workers:
+        gpus_per_node(served, cluster.nodes, cluster.gpus_per_node)
+    elif launch.ranks == 1 or spec.multi_model:
+        # On several nodes the same numbers are different GPUs.
+        claimed = len(claimed_gpus(served.core_models)) if cluster.nodes == 1 else 0
+        gpus = claimed or sum(core.world_size * core.instances for core in served.core_models)
+    if cluster.nodes > 1 and launch.ranks == 1:
+        raise UsageError(
+            f"--nodes is {cluster.nodes}; this server is one process, with its workers on its own node.",
+            hint="Orchestrators: --disable-spawn-processes, with participant_ids. Several LLMs: one server for each."
+            if spec.multi_model or served.uses_llmapi
+            else "Build the engine for more ranks: tensor × pipeline parallel.",
+        )
+    return gpus
 
 
 def _manifest(
