@@ -33,6 +33,8 @@ from trtserve.executor.torch.ranks import ALONE, RankGroup
 from trtserve.executor.torch.weights import EngineWeights
 from trtserve.host.machine import free_memory
 
+# `expert_kernels.FEW` and MANY; that module needs the Triton language.
+_EXPERT_TILES = 4, 32
 # Tokens of the first prompt in `warm_up`.
 _WARM_TOKENS = 16
 # Tokens that the decoding sequences of a step with prompts see together, from which a kernel of their own is worth its
@@ -289,13 +291,13 @@ def _step_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
 def _warm_lengths(config: EngineConfig) -> list[int]:
     """Return the lengths of prompts for which all kernels of prompts are compiled.
 
-    Experts have other kernels where more than four pairs of token and expert come to each expert, and codes are widened
-    for more than 256 rows.
+    Experts have other kernels where more pairs of token and expert come to each expert, and codes are widened for more
+    than 256 rows.
     """
     moe, most = config.model.moe, min(config.build.max_num_tokens, config.build.max_seq_len)
     lengths = [min(_WARM_TOKENS, config.build.plugin_config.tokens_per_block or 1, most)]
     if moe.num_experts:
-        lengths.append(min(4 * moe.num_experts // max(1, moe.top_k) + 1, most))
+        lengths += [min(each * moe.num_experts // max(1, moe.top_k) + 1, most) for each in _EXPERT_TILES]
     elif config.model.quantization.algorithm is not None:
         lengths.append(min(257, most))
     return lengths
