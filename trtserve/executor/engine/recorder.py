@@ -33,25 +33,25 @@ class IterationRecord:
     number: int
     time: float
     """Seconds since the epoch, at its end."""
-    seconds: float
-    started: int
+    seconds: float = 0.0
+    started: int = 0
     """Requests that have left the queue since the last iteration."""
-    queued_seconds: float
+    queued_seconds: float = 0.0
     """How long these were in the queue, together."""
-    active: int
-    queued: int
-    completed: int
-    contexts: int
+    active: int = 0
+    queued: int = 0
+    completed: int = 0
+    contexts: int = 0
     """Requests whose prompts were computed."""
-    context_tokens: int
-    generations: int
+    context_tokens: int = 0
+    generations: int = 0
     """Requests that got further tokens."""
-    generated_tokens: int
+    generated_tokens: int = 0
     """One for each beam."""
-    right_guesses: int
+    right_guesses: int = 0
     """Guessed tokens that were right, of requests that got further tokens."""
-    paused: int
-    empty_slots: int | None
+    paused: int = 0
+    empty_slots: int | None = None
     """Of a static batch: places of requests that have ended while others still generate; None without."""
     blocks: int
     """Blocks of the KV cache."""
@@ -59,9 +59,9 @@ class IterationRecord:
     tokens_per_block: int
     use: BlockUse
     """Blocks used since the start, by all requests."""
-    memory: int
+    memory: int = 0
     """Bytes of memory of this process."""
-    drafts: DraftCounts | None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

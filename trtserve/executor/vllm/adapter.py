@@ -33,26 +33,14 @@ _GUIDES = {
 }
 _ELSEWHERE = "the openvino, torch and tensorrt_llm runtimes have it"
 
-# Field of SamplingParameters → where else it works.
-_SAMPLING = {
-    "beam_width": _ELSEWHERE,
-    "top_p_min": _ELSEWHERE,
-    "top_p_decay": _ELSEWHERE,
-    "top_p_reset_ids": _ELSEWHERE,
-    "no_repeat_ngram_size": _ELSEWHERE,
-    "prompt_ignore_length": _ELSEWHERE,
-    "beam_search_diversity_rate": _ELSEWHERE,
-    "length_penalty": _ELSEWHERE,
-}
-# Field of GenerationRequest → the same.
-_REQUEST = {
-    "position_ids": _ELSEWHERE,
-    "draft": _ELSEWHERE,
-    "post_processor": _ELSEWHERE,
-    "retention": _ELSEWHERE,
-    "return_context_logits": _ELSEWHERE,
-    "return_generation_logits": _ELSEWHERE,
-}
+# Fields of SamplingParameters, and of GenerationRequest, that vLLM lacks.
+_SAMPLING = (
+    "beam_width", "top_p_min", "top_p_decay", "top_p_reset_ids", "no_repeat_ngram_size", "prompt_ignore_length",
+    "beam_search_diversity_rate", "length_penalty",
+)  # fmt: skip
+_REQUEST = (
+    "position_ids", "draft", "post_processor", "retention", "return_context_logits", "return_generation_logits",
+)  # fmt: skip
 # vLLM refuses values beyond these.
 _BOUNDS = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 # vLLM schedules whole numbers, low ones first; ours are 0 … 1, high ones first.
@@ -131,13 +119,10 @@ def vllm_request(
 
 def _refuse_unsupported(request: GenerationRequest) -> None:
     neutral = SamplingParameters()
-    for name, where in _SAMPLING.items():
-        if getattr(request.sampling, name) != getattr(neutral, name):
-            raise RuntimeError(f"{name} is not supported by the vllm runtime; {where}")
-    for name, where in _REQUEST.items():
-        value = getattr(request, name)
-        if value is not None and value is not False:
-            raise RuntimeError(f"{name} is not supported by the vllm runtime; {where}")
+    asked = [name for name in _SAMPLING if getattr(request.sampling, name) != getattr(neutral, name)]
+    asked += [name for name in _REQUEST if not any(getattr(request, name) is each for each in (None, False))]
+    if asked:
+        raise RuntimeError(f"{asked[0]} is not supported by the vllm runtime; {_ELSEWHERE}")
     for name, (lowest, highest) in _BOUNDS.items():
         if not lowest <= getattr(request.sampling, name) <= highest:
             raise RuntimeError(

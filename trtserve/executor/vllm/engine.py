@@ -339,6 +339,10 @@ def _error(number: int, request: GenerationRequest, reason: str) -> RequestOutpu
     return RequestOutput(request_id=number, client_id=request.client_id, error=text)
 
 
+# Fields of IterationRecord that the engine side counts too.
+_COUNTS = ["active", "queued", "completed", "contexts", "context_tokens", "generations", "generated_tokens", "paused"]
+
+
 class VllmRecorder:
     """The records of vLLM's iterations in a bounded buffer until they are fetched."""
 
@@ -348,25 +352,10 @@ class VllmRecorder:
         self._last = self._idle = IterationRecord(
             number=0,
             time=time.time(),
-            seconds=0.0,
-            started=0,
-            queued_seconds=0.0,
-            active=0,
-            queued=0,
-            completed=0,
-            contexts=0,
-            context_tokens=0,
-            generations=0,
-            generated_tokens=0,
-            right_guesses=0,
-            paused=0,
-            empty_slots=None,
             blocks=blocks,
             free_blocks=blocks,
             tokens_per_block=tokens_per_block,
             use=self._use,
-            memory=0,
-            drafts=None,
         )
         self._records.append(self._idle)
 
@@ -387,15 +376,8 @@ class VllmRecorder:
             time=now,
             seconds=now - self._last.time if self._last.active else 0.0,
             started=given["contexts"],
-            active=given["active"],
-            queued=given["queued"],
-            completed=given["completed"],
-            contexts=given["contexts"],
-            context_tokens=given["context_tokens"],
-            generations=given["generations"],
-            generated_tokens=given["generated_tokens"],
+            **{name: given[name] for name in _COUNTS},
             right_guesses=drafts[1] if drafts else 0,
-            paused=given["paused"],
             free_blocks=round((1 - given["usage"]) * self._idle.blocks),
             use=self._use,
             drafts=DraftCounts(*drafts) if drafts else None,
