@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.support.in_process import InProcess
@@ -126,9 +127,23 @@ def test_a_conversation(served: Served, oracle: InProcess, features_tokenizer: A
         found["/v1/chat/completions"] = whole.choices[0].message.content or ""
         events = client.chat.completions.create(**asked, stream=True)
         found["the page"] = "".join(event.choices[0].delta.content or "" for event in events)
+        response: dict[str, Any] = {"model": "tiny", "input": QUESTION, "max_output_tokens": COUNT, "temperature": 0}
+        said = client.responses.create(**response)
+        found["/v1/responses"] = said.output_text
+        parts = client.responses.create(**response, stream=True)
+        found["its stream"] = "".join(part.delta for part in parts if part.type == "response.output_text.delta")
+    with Anthropic(base_url=served.url.removesuffix("/v1"), api_key="none", max_retries=0) as talker:
+        spoken = {**asked, "extra_body": {"temperature": 0}}
+        del spoken["temperature"]
+        message = talker.messages.create(**spoken)
+        found["/v1/messages"] = "".join(block.text for block in message.content if block.type == "text")
+        with talker.messages.stream(**spoken) as stream:
+            found["their stream"] = "".join(stream.text_stream)
     assert found == dict.fromkeys(found, text)
     assert whole.usage is not None
-    assert whole.usage.prompt_tokens == len(served.chat)
+    assert said.usage is not None
+    counts = whole.usage.prompt_tokens, said.usage.input_tokens, message.usage.input_tokens
+    assert counts == (len(served.chat),) * 3
 
 
 @pytest.mark.parametrize("stopped", [False, True])
