@@ -44,7 +44,7 @@ test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests t
 	$(PYTEST) -m needs $(ARGS)
 
 families: $(VENV)/.oracle ## every variant of every model family in every precision against transformers; test-oracle takes a part in turn
-	TRTSERVE_ALL=1 $(PYTEST) $(addprefix tests/integration/test_, $(addsuffix _oracle.py, families int4 check)) $(ARGS)
+	TRTSERVE_ALL=1 $(PYTEST) tests/unit/test_goldens.py $(addprefix tests/integration/test_, $(addsuffix _oracle.py, families int4 check)) $(ARGS)
 
 lint: $(READY) ## style and types
 	$(BIN)/ruff check .

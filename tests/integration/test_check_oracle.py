@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.support.conversion_faults import config_faults, copied, faults_of, faulty_copies
-from tests.support.families import FAMILIES
+from tests.support.families import EVERY, FAMILIES
 from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
@@ -132,7 +131,7 @@ def faults_found(case: Case, folder: Path, *, but: Set[str] = frozenset()) -> di
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
-    """Half of the faults for each family except those of WHOLE, in turn; TRTSERVE_ALL=1 tests all."""
+    """A quarter of the faults for each family except those of WHOLE, in turn; TRTSERVE_ALL=1 tests all."""
     parallel = {"moe_ep_size": 2} if FAMILIES[name].experts else {}
     case = make_case(name, prompts, tmp_path, dtype="bfloat16", tp_size=2, **parallel)
     faults = faults_of(case.checkpoint).keys()
@@ -151,10 +150,9 @@ def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) ->
     assert ("dropped bias, mlp.fc.bias" in faults) == ("transformer.layers.0.mlp.fc.bias" in expected)
     assert ("missing norm + 1, ln_f.weight" in faults) == shifted
     assert ("vocabulary padded in front" in faults) == ("vocab_size" in OVERRIDES.get(name, {}))
-    turn = FAULTY.index(name) % 2
-    later = {fault for number, fault in enumerate(sorted(faults - _constants(case))) if number % 2 != turn}
-    every = name in WHOLE or os.environ.get("TRTSERVE_ALL")
-    but = set() if every else later | _constants(case) - ALWAYS_SEEN
+    turn = FAULTY.index(name) % 4
+    later = {fault for number, fault in enumerate(sorted(faults - _constants(case))) if number % 4 != turn}
+    but = set() if EVERY or name in WHOLE else later | _constants(case) - ALWAYS_SEEN
     assert faults_found(case, tmp_path / "faulty", but=but).keys() == faults - but
 
 
@@ -180,11 +178,12 @@ def test_exchanged_pipeline_stages_are_caught(prompts: CheckSpec, tmp_path: Path
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_good_conversions_pass(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
-    """A third of the conversions for each family, in turn: TRTSERVE_ALL=1 makes all of them."""
+    """A fifth of the conversions for each family, in turn: TRTSERVE_ALL=1 makes all of them."""
     model = write_tiny_model(tmp_path / "model", name, gain=GAIN)
-    first = list(FAMILIES).index(name) % 3
-    for number, spec in enumerate(spec for spec in GOOD if FAMILIES[name].stages or "pp_size" not in spec):
-        if number % 3 != first and not os.environ.get("TRTSERVE_ALL"):
+    specs = [spec for spec in GOOD if FAMILIES[name].stages or "pp_size" not in spec]
+    turn = list(FAMILIES).index(name) % len(specs)
+    for number, spec in enumerate(specs):
+        if number != turn and not EVERY:
             continue
         checkpoint = convert_model(Model(path=model), ConvertSpec(**spec), out=tmp_path / str(number)).path
         report = check_checkpoint(checkpoint, model, prompts)
