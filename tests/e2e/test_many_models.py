@@ -11,14 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
-from anthropic import Anthropic
 from openai import APIStatusError, OpenAI
 
 from tests.support.commands import trtserve
 from tests.support.waiting import wait_until
 from trtserve.host.ports import free_ports
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.needs("anthropic")]
 
 QUESTION = "What is machine learning?"
 KEY = "a-key-for-two-models"
@@ -67,6 +66,8 @@ def test_two_models_in_turn(tmp_path: Path) -> None:
 
 
 def _use(client: OpenAI, url: str, home: Path) -> None:
+    from anthropic import Anthropic
+
     def states() -> dict[str, str]:
         return {each.id: each.model_extra["status"]["value"] for each in client.models.list().data if each.model_extra}
 
