@@ -79,8 +79,9 @@ async def front(server: Server) -> AsyncIterator[tuple[Gate, Callable[..., Any]]
     serving = await serve_grpc(settings, server, gate)  # type: ignore[arg-type]
     async with grpc.aio.insecure_channel(f"{HOST}:{port}") as channel:
 
-        async def call(*requests: bytes, method: str = STREAM) -> list[bytes]:
-            return [answer async for answer in channel.stream_stream(method)(iter(requests), timeout=20)]
+        async def call(*messages: bytes, method: str = STREAM, requests: Any = None) -> list[bytes]:
+            sent = iter(messages) if requests is None else requests
+            return [answer async for answer in channel.stream_stream(method)(sent, timeout=20)]
 
         try:
             yield gate, call
@@ -136,5 +137,39 @@ def test_a_call_moves_on_while_what_was_sent_is_kept(size: int, moves: bool) -> 
             else:
                 with pytest.raises(grpc.RpcError, match="it is gone"):
                     await call(*sent)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_silent_stream_does_not_hold_up_the_end(answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with an open question does: its answer may take long."""
+    monkeypatch.setattr("trtserve.gateway.admission._IDLE_AT_THE_END", 0.3)
+
+    async def scenario() -> None:
+        server, open_end = Server(), asyncio.Event()
+
+        async def requests() -> AsyncIterator[bytes]:
+            if not answered:
+                yield b"a"
+            await open_end.wait()
+
+        async with front(server) as (gate, call):
+            sweeping = asyncio.create_task(gate.sweep())
+            stream = asyncio.create_task(call(requests=requests()))
+            while not gate.running:
+                await asyncio.sleep(0.01)
+            gate.draining = True
+            if answered:
+                with pytest.raises(grpc.RpcError, match="the server is stopping"):
+                    await stream
+            else:
+                await asyncio.sleep(1.5)
+                assert gate.running == 1
+                server.may_answer.set()
+                open_end.set()
+                assert await stream == [b"done"]
+            assert gate.running == 0
+            sweeping.cancel()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -29,6 +29,7 @@ Such requests take no place, and their bodies are not read.
 ADMIN_PATHS: Final = ("/replicas", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """How the paths begin that change the server: they need a key of their own."""
 _SWEEP = 0.5
+_IDLE_AT_THE_END = 5.0
 # Bytes of bodies at the same time after which glibc may keep much that is free again.
 _MANY_BYTES = 16 << 20
 
@@ -111,6 +112,8 @@ class Exchange:
     """The id that the client or the gateway gave it."""
     triton: TritonHttp | None = None
     """The server that runs it."""
+    idle_since: float | None = None
+    """Since when a stream over gRPC has been silent, if all its requests have got an answer, or None."""
     sending_since: float | None = None
     """Since when the client has not read the last part that was sent, or None."""
     log: dict[str, Any] = field(default_factory=dict)
@@ -226,6 +229,8 @@ class Gate:
                     exchange.end(RefusedError(408, f"the answer was not read for {stalled:g} s"))
                     if exchange.hang_up is not None:
                         exchange.hang_up()
+                elif self.draining and now - (exchange.idle_since or now) > _IDLE_AT_THE_END:
+                    exchange.end(RefusedError(503, "the server is stopping"))
                 elif now - exchange.started > longest:
                     exchange.end(RefusedError(504, f"the request took longer than {longest:g} s"))
 

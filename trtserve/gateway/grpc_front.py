@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -27,7 +28,8 @@ _UNCOUNTED = ("/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInfe
 class GrpcFront(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Takes any method of Triton's services. The servers themselves look at keys.
 
-    A call counts among the requests of the gateway while it is open, a stream for as long as its client keeps it.
+    A call counts among the requests of the gateway while it is open, a stream for as long as its client keeps it. It
+    may be silent for as long as a request over HTTP may take, and for seconds when the gateway is to end.
     """
 
     def __init__(self, replicas: Replicas, gate: Gate, kept_bytes: int) -> None:
@@ -41,17 +43,22 @@ class GrpcFront(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
 
         async def passed_on(requests: AsyncIterator[bytes], context: Any) -> None:
-            passage = _Passage(method, requests, context, self._kept_bytes)
+            task = asyncio.current_task()
+            assert task is not None
+            exchange = Exchange(task=task)
+            passage = _Passage(method, requests, context, self._kept_bytes, exchange)
             if method.startswith(_UNCOUNTED) and not self._gate.draining:
                 await passage.run(self._replicas)
                 return
-            task = asyncio.current_task()
-            assert task is not None
             try:
-                with self._gate.enter(Exchange(task=task)):
+                with self._gate.enter(exchange), self._gate.watch(exchange):
                     await passage.run(self._replicas)
             except RefusedError as refusal:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, refusal.text)
+            except asyncio.CancelledError:
+                if exchange.refusal is None:  # the client has gone
+                    raise
+                await context.abort(grpc.StatusCode.UNAVAILABLE, exchange.refusal.text)
 
         return grpc.stream_stream_rpc_method_handler(passed_on)
 
@@ -59,9 +66,13 @@ class GrpcFront(grpc.GenericRpcHandler):  # type: ignore[misc]
 class _Passage:
     """One call. What the client has sent is kept until an answer comes, for another server, unless it is too much."""
 
-    def __init__(self, method: str, requests: AsyncIterator[bytes], context: Any, kept_bytes: int) -> None:
+    def __init__(
+        self, method: str, requests: AsyncIterator[bytes], context: Any, kept_bytes: int, exchange: Exchange
+    ) -> None:
         self._method, self._requests, self._context = method, requests, context
-        self._room = kept_bytes
+        self._room, self._exchange = kept_bytes, exchange
+        self._unanswered = 0
+        self._spoken()
         self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
         self._sent: list[bytes | None] = []
         self._settled = False
@@ -84,6 +95,7 @@ class _Passage:
     async def _receive(self) -> None:
         """Take what the client sends: a read of gRPC must not be cancelled with an attempt."""
         async for request in self._requests:
+            self._spoken(asked=1)
             await self._arrived.put(request)
         await self._arrived.put(None)
 
@@ -103,6 +115,12 @@ class _Passage:
                 return
             yield request
 
+    def _spoken(self, *, asked: int = 0, answered: int = 0) -> None:
+        """Note that a message came; the first answer to a request counts, since more may or may not follow."""
+        self._unanswered = max(0, self._unanswered + asked - answered)
+        self._exchange.started = time.monotonic()
+        self._exchange.idle_since = None if self._unanswered else self._exchange.started
+
     def _settle(self) -> None:
         self._settled = True
         self._sent.clear()
@@ -114,6 +132,7 @@ class _Passage:
         try:
             async for answer in call:
                 self._settle()
+                self._spoken(answered=1)
                 await context.write(answer)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:

@@ -527,6 +527,8 @@ def _part(number: int, part: Any) -> dict[str, Any]:
     text = part.get(kind) if kind in ("text", "refusal") else None
     if isinstance(text, str):
         return {"type": "text", "text": text}
+    if kind in ("text", "refusal"):
+        raise ValueError(f"message {number} has a part of type {kind!r} without a text under the key {kind!r}")
     if kind != "image_url":
         raise ValueError(f"message {number} has a part of type {str(kind)[:50]!r}; expected text or image_url")
     image = part.get("image_url")
