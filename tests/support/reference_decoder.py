@@ -65,12 +65,20 @@ class ReferenceDecoder:
         block, mlp_norm = self._decoder.block, self._decoder.mlp_norm
         window = self._windows[layer % len(self._windows)]
         scale = self._decoder.residual_scale
+        if layer in self._decoder.mlp_layers:
+            lone: Floats = (
+                hidden + self._mlp(self._norm(hidden, name + "input_layernorm"), name + "mlp.", layer) * scale
+            )
+            return lone
         normed = hidden if block in ("post", "branch") else self._norm(hidden, name + "input_layernorm")
         mixer = self._decoder.mixer_of(layer)
         if mixer is None:
             attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer))
         else:
             attended = self._mixed(normed, name + "mixer.", mixer)
+        if block == "single":
+            mixed: Floats = hidden + attended * scale
+            return mixed
         if block == "parallel":
             other = normed if mlp_norm is None else self._norm(hidden, name + mlp_norm)
             both: Floats = hidden + (attended + self._mlp(other, name + "mlp.", layer)) * scale
@@ -255,15 +263,22 @@ class ReferenceDecoder:
                 if experts.interleaved:
                     joined = np.concatenate([joined[1::2], joined[0::2]])
                 up, gate = np.split(joined, 2)
-                if experts.clamp is None:
+                if not experts.gated:
+                    states = activate(joined)
+                elif experts.clamp is None:
                     states = up * activate(gate)
                 else:
                     limit, gate = experts.clamp.limit, np.minimum(gate, experts.clamp.limit)
                     states = (np.clip(up, -limit, limit) + 1) * gate / (1 + np.exp(-experts.clamp.alpha * gate))
                 summed[token] += share * (inner[expert] @ np.append(states, 1))
         if experts.shared:
-            up, gate = np.split(self._linear(hidden, f"{name}shared_expert.fc"), 2, axis=-1)
-            shared = self._linear(up * activate(gate), f"{name}shared_expert.proj")
+            states = self._linear(hidden, f"{name}shared_expert.fc")
+            if experts.gated:
+                up, gate = np.split(states, 2, axis=-1)
+                states = up * activate(gate)
+            else:
+                states = activate(states)
+            shared = self._linear(states, f"{name}shared_expert.proj")
             if experts.shared_gate:
                 shared = shared / (1 + np.exp(-self._linear(hidden, f"{name}shared_expert_gate")))
             summed += shared
@@ -302,7 +317,7 @@ class ReferenceDecoder:
             inner = factor * activate(gate)
         else:
             inner = activate(inner)
-        if self._decoder.mlp in ("gated", "experts"):
+        if self._decoder.gated:
             inner = inner * self._linear(hidden, name + "gate")
         return self._linear(inner, name + "proj")
 

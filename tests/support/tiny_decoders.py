@@ -80,6 +80,26 @@ SPACE = replace(
     mixer=StateSpace(heads=8, head=12, groups=2, state=16, taps=4, norm_groups=2),
     mixer_layers=frozenset({0, 2}),
 )
+SINGLE = replace(
+    SPACE,
+    block="single",
+    unrotated=(True,),
+    mlp_norm=None,
+    activation="relu2",
+    mlp="experts",
+    mixer_layers=frozenset({0}),
+    mlp_layers=frozenset({1, 3}),
+    experts=Experts(
+        count=6,
+        chosen=2,
+        renormalized=True,
+        scores="sigmoid",
+        shared=True,
+        shared_gate=False,
+        gated=False,
+        dense_layers=frozenset({0, 1, 2}),
+    ),
+)
 QWEN2_MOE = replace(MIXTRAL, experts=Experts(count=4, chosen=3, renormalized=False, shared=True))
 ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
 GROUPED = Sizes(vocab=320, hidden=64, layers=2, heads=4, kv_heads=2, head=16, epsilon=1e-5)
@@ -156,17 +176,23 @@ def tiny_decoder(
             add(f"{name}.{norm}", sizes.hidden, bias=layer_norm, centre=1.0)
         for norm, size in _head_norms(decoder, sizes).items() if decoder.mixer_of(layer) is None else ():
             add(f"{name}.attention.{norm}", size, bias=False, centre=1.0)
-        inner = _mlp_shapes(decoder, decoder.experts_of(layer), sizes.hidden)
-        mixer = decoder.mixer_of(layer)
-        outer = _attention_shapes(decoder, sizes) if mixer is None else _mixer_shapes(mixer, sizes.hidden)
-        parts = outer | {f"mlp.{part}": shape for part, shape in inner.items()}
-        for part, shape in parts.items():
+        for part, shape in _layer_shapes(decoder, sizes, layer).items():
             add(f"{name}.{part}", *shape, bias=biases and len(shape) == 2)
     tensors |= _extra_tensors(decoder, sizes, tensors, random, dtype, biases=biases)
     if decoder.block != "post":
         add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
     add("lm_head", sizes.vocab, sizes.hidden, bias=head_bias)
     return TinyDecoder(decoder=decoder, sizes=sizes, tensors=tensors, packing=packing)
+
+
+def _layer_shapes(decoder: Decoder, sizes: Sizes, layer: int) -> dict[str, tuple[int, ...]]:
+    mixer, shapes = decoder.mixer_of(layer), dict[str, tuple[int, ...]]()
+    if layer not in decoder.mlp_layers:
+        shapes = _attention_shapes(decoder, sizes) if mixer is None else _mixer_shapes(mixer, sizes.hidden)
+    if decoder.block != "single" or layer in decoder.mlp_layers:
+        inner = _mlp_shapes(decoder, decoder.experts_of(layer), sizes.hidden)
+        shapes |= {f"mlp.{part}": shape for part, shape in inner.items()}
+    return shapes
 
 
 def _head_norms(decoder: Decoder, sizes: Sizes) -> dict[str, int]:
@@ -233,7 +259,8 @@ def _extra_tensors(
                 shapes |= {f"{name}.mixer.skip": (heads,), f"{name}.mixer.conv.bias": (mixer.channels,)}
         if decoder.attention_sinks:
             shapes[f"{name}.attention.sinks"] = (sizes.heads,)
-        if experts is not None and experts.scores == "sigmoid":
+        lone = decoder.block != "single" or layer in decoder.mlp_layers
+        if experts is not None and experts.scores == "sigmoid" and lone:
             shapes[f"{name}.mlp.router.correction"] = (experts.count,)
         if experts is not None and biases:
             shapes |= {
@@ -246,17 +273,18 @@ def _extra_tensors(
 def _mlp_shapes(decoder: Decoder, experts: Experts | None, hidden: int) -> dict[str, tuple[int, ...]]:
     if experts is not None:
         return _expert_shapes(experts, hidden)
-    parts = ("fc", "gate") if decoder.mlp in ("gated", "experts") else ("fc",)
+    parts = ("fc", "gate") if decoder.gated else ("fc",)
     inner = 2 * INNER if decoder.mlp == "fused" else INNER
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(parts, (inner, hidden))
     return shapes | {"proj": (hidden, INNER)}
 
 
 def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
-    count, shared = experts.count, {"fc": (2 * INNER, hidden), "proj": (hidden, INNER)}
+    count, outer = experts.count, 2 * INNER if experts.gated else INNER
+    shared = {"fc": (outer, hidden), "proj": (hidden, INNER)}
     return {
         "router": (count, hidden),
-        "fc": (count, 2 * INNER, hidden),
+        "fc": (count, outer, hidden),
         "proj": (count, hidden, INNER),
         **({f"shared_expert.{part}": shape for part, shape in shared.items()} if experts.shared else {}),
         **({"shared_expert_gate": (1, hidden)} if experts.shared and experts.shared_gate else {}),
@@ -330,6 +358,7 @@ DECODERS: dict[str, TinyDecoder] = {
     "lfm2, short convolutions": tiny_decoder(SHORT),
     "lfm2, short convolutions, int8": tiny_decoder(SHORT, packing="int8"),
     "qwen3-next, delta nets, gated attention": tiny_decoder(DELTA, replace(GROUPED, layers=3)),
+    "nemotron-h, single blocks": tiny_decoder(SINGLE, replace(GROUPED, layers=4)),
     "mamba 2, groups": tiny_decoder(SPACE, replace(GROUPED, layers=3)),
     "mamba 2, the gate after the norm, no positions": tiny_decoder(
         replace(

@@ -60,6 +60,8 @@ def test_two_stages_together_equal_one(tmp_path: Path, family: str) -> None:
     layers: dict[str, Any] = {FAMILIES[family].layers_key: 3}
     if kinds := FAMILIES[family].config.get("layer_types"):
         layers["layer_types"] = [*kinds, kinds[0]]
+    if pattern := FAMILIES[family].config.get("hybrid_override_pattern"):
+        layers["hybrid_override_pattern"] = (2 * pattern)[:3]
     folder = write_tiny_model(tmp_path / "hf", family, dtype="bfloat16", **layers)
     source, hf = read_model(folder)
     (whole,) = FAMILIES[family].ranks(source, hf, 1)

@@ -122,6 +122,7 @@ class CheckpointConfig:
     unrotated_layers: tuple[bool, ...] = ()  # ours: see `Decoder.unrotated`
     dense_layers: tuple[int, ...] = ()  # ours: layers without experts in a model with experts
     mixer_layers: tuple[int, ...] = ()  # ours: layers with a state instead of keys and values
+    mlp_layers: tuple[int, ...] = ()  # ours: layers with an MLP only, see `Decoder.mlp_layers`
     superset: tuple[str, ...] = ()  # ours: what of the model TensorRT-LLM's format does not have, in words
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0

@@ -99,7 +99,7 @@ def kv_bytes_per_token(config: CheckpointConfig, precision: str, *, tp_size: int
     keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
     if precision == "u8":
         keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
-    layers = -(-(config.num_hidden_layers - len(config.mixer_layers)) // pp_size)
+    layers = -(-(config.num_hidden_layers - len(config.mixer_layers) - len(config.mlp_layers)) // pp_size)
     return layers * max(1, config.num_key_value_heads // tp_size) * (keys + values)
 
 

@@ -33,6 +33,7 @@ _TEXT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("backbone.", "model."),  # Nemotron-H
 )
 
 _AGAIN = "Import the model again, or download the file again."

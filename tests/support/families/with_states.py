@@ -196,12 +196,7 @@ def _granite(source: Tensors, hf: Config) -> Named:
             yield f"{ours}attention.qkv.weight", np.concatenate(qkv)
             yield f"{ours}attention.dense.weight", source[f"{theirs}self_attn.o_proj.weight"]
         else:
-            yield f"{ours}mixer.conv.weight", source[f"{theirs}mamba.conv1d.weight"][:, 0]
-            yield f"{ours}mixer.conv.bias", source[f"{theirs}mamba.conv1d.bias"]
-            for part in ("in_proj", "out_proj", "norm"):
-                yield f"{ours}mixer.{part}.weight", source[f"{theirs}mamba.{part}.weight"]
-            for one, other in {"decay": "A_log", "time_bias": "dt_bias", "skip": "D"}.items():
-                yield f"{ours}mixer.{one}", source[f"{theirs}mamba.{other}"].astype(np.float32)
+            yield from _state_space(source, f"{theirs}mamba.", ours)
         gate, up = np.split(source[f"{theirs}shared_mlp.input_linear.weight"], 2)
         place = "mlp.shared_expert" if hf["num_local_experts"] else "mlp"
         yield f"{ours}{place}.fc.weight", np.concatenate([up, gate])
@@ -329,6 +324,97 @@ def qwen_ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensor
     return _with_experts(_ranks_of(_qwen, source, hf, tp), source, hf, tp, ep)
 
 
+def nemotron_tensors(config: Mapping[str, Any]) -> Shapes:
+    hidden, vocab, size = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    queries, keys = (config[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
+    heads, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
+    channels = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    yield "backbone.embeddings.weight", (vocab, hidden)
+    for layer, kind in enumerate(config["hybrid_override_pattern"]):
+        name = f"backbone.layers.{layer}."
+        mixer = f"{name}mixer."
+        yield f"{name}norm.weight", (hidden,)
+        if kind == "*":
+            for part, shape in {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}.items():
+                yield f"{mixer}{part}_proj.weight", shape
+            yield f"{mixer}o_proj.weight", (hidden, queries)
+        elif kind == "M":
+            yield f"{mixer}in_proj.weight", (inner + channels + heads, hidden)
+            yield f"{mixer}conv1d.weight", (channels, 1, config["conv_kernel"])
+            yield f"{mixer}conv1d.bias", (channels,)
+            yield from ((f"{mixer}{part}", (heads,)) for part in ("A_log", "dt_bias", "D"))
+            yield f"{mixer}norm.weight", (inner,)
+            yield f"{mixer}out_proj.weight", (hidden, inner)
+        else:
+            yield from _nemotron_mlp(config, mixer, experts=kind == "E")
+    yield "backbone.norm_f.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def _nemotron_mlp(config: Mapping[str, Any], name: str, *, experts: bool) -> Shapes:
+    hidden = config["hidden_size"]
+    widths = {"": config["intermediate_size"]}
+    if experts:
+        yield f"{name}gate.weight", (config["n_routed_experts"], hidden)
+        yield f"{name}gate.e_score_correction_bias", (config["n_routed_experts"],)
+        widths = {f"experts.{e}.": config["moe_intermediate_size"] for e in range(config["n_routed_experts"])}
+        widths["shared_experts."] = config["moe_shared_expert_intermediate_size"]
+    for place, width in widths.items():
+        yield f"{name}{place}up_proj.weight", (width, hidden)
+        yield f"{name}{place}down_proj.weight", (hidden, width)
+
+
+def _nemotron(source: Tensors, hf: Config) -> Named:
+    table = source["backbone.embeddings.weight"]
+    yield "transformer.vocab_embedding.weight", table
+    yield "lm_head.weight", source.get("lm_head.weight", table)
+    yield "transformer.ln_f.weight", source["backbone.norm_f.weight"]
+    for layer, kind in enumerate(hf["hybrid_override_pattern"]):
+        theirs, ours = f"backbone.layers.{layer}.mixer.", f"transformer.layers.{layer}."
+        yield f"{ours}input_layernorm.weight", source[f"backbone.layers.{layer}.norm.weight"]
+        if kind == "*":
+            qkv = [source[f"{theirs}{part}_proj.weight"] for part in "qkv"]
+            yield f"{ours}attention.qkv.weight", np.concatenate(qkv)
+            yield f"{ours}attention.dense.weight", source[f"{theirs}o_proj.weight"]
+        elif kind == "M":
+            yield from _state_space(source, theirs, ours)
+        elif kind == "-":
+            yield f"{ours}mlp.fc.weight", source[f"{theirs}up_proj.weight"]
+            yield f"{ours}mlp.proj.weight", source[f"{theirs}down_proj.weight"]
+
+
+def _state_space(source: Tensors, theirs: str, ours: str) -> Named:
+    yield f"{ours}mixer.conv.weight", source[f"{theirs}conv1d.weight"][:, 0]
+    yield f"{ours}mixer.conv.bias", source[f"{theirs}conv1d.bias"]
+    for part in ("in_proj", "out_proj", "norm"):
+        yield f"{ours}mixer.{part}.weight", source[f"{theirs}{part}.weight"]
+    for one, other in {"decay": "A_log", "time_bias": "dt_bias", "skip": "D"}.items():
+        yield f"{ours}mixer.{one}", source[f"{theirs}{other}"].astype(np.float32)
+
+
+def nemotron_ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensors]:
+    ranks = _ranks_of(_nemotron, source, hf, tp)
+    for layer, kind in enumerate(hf["hybrid_override_pattern"]):
+        theirs, ours = f"backbone.layers.{layer}.mixer.", f"transformer.layers.{layer}.mlp."
+        if kind != "E":
+            continue
+        outer, inner = (
+            np.stack([source[f"{theirs}experts.{e}.{part}_proj.weight"] for e in range(hf["n_routed_experts"])])
+            for part in ("up", "down")
+        )
+        for number, rank in enumerate(ranks):
+            held, place = number % ep, number // ep
+            rank[f"{ours}router.weight"] = source[f"{theirs}gate.weight"].astype(np.float32)
+            rank[f"{ours}router.correction"] = source[f"{theirs}gate.e_score_correction_bias"].astype(np.float32)
+            rank[f"{ours}fc.weight"] = np.split(np.split(outer, ep)[held], tp // ep, axis=1)[place]
+            rank[f"{ours}proj.weight"] = np.split(np.split(inner, ep)[held], tp // ep, axis=2)[place]
+            up, down = (source[f"{theirs}shared_experts.{part}_proj.weight"] for part in ("up", "down"))
+            rank[f"{ours}shared_expert.fc.weight"] = np.split(up, tp)[number]
+            rank[f"{ours}shared_expert.proj.weight"] = np.split(down, tp, axis=1)[number]
+    return ranks
+
+
 _LLAMA = {key: value for key, value in LLAMA.config.items() if key != "rms_norm_eps"}
 LINEAR: Config = {
     "linear_conv_kernel_dim": 4,
@@ -407,6 +493,38 @@ GRANITE_KEYS: Config = EXPECTED | {
     "ssm_bias": False,
     "superset": ["the family Granite"],
 }
+NEMOTRON: Config = {key: value for key, value in LLAMA.config.items() if key not in ("rms_norm_eps", "hidden_act")} | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "pad_token_id": 0,
+    "hybrid_override_pattern": "M-*-",
+    "head_dim": 16,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "time_step_min": 0.001,
+}
+NEMOTRON_KEYS: Config = EXPECTED | {
+    "num_hidden_layers": 4,
+    "hidden_act": "relu2",
+    "mixer_layers": [0],
+    "mlp_layers": [1, 3],
+    "unrotated_layers": [True],
+    "ssm_heads": 8,
+    "ssm_head": 12,
+    "ssm_groups": 2,
+    "ssm_state": 16,
+    "ssm_taps": 4,
+    "ssm_norm_groups": 2,
+    "ssm_norm_first": False,
+    "ssm_conv_bias": True,
+    "ssm_bias": False,
+    "superset": ["the family Nemotron-H"],
+}
 WITH_STATES: dict[str, Family] = {
     "lfm2": Family(
         tensors=lfm2_tensors,
@@ -438,6 +556,7 @@ WITH_STATES: dict[str, Family] = {
         nvidia=False,
         shards=({"vocab_size": 323}, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         logits=({}, {"linear_num_key_heads": 4, "full_attention_interval": 3, "partial_rotary_factor": 0.5}),
+        int4=0.4,
         constants=ROPE_BASE,
     ),
     "qwen3_next": Family(
@@ -533,6 +652,47 @@ WITH_STATES: dict[str, Family] = {
         nvidia=False,
         shards=({},),
         logits=({},),
+        int4=0.6,
+    ),
+    "nemotron_h": Family(
+        tensors=nemotron_tensors,
+        ranks=nemotron_ranks,
+        config=NEMOTRON,
+        expected=NEMOTRON_KEYS,
+        nvidia=False,
+        shards=({"vocab_size": 323},),
+        logits=({}, {"hybrid_override_pattern": "-M*M-", "n_groups": 4, "time_step_min": 0.4}),
+    ),
+    "nemotron_h_moe": Family(
+        tensors=nemotron_tensors,
+        ranks=nemotron_ranks,
+        config=NEMOTRON
+        | {
+            "hybrid_override_pattern": "*E",
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+        },
+        expected=NEMOTRON_KEYS
+        | {
+            "num_hidden_layers": 2,
+            "mixer_layers": [],
+            "mlp_layers": [1],
+            "moe": MOE_KEYS["moe"],
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "shared_expert_gate": False,
+            "scoring_func": "sigmoid",
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "dense_layers": [0],
+        },
+        nvidia=False,
+        shards=({},),
+        logits=({"hybrid_override_pattern": "ME*E"}, {"hybrid_override_pattern": "ME*-E"}),
         int4=0.6,
     ),
 }

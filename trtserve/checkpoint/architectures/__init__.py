@@ -88,6 +88,7 @@ FAMILIES: dict[str, str] = {
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
+    "NemotronHForCausalLM": "nemotron_h",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_next",
     "Qwen3_5MoeForCausalLM": "qwen3_next",

@@ -46,7 +46,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 #   branch      x + norm(attention(x)), then the same for the MLP (OLMo 2)
 #   parallel    x + attention(norm(x)) + MLP(norm(x)), with two norms or a shared one (GPT-J, Falcon)
 #   post        norm(x + attention(x)), then the same for the MLP; no norm after the last layer (OPT-350m)
-Block = Literal["sequential", "sandwich", "branch", "parallel", "post"]
+#   single      x + attention(norm(x)), or x + MLP(norm(x)) in `mlp_layers` (Nemotron-H)
+Block = Literal["sequential", "sandwich", "branch", "parallel", "post", "single"]
 
 # How queries and keys are normalised; the norm is of the decoder's kind, without biases:
 #   heads    each head before rotation, with one weight for all heads or one for each
@@ -147,6 +148,7 @@ class Experts:
     group_scores: int = 2  # a group's score is the sum of so many of its experts' best scores
     scale: float = 1.0  # multiplies the weights
     clamp: ClampedGate | None = None  # instead of activation and product
+    gated: bool = True  # otherwise `fc` is activated, without a factor, in layers with one MLP too
     interleaved: bool = False  # the rows of `fc` are gate, factor, gate, …: not the factors first, then the gates
     dense_layers: frozenset[int] = frozenset()  # layers with an MLP instead
 
@@ -201,6 +203,12 @@ class Decoder:
     experts: Experts | None = None
     mixer: Mixer | None = None  # of layers with a state
     mixer_layers: frozenset[int] = frozenset()  # the layers that have it instead of attention
+    mlp_layers: frozenset[int] = frozenset()  # of a decoder of single blocks: layers with neither
+
+    @property
+    def gated(self) -> bool:
+        """Whether layers with one MLP have a matrix `gate`."""
+        return self.mlp == "gated" or (self.experts is not None and self.experts.gated)
 
     def mixer_of(self, layer: int) -> Mixer | None:
         """Return what a layer has instead of attention, or None."""
@@ -240,6 +248,7 @@ class ExpertNames:
     router_bias: bool = False
     biases: bool = False  # of the experts' matrices
     transposed: bool = False  # the experts' matrices are stored [in, out]
+    plain: bool = False  # `up` is activated; there is no factor
     gate_first: bool = False  # in an `up` that holds both; the checkpoint stores them in the other order
 
 
@@ -267,6 +276,7 @@ class SourceNames:
     experts: ExpertNames | None = None  # instead of the MLP, but for layers that are dense
     latent: bool = False  # latent attention instead of `qkv` and `dense`
     gated_queries: bool = False  # the first of `qkv` has each head's query and then its gate
+    single: bool = False  # a layer has attention, a state or an MLP, after one norm
     mixer: Sequence[MixerTensor] = ()  # instead of attention, in layers with a state
     sinks: str | None = None  # the whole name of the scores of attention's sinks
     head_norms: Mapping[str, str] = field(default_factory=dict)  # of queries and keys; `{}` for the number of a head

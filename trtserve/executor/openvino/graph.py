@@ -145,6 +145,7 @@ class GraphBuilder:
             "post": self._post_normed,
             "sandwich": self._sandwich,
             "branch": self._branch,
+            "single": self._single,
         }
         add_block = blocks.get(self.decoder.block, self._sequential)
         for layer in range(self.sizes.layers):
@@ -193,9 +194,15 @@ class GraphBuilder:
         hidden = self._norm(hidden, f"{name}.input_layernorm")
         return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp", layer)), f"{name}.post_layernorm")
 
+    def _single(self, hidden: Any, name: str, layer: int) -> Any:
+        normed = self._norm(hidden, f"{name}.input_layernorm")
+        if layer not in self.decoder.mlp_layers:
+            return self._add_attention(hidden, self._attention(normed, f"{name}.attention", layer), layer)
+        return add(hidden, _scaled(self._mlp(normed, f"{name}.mlp", layer), self.decoder.residual_scale))
+
     def _add_attention(self, hidden: Any, attended: Any, layer: int) -> Any:
         total = add(hidden, _scaled(attended, self.decoder.residual_scale))
-        if layer == self.sizes.layers - 1:
+        if layer == max(set(range(self.sizes.layers)) - self.decoder.mlp_layers):
             total.get_node().set_friendly_name(LAST_ATTENTION)
         return total
 
@@ -357,7 +364,7 @@ class GraphBuilder:
             return self._experts(hidden, name, experts)
         inner = self.linear(hidden, f"{name}.fc", packing=self.packing, mark=mark)
         inner = self._activate_half(inner) if self.decoder.mlp == "fused" else self._activate(inner)
-        if self.decoder.mlp in ("gated", "experts"):  # the latter in a layer without experts
+        if self.decoder.gated:
             gate = self.linear(hidden, f"{name}.gate", packing=self.packing, mark=mark and LAST_PARALLEL_GATE)
             inner = ops.multiply(inner, gate).output(0)
         return self.linear(inner, f"{name}.proj", packing=self.packing)
@@ -376,7 +383,10 @@ class GraphBuilder:
         if f"{name}.fc.bias" in self.names:
             bias = arranged(self.floats(f"{name}.fc.bias")).reshape(experts.count, -1)
             inner = ops.add(inner, float_tensor(bias, f"{name}.fc.bias"))
-        inner = self._activate_half(inner) if experts.clamp is None else clamped_gate(inner, experts.clamp)
+        if not experts.gated:
+            inner = self._activate(inner)
+        else:
+            inner = self._activate_half(inner) if experts.clamp is None else clamped_gate(inner, experts.clamp)
         joined = ops.reshape(
             ops.multiply(inner, ops.unsqueeze(weights, integers(-1))), integers(0, 0, -1), special_zero=True
         )
@@ -388,7 +398,8 @@ class GraphBuilder:
         if not experts.shared:
             return output
         shared = f"{name}.shared_expert"
-        inner = self._activate_half(self.linear(hidden, f"{shared}.fc", packing=self.packing))
+        inner = self.linear(hidden, f"{shared}.fc", packing=self.packing)
+        inner = self._activate_half(inner) if experts.gated else self._activate(inner)
         inner = self.linear(inner, f"{shared}.proj", packing=self.packing)
         if experts.shared_gate:
             gate = ops.sigmoid(self.linear(hidden, f"{shared}_gate", packing=None))

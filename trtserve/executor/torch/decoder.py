@@ -79,7 +79,7 @@ class _Layer:
     """What queries and keys go through before `Operations.rotate_and_store`, which has the usual norms and rotation."""
     rotation: RotationTables | None
     scores: Scores
-    mlp: Mlp
+    mlp: Mlp | None
 
 
 _NORMS = ("input_layernorm", "post_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -147,11 +147,12 @@ class TorchDecoder:
         rotation = rotations[0 if own_window is None else 1] if decoder.rotation(number) is not None else None
         mixer = decoder.mixer_of(number)
         head_norms, prepared = None, None
-        if mixer is None:
+        lone = number in decoder.mlp_layers
+        if mixer is None and not lone:
             head_norms, prepared = self._query_key_norms(weights, attention, rotation)
         qkv: Linear | LatentProjection | Unprojected
         dense: Linear | LatentOutput | None
-        if mixer is not None:
+        if mixer is not None or lone:
             qkv, dense = Unprojected(), None
         elif decoder.latent is None:
             parts = ["qkv", "gate"] if decoder.attention_gate else ["qkv"]
@@ -175,9 +176,11 @@ class TorchDecoder:
                 window=window,
                 slopes=self._slopes(),
                 soft_cap=decoder.attention_softcap,
-                sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks and not mixer else None,
+                sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks and dense else None,
             ),
-            mlp=make_mlp(decoder, weights, number, self._operations, self._group),
+            mlp=None
+            if decoder.block == "single" and not lone
+            else make_mlp(decoder, weights, number, self._operations, self._group),
         )
 
     def _query_key_norms(
@@ -233,17 +236,23 @@ class TorchDecoder:
             "post": self._post_normed,
             "sandwich": self._sandwich,
             "branch": self._branch,
+            "single": self._single,
         }
         run: Callable[..., tuple[Tensor, Tensor | None]] = blocks.get(self._decoder.block, self._sequential)
         hidden, residual = self._enter(inputs), None
         shared = self._share_keys(inputs, next((each for each in caches if isinstance(each, Tensor)), None))
-        last = len(self._layers) - 1 if self._is_last else -1
+        # Beyond the last layer in which tokens see each other, only those whose logits are needed are computed.
+        mixing = [number for number, layer in enumerate(self._layers) if layer.dense or layer.mixer]
+        last = mixing[-1] if mixing and self._is_last else -1
         for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             attention = _Attention(self, layer, inputs, cache, shared, rows=inputs.rows if number == last else None)
             hidden, residual = run(layer, attention, hidden, residual)
         if not self._is_last:
             self._group.send(hidden if residual is None else hidden + residual)
             return torch.empty(0, self._sizes.vocab, device=hidden.device)
+        if last < 0 and inputs.rows is not None:
+            hidden = (hidden if residual is None else hidden + residual)[inputs.rows]
+            residual = None
         return self._logits(hidden, residual)
 
     def _share_keys(self, inputs: Inputs, cache: Tensor | None) -> dict[int | None, Any]:
@@ -270,6 +279,11 @@ class TorchDecoder:
         hidden = _scaled(hidden, self._decoder.embedding_scale)
         return hidden if self._embedding_norm is None else self._embedding_norm(hidden)
 
+    @staticmethod
+    def _mlp(layer: _Layer) -> Mlp:
+        assert layer.mlp is not None  # only single blocks have layers without
+        return layer.mlp
+
     # Each kind of block takes and returns (hidden, residual): states whose sum, if there is a residual, is the layer's
     # input or output. The sum is formed together with the next norm.
 
@@ -280,7 +294,7 @@ class TorchDecoder:
         norm = layer.norms[str(self._decoder.mlp_norm)]
         scale = self._decoder.residual_scale
         attended = _scaled(attention(qkv), scale)
-        output, residual = layer.mlp.after_norm(norm, attended, attention.kept(residual), attention.adapters)
+        output, residual = self._mlp(layer).after_norm(norm, attended, attention.kept(residual), attention.adapters)
         return _scaled(output, scale), residual
 
     def _sandwich(
@@ -289,7 +303,7 @@ class TorchDecoder:
         qkv, residual = layer.norms["input_layernorm"].then(layer.qkv, hidden, residual, attention.all_adapters)
         scale, norm = self._decoder.residual_scale, layer.norms["pre_feedforward_layernorm"]
         attended = _scaled(layer.norms["post_layernorm"](attention(qkv)), scale)
-        output, residual = layer.mlp.after_norm(norm, attended, attention.kept(residual), attention.adapters)
+        output, residual = self._mlp(layer).after_norm(norm, attended, attention.kept(residual), attention.adapters)
         return _scaled(layer.norms["post_feedforward_layernorm"](output), scale), residual
 
     def _branch(
@@ -299,7 +313,7 @@ class TorchDecoder:
         attended = attention(layer.qkv(total, attention.all_adapters))
         scale = self._decoder.residual_scale
         total = attention.kept(total) + _scaled(layer.norms["post_layernorm"](attended), scale)
-        output = layer.norms["post_feedforward_layernorm"](layer.mlp(total, attention.adapters))
+        output = layer.norms["post_feedforward_layernorm"](self._mlp(layer)(total, attention.adapters))
         return _scaled(output, scale), total
 
     def _parallel(
@@ -309,7 +323,18 @@ class TorchDecoder:
         attended = attention(layer.qkv(normed, attention.all_adapters))
         residual, own = attention.kept(residual), self._decoder.mlp_norm
         other = attention.kept(normed) if own is None else layer.norms[own](residual)
-        return _scaled(attended + layer.mlp(other, attention.adapters), self._decoder.residual_scale), residual
+        return _scaled(attended + self._mlp(layer)(other, attention.adapters), self._decoder.residual_scale), residual
+
+    def _single(
+        self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        norm = layer.norms["input_layernorm"]
+        if layer.mlp is not None:
+            output, residual = layer.mlp.after_norm(norm, hidden, residual, attention.adapters)
+        else:
+            qkv, residual = norm.then(layer.qkv, hidden, residual, attention.all_adapters)
+            output, residual = attention(qkv), attention.kept(residual)
+        return _scaled(output, self._decoder.residual_scale), residual
 
     def _post_normed(
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
@@ -317,7 +342,7 @@ class TorchDecoder:
         assert residual is None
         qkv = layer.qkv(hidden, attention.all_adapters)
         normed, _ = layer.norms["input_layernorm"].add(attention(qkv), attention.kept(hidden))
-        inner = layer.mlp(normed, attention.adapters)
+        inner = self._mlp(layer)(normed, attention.adapters)
         return layer.norms["post_layernorm"].add(inner, normed)[0], None
 
     def without_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -97,8 +97,8 @@ class TorchModel:
         self._block_shape = (2, self.tokens_per_block, self.decoder.kv_heads, sizes.head)
         self._layers = layers
         self._mixers = {layer: mixer for layer in layers if (mixer := decoder.mixer_of(layer)) is not None}
-        attending = len(layers) - len(self._mixers)
-        self.bytes_per_block = attending * math.prod(self._block_shape) * self.decoder.dtype.itemsize
+        self._attending = [layer for layer in layers if layer not in decoder.mixer_layers | decoder.mlp_layers]
+        self.bytes_per_block = len(self._attending) * math.prod(self._block_shape) * self.decoder.dtype.itemsize
         numbers = (math.prod(table) for mixer in self._mixers.values() for table in mixer.tables)
         self.bytes_per_state = sum(numbers) * torch.float32.itemsize
         self._step_bytes = _step_bytes(config, sizes, self.decoder.dtype.itemsize)
@@ -125,7 +125,7 @@ class TorchModel:
         shape = (num_blocks + 1, *self._block_shape)
         self.spare_block = num_blocks
         self.caches = [
-            [] if layer in self._mixers else torch.zeros(shape, dtype=self.decoder.dtype, device=self.device)
+            torch.zeros(shape, dtype=self.decoder.dtype, device=self.device) if layer in self._attending else []
             for layer in self._layers
         ]
         self.allocate_states(0)

@@ -295,7 +295,7 @@ def make_mlp(decoder: Decoder, weights: EngineWeights, layer: int, operations: O
     experts = decoder.experts_of(layer)
     if experts is not None:
         return _Experts(experts, decoder.activation, weights, layer, operations, group)
-    if decoder.mlp == "plain":
+    if decoder.mlp == "plain" or (decoder.mlp == "experts" and not decoder.gated):
         return _Plain(decoder.activation, weights, layer, operations, group)
     return _Gated(decoder, weights, layer, operations, group)
 
@@ -394,7 +394,11 @@ class _Experts(Mlp):
             chosen = (chosen - self._first).where(chosen >= self._first, self._experts.count)
         output = self._operations.expert_mlp(x, self._weights, chosen, shares, self._activation)
         if self._experts.shared:
-            states = self._operations.gated(self._shared(x), self._activation, factor_first=True)
+            states = self._shared(x)
+            if self._experts.gated:
+                states = self._operations.gated(states, self._activation, factor_first=True)
+            else:
+                states = activate(states, self._activation)
             shared = self._shared_proj(states)
             output = output + (shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid())
         return self._group.all_reduce(output)

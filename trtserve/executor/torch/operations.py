@@ -60,7 +60,10 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """The matrices of experts: `outer` [E, 2F, n], factor first (see `gated`), and `inner` [E, n, F], maybe biases."""
+    """The matrices of experts: `outer` [E, 2F, n], factor first (see `gated`), and `inner` [E, n, F], maybe biases.
+
+    Without a factor `outer` is [E, F, n], which kernels for GPUs do not compute.
+    """
 
     outer: Tensor
     inner: Tensor

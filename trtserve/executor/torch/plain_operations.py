@@ -210,7 +210,12 @@ def expert_mlp(x: Tensor, matrices: ExpertWeights, chosen: Tensor, weights: Tens
                 None if bias is None else bias[expert] for bias in (matrices.outer_bias, matrices.inner_bias)
             )
             joined = functional.linear(x[tokens], matrices.outer[expert], outer_bias)
-            states = clamped(joined, matrices.clamp) if matrices.clamp else gated(joined, activation, factor_first=True)
+            if joined.shape[-1] == matrices.inner.shape[-1]:
+                states = activate(joined, activation)
+            elif matrices.clamp:
+                states = clamped(joined, matrices.clamp)
+            else:
+                states = gated(joined, activation, factor_first=True)
             output = functional.linear(states, matrices.inner[expert], inner_bias).float()
             total.index_add_(0, tokens, output * weights[tokens, place].unsqueeze(-1))
     return total.to(x.dtype)

@@ -110,6 +110,12 @@ class TorchRuntime(EmbeddedRuntime):
                 "runtime's kernels for GPUs hold 256.",
                 hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
             )
+        experts = family(config.architecture).decoder(config).experts
+        if device == "cuda" and experts is not None and not experts.gated:
+            raise UnsupportedModelError(
+                f"{config.architecture} has experts without gates, which the torch runtime's kernels for GPUs lack.",
+                hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
+            )
         if device == "cuda" and not count_gpus():
             raise UsageError(
                 "The torch runtime runs on NVIDIA GPUs, and this machine has none.",

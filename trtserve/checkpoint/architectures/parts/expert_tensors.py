@@ -57,13 +57,14 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
             layer=layer,
         )
     halves = (names.up,) if names.gate is None else (names.up, names.gate)
+    outer = inner if names.plain else 2 * inner
     for kind, columns in (("weight", (hidden, inner)), ("bias", (1, 1)))[: 2 if names.biases else 1]:
         yield Target(
             name=f"{ours}fc.{kind}",
             sources=[f"{theirs}{part.format(e)}.{kind}" for e in range(count) for part in halves],
-            shape=(count, 2 * inner, columns[0]),
+            shape=(count, outer, columns[0]),
             split="expert_column",
-            parts=(inner,) * (2 * count) if names.gate_first else (inner * 2 // len(halves),) * (count * len(halves)),
+            parts=(inner,) * (2 * count) if names.gate_first else (outer // len(halves),) * (count * len(halves)),
             order=((inner, inner), (0, inner)) if names.gate_first else (),
             transpose=names.transposed and kind == "weight",
             layer=layer,
@@ -78,21 +79,20 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
             layer=layer,
         )
     if names.shared is not None:
-        yield from _shared_targets(config, theirs + names.shared, layer, fused=names.shared_fused)
+        yield from _shared_targets(config, theirs + names.shared, layer, names)
 
 
-def _shared_targets(config: CheckpointConfig, theirs: str, layer: int, *, fused: bool) -> Iterator[Target]:
+def _shared_targets(config: CheckpointConfig, theirs: str, layer: int, names: ExpertNames) -> Iterator[Target]:
     hidden, inner = config.hidden_size, config.moe_shared_expert_intermediate_size
-    ours = f"transformer.layers.{layer}.mlp.shared_expert"
+    ours, fused = f"transformer.layers.{layer}.mlp.shared_expert", names.shared_fused
+    sources = ["input_linear"] if fused else ["up_proj"] if names.plain else ["up_proj", "gate_proj"]
     yield Target(
         name=f"{ours}.fc.weight",
-        sources=(f"{theirs}.input_linear.weight",)
-        if fused
-        else (f"{theirs}.up_proj.weight", f"{theirs}.gate_proj.weight"),
+        sources=[f"{theirs}.{source}.weight" for source in sources],
         order=((inner, inner), (0, inner)) if fused else (),
-        shape=(2 * inner, hidden),
+        shape=(inner if names.plain else 2 * inner, hidden),
         split="fused",
-        parts=(inner, inner),
+        parts=(inner,) if names.plain else (inner, inner),
         layer=layer,
     )
     yield Target(

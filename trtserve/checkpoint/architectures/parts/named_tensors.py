@@ -71,8 +71,10 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
         yield from _norm(names, ours + name, theirs + source, hidden, layer=layer)
     if layer in config.mixer_layers:
         yield from _mixer(names, layer)
-    else:
+    elif layer not in config.mlp_layers:
         yield from _attention(config, names, layer)
+    if names.single and layer not in config.mlp_layers:
+        return
     if names.experts is not None and layer not in experts_of(config).dense_layers:
         yield from expert_targets(config, names.experts, layer)
         return
