@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.support.in_process import InProcess
@@ -102,6 +101,7 @@ def _piece(name: str) -> dict[str, Any]:
     return {"Sequence" if name == "A" else "SpecialToken": {"id": name, "type_id": 0}}
 
 
+@pytest.mark.needs("anthropic")
 def test_a_conversation(served: Served, oracle: InProcess, features_tokenizer: Any) -> None:
     ids = oracle.tokens(served.chat, COUNT)
     ids = ids[: ids.index(served.end)]
@@ -132,6 +132,8 @@ def test_a_conversation(served: Served, oracle: InProcess, features_tokenizer: A
         found["/v1/responses"] = said.output_text
         parts = client.responses.create(**response, stream=True)
         found["its stream"] = "".join(part.delta for part in parts if part.type == "response.output_text.delta")
+    from anthropic import Anthropic
+
     with Anthropic(base_url=served.url.removesuffix("/v1"), api_key="none", max_retries=0) as talker:
         spoken = {**asked, "extra_body": {"temperature": 0}}
         del spoken["temperature"]
