@@ -50,7 +50,7 @@ def test_graphs_share_their_logits() -> None:
 
 @pytest.mark.parametrize(
     ("moe", "lengths"),
-    [({}, [16]), ({"num_experts": 128, "top_k": 8}, [16, 65]), ({"num_experts": 4000, "top_k": 1}, [16, 512])],
+    [({}, [16]), ({"num_experts": 128, "top_k": 8}, [16, 65, 512]), ({"num_experts": 4000, "top_k": 1}, [16, 512])],
 )
 def test_prompts_that_warm_up_experts(moe: dict[str, int], lengths: list[int]) -> None:
     from trtserve.executor.torch.model import _warm_lengths

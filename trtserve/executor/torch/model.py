@@ -297,7 +297,7 @@ def _warm_lengths(config: EngineConfig) -> list[int]:
     moe, most = config.model.moe, min(config.build.max_num_tokens, config.build.max_seq_len)
     lengths = [min(_WARM_TOKENS, config.build.plugin_config.tokens_per_block or 1, most)]
     if moe.num_experts:
-        lengths += [min(each * moe.num_experts // max(1, moe.top_k) + 1, most) for each in _EXPERT_TILES]
+        lengths += sorted({min(each * moe.num_experts // max(1, moe.top_k) + 1, most) for each in _EXPERT_TILES})
     elif config.model.quantization.algorithm is not None:
         lengths.append(min(257, most))
     return lengths
