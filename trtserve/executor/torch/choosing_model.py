@@ -13,12 +13,12 @@ from torch import Tensor
 from trtserve.executor.engine.model import Chosen, Draws, StepInputs
 from trtserve.executor.torch.adapters import spans_of
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter, choose_tokens
-from trtserve.executor.torch.model import TorchModel, max_rows
+from trtserve.executor.torch.model import TorchModel, decoding_apart, max_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trtserve.executor.torch.graphs import DecodeGraphs
+    from trtserve.executor.torch.graphs import DecodeGraphs, PromptGraphs
 
 Array = npt.NDArray[Any]
 
@@ -88,6 +88,11 @@ class ChoosingTorchModel(TorchModel):
         self._allowed = torch.zeros((self.max_rows, words), dtype=torch.int32, device=self.device)
         self._chooser = self._make_chooser()
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
+        # Matrices of codes are widened for more rows, which would take that memory once more.
+        algorithm = config.model.quantization.algorithm
+        most = 512 if algorithm is None or algorithm.startswith("FP8") else 256
+        self._captured_tokens = min(most, config.build.max_num_tokens)
 
     def _make_chooser(self) -> TokenChooser:
         if self.device == "cpu":
@@ -120,6 +125,11 @@ class ChoosingTorchModel(TorchModel):
                 # Tokens chosen with words of zeros change nothing else.
                 logits = self._graphs.replay(draws.words[: 0 if draws.guided else None], step, positions, spans)
                 return PendingTorchStep(self, draws, logits if draws.guided else self._fetch(draws, logits))
+            apart = decoding_apart(np.diff(step.subsequence_begins), step.past_lens) > 0
+            if self._prompt_graphs is not None and self._prompt_graphs.fits(step, apart=apart):
+                words = draws.words[: 0 if draws.guided else None]
+                logits = self._prompt_graphs.replay(words, step, *self.places(step))
+                return PendingTorchStep(self, draws, logits if draws.guided else self._fetch(draws, logits))
             inputs = self.inputs(step)
             if (step.token_ids < 0).any():
                 inputs = replace(inputs, token_ids=self._resolve(inputs.token_ids))
@@ -135,9 +145,11 @@ class ChoosingTorchModel(TorchModel):
     def warm_up(self) -> None:
         """Compile the kernels, and capture decode steps as CUDA graphs."""
         super().warm_up()
-        if self.device == "cpu" or self.bytes_per_state:  # graphs do not know where states are
-            return
-        from trtserve.executor.torch.graphs import DecodeGraphs
+        if self.device != "cpu" and not self.bytes_per_state:  # graphs do not know where states are
+            self._capture()
+
+    def _capture(self) -> None:
+        from trtserve.executor.torch.graphs import DecodeGraphs, PromptGraphs, Recorder
 
         with torch.inference_mode():
             graphs = DecodeGraphs(
@@ -151,8 +163,19 @@ class ChoosingTorchModel(TorchModel):
                 compute=self.compute,
                 choose=self._choose,
             )
-            graphs.capture()
-        self._graphs = graphs
+            prompt_graphs = PromptGraphs(
+                most=self._captured_tokens,
+                blocks=-(-self.max_position // self.tokens_per_block),
+                spare_place=self.spare_block * self.tokens_per_block,
+                logits=graphs.logits,
+                compute=self.compute,
+                choose=self._choose,
+                resolve=self._resolve,
+            )
+            recorder = Recorder()
+            prompt_graphs.capture(recorder)  # the larger steps
+            graphs.capture(recorder)
+        self._graphs, self._prompt_graphs = graphs, prompt_graphs
 
     def _choose(self, logits: Tensor, words: Tensor) -> None:
         rows = len(logits)

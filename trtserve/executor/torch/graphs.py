@@ -1,4 +1,7 @@
-"""CUDA graphs of decode steps: one for each of a ladder of batch sizes, from packed inputs to chosen tokens."""
+"""CUDA graphs of decode steps and of small steps with prompts, from packed inputs to chosen tokens.
+
+There is one for each of a ladder of sizes; smaller steps are padded.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from trtserve.executor.torch.step_kernels import (
 logger = logging.getLogger(__name__)
 
 Int32s = npt.NDArray[np.int32]
+Array = npt.NDArray[Any]
 
 
 def ladder(most: int) -> list[int]:
@@ -48,10 +53,40 @@ def captured_bytes(most: int, vocab: int) -> int:
     return (4 + 4 + 4) * vocab * most
 
 
+class Recorder:
+    """Captures steps one after the other; they share their memory, so that the largest should come first."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace of 32 MiB for each
+        self._pool: Any = None
+
+    def record(self, what: str, run: Callable[[], None]) -> Any:
+        """Return the graph of `run`. Raises RuntimeError with the first error of a capture that fails."""
+        stream, graph = self._stream, torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compile and tune, which is not allowed while capturing
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            # With ranks a thread of NCCL makes CUDA calls meanwhile.
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                run()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it says what failed
+            # PyTorch ends the capture before it lets an error through, and then only says that there was one.
+            first = error.__context__ or error
+            raise RuntimeError(
+                f"The {what} could not be captured as a CUDA graph: {type(first).__name__}: {first}"
+            ) from first
+        self._pool = graph.pool()
+        return graph
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and not in between: a model or graph that ends during a capture would make it fail."""
-    gc.collect()
+    """Collect no garbage: a graph of an earlier model that ends during a capture makes it fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -93,42 +128,18 @@ class DecodeGraphs:
         # Two are enough: a step is only packed when the one before the last has been computed.
         self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         # Logits of its own for every graph would be gigabytes.
-        self._logits = torch.empty((rows, vocab), dtype=torch.float32, device=chosen.device)
+        self.logits = torch.empty((rows, vocab), dtype=torch.float32, device=chosen.device)
         # Without and with adapters, by the number of rows.
         self._captured: dict[bool, dict[int, Any]] = {adapted: {} for adapted in (False, True)[: 2 if adapters else 1]}
-        self._pool: Any = None
 
-    def capture(self) -> None:
-        """Capture all batch sizes, the largest first: the others use its memory.
-
-        Raises RuntimeError with the first error of a capture that fails.
-        """
+    def capture(self, recorder: Recorder) -> None:
+        """Capture all batch sizes, the largest first."""
         sizes = ladder(len(self._chosen))
-        stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace of 32 MiB for each
-        with _no_collection():
-            for done, (size, adapted) in enumerate(itertools.product(reversed(sizes), self._captured), start=1):
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):  # compile and tune, which is not allowed while capturing
-                    self._run(size, adapted=adapted)
-                torch.cuda.current_stream().wait_stream(stream)
-                self._captured[adapted][size] = self._capture(size, stream, adapted=adapted)
-                total = len(sizes) * len(self._captured)
-                logger.info("Captured the decode step of %d rows, %d of %d", size, done, total)
-
-    def _capture(self, size: int, stream: Any, *, adapted: bool) -> Any:
-        """Return the graph of a step of `size` rows."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # With ranks a thread of NCCL makes CUDA calls meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                self._run(size, adapted=adapted)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it says what failed
-            # PyTorch ends the capture before it lets an error through, and then only says that there was one.
-            first = error.__context__ or error
-            what = f"The decode step of {size} rows could not be captured as a CUDA graph"
-            raise RuntimeError(f"{what}: {type(first).__name__}: {first}") from first
-        self._pool = graph.pool()
-        return graph
+        total = len(sizes) * len(self._captured)
+        for done, (size, adapted) in enumerate(itertools.product(reversed(sizes), self._captured), start=1):
+            run = partial(self._run, size, adapted=adapted)
+            self._captured[adapted][size] = recorder.record(f"decode step of {size} rows", run)
+            logger.info("Captured the decode step of %d rows, %d of %d", size, done, total)
 
     def _run(self, size: int, *, adapted: bool) -> None:
         """Compute a step of `size` rows from the packed inputs."""
@@ -160,7 +171,7 @@ class DecodeGraphs:
             most_new=1,
             adapters=Adapters(self._adapters, words[:, FIRST_SPAN:]) if adapted and self._adapters else None,
         )
-        logits = self._logits[:size]
+        logits = self.logits[:size]
         logits.copy_(self._compute(step))
         self._choose(logits, words)
 
@@ -196,4 +207,102 @@ class DecodeGraphs:
         staging[size * STEP_WORDS : used] = blocks
         self._packed[:used].copy_(self._staging[0][:used], non_blocking=True)
         captured[size].replay()
-        return self._logits[:rows]
+        return self.logits[:rows]
+
+
+MOST_CAPTURED = 512
+PROMPT_SIZES = (32, 64, 128, 192, 256, 384, MOST_CAPTURED)
+"""Tokens of captured steps with prompts. Larger steps compute for longer than the host takes to send them."""
+
+
+class PromptGraphs:
+    """Captured steps with prompts and sequences that decode, which all take the kernel of prompts.
+
+    logits: where `DecodeGraphs` has them. `compute` and `choose` as there.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int,
+        blocks: int,
+        spare_place: int,
+        logits: Tensor,
+        compute: Callable[[Inputs], Tensor],
+        choose: Callable[[Tensor, Tensor], None],
+        resolve: Callable[[Tensor], Tensor],
+    ) -> None:
+        """`most` tokens are in a step, and `blocks` hold the longest sequence. `resolve` finds tokens by rows."""
+        rows, device = len(logits), logits.device
+        self.sizes = [size for size in PROMPT_SIZES if size <= most]
+        self._spare_place = spare_place
+        self._logits = logits
+        self._compute, self._choose, self._resolve = compute, choose, resolve
+        tokens = max(self.sizes, default=0)
+        # Token ids, positions and places in the cache; past lengths, begins, rows whose logits are needed, and draws.
+        self._parts = [tokens] * 3 + [rows, rows + 1, rows, rows * WORDS]
+        self._packed = torch.zeros(sum(self._parts), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
+        self._staging = [torch.zeros(sum(self._parts), dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._sequences = sorted({min(32, rows), rows})
+        self._captured: dict[tuple[int, int], Any] = {}
+
+    def capture(self, recorder: Recorder) -> None:
+        """Capture all sizes, the largest first."""
+        for size, sequences in itertools.product(reversed(self.sizes), reversed(self._sequences)):
+            what = f"step of {size} tokens of {sequences} sequences"
+            self._captured[size, sequences] = recorder.record(what, partial(self._run, size, sequences))
+            logger.info("Captured the %s", what)
+
+    def _run(self, size: int, sequences: int) -> None:
+        ids, positions, places, past, begins, rows, words = self._packed.split(self._parts)
+        new = begins.diff()
+        step = Inputs(
+            token_ids=self._resolve(ids[:size].long()),
+            positions=positions[:size].long(),
+            cache_places=places[:size].long(),
+            block_tables=self._tables[:sequences],
+            past_lengths=past[:sequences],
+            lengths=(past + new)[:sequences],
+            begins=begins[: sequences + 1],
+            most_new=size,
+            rows=rows[:sequences].long(),
+        )
+        logits = self._logits[:sequences]
+        logits.copy_(self._compute(step))
+        self._choose(logits, words.view(-1, WORDS)[:sequences])
+
+    def fits(self, step: StepInputs, *, apart: bool) -> bool:
+        """Return whether there is a graph for a step; not if some of its sequences decode `apart` from its prompts."""
+        tokens, most = len(step.token_ids), self._sequences[-1]
+        return (
+            not apart
+            and 1 < tokens <= max(self.sizes, default=0)
+            and max(len(step.rows), len(step.past_lens)) <= most
+            and step.prompt_table is None
+            and step.adapters is None
+        )
+
+    def replay(self, draws: Int32s, step: StepInputs, positions: Array, tables: Int32s, cache_places: Array) -> Tensor:
+        """Send a step with the words of its draws; return its logits, which the next call overwrites.
+
+        tables i32[s, blocks of the longest sequence], cache_places [t].
+        """
+        tokens, count = len(step.token_ids), len(step.past_lens)
+        size = next(size for size in self.sizes if size >= tokens)
+        sequences = next(each for each in self._sequences if each >= max(count, len(step.rows)))
+        self._staging.reverse()
+        staging = self._staging[0].numpy()
+        staging[:] = 0
+        ids, own_positions, places, past, begins, rows, words = np.split(staging, np.cumsum(self._parts)[:-1])
+        ids[:tokens], own_positions[:tokens] = step.token_ids, positions
+        places[:], places[:tokens] = self._spare_place, cache_places
+        past[:count] = step.past_lens
+        begins[:], begins[: count + 1] = tokens, step.subsequence_begins
+        rows[: len(step.rows)] = step.rows
+        words[: draws.size] = draws.ravel()
+        self._packed.copy_(self._staging[0], non_blocking=True)
+        pinned = torch.from_numpy(tables).pin_memory()
+        self._tables[:count, : tables.shape[1]] = pinned.to(self._tables.device, non_blocking=True)
+        self._captured[size, sequences].replay()
+        return self._logits[: len(step.rows)]

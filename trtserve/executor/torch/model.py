@@ -103,9 +103,10 @@ class TorchModel:
         self.bytes_per_state = sum(numbers) * torch.float32.itemsize
         self._step_bytes = _step_bytes(config, sizes, self.decoder.dtype.itemsize)
         if device == "cuda":
-            from trtserve.executor.torch.graphs import captured_bytes
+            from trtserve.executor.torch.graphs import MOST_CAPTURED, captured_bytes
 
             self._step_bytes += captured_bytes(max_rows(config), sizes.vocab)
+            self._step_bytes += MOST_CAPTURED * _token_width(config, sizes) * self.decoder.dtype.itemsize
             self._step_bytes += _gpu_bytes(config, sizes, self.decoder.dtype.itemsize)
         self._warm_lengths = _warm_lengths(config)
         self.caches: list[LayerCache] = []
@@ -160,29 +161,35 @@ class TorchModel:
 
     def inputs(self, step: StepInputs) -> Inputs:
         """Return the inputs of a step as tensors on the device."""
-        begins, past, positions = step.subsequence_begins, step.past_lens, step.positions
+        begins, past = step.subsequence_begins, step.past_lens
         new = np.diff(begins)
-        tables = _block_tables(step.block_indices, step.block_indices_begins)
-        owners = np.repeat(np.arange(len(new)), new)
-        places = np.arange(len(step.token_ids)) - np.repeat(begins[:-1] - past, new)
-        blocks, offsets = np.divmod(places, self.tokens_per_block)
-        if step.long_sequences is not None and self.long_rope_beyond is not None:
-            positions = positions + np.where(step.long_sequences[owners], self.max_position, 0)
+        positions, tables, cache_places = self.places(step)
         return Inputs(
             token_ids=self._copy(step.token_ids),
             positions=self._copy(positions),
-            cache_places=self._copy(tables[owners, blocks].astype(np.int64) * self.tokens_per_block + offsets),
+            cache_places=self._copy(cache_places),
             block_tables=self._copy(tables),
             past_lengths=self._copy(past),
             lengths=self._copy(past + new),
             begins=self._copy(begins),
             most_new=int(new.max()),
-            decoding=_decoding(new, past),
+            decoding=decoding_apart(new, past),
             rows=self._copy(step.rows.astype(np.int64)),
             prompt_table=None if step.prompt_table is None else self._copy(step.prompt_table),
             adapters=self._adapters_of(step),
             states=self._states(step) if self._mixers else None,
         )
+
+    def places(self, step: StepInputs) -> tuple[npt.NDArray[Any], Int32s, npt.NDArray[np.int64]]:
+        """Return positions [t] for the rotation, block tables [s, m] and the places of the tokens in the cache [t]."""
+        begins, new, positions = step.subsequence_begins, np.diff(step.subsequence_begins), step.positions
+        tables = _block_tables(step.block_indices, step.block_indices_begins)
+        owners = np.repeat(np.arange(len(new)), new)
+        places = np.arange(len(step.token_ids)) - np.repeat(begins[:-1] - step.past_lens, new)
+        blocks, offsets = np.divmod(places, self.tokens_per_block)
+        if step.long_sequences is not None and self.long_rope_beyond is not None:
+            positions = positions + np.where(step.long_sequences[owners], self.max_position, 0)
+        return positions, tables, tables[owners, blocks].astype(np.int64) * self.tokens_per_block + offsets
 
     def _states(self, step: StepInputs) -> StepStates:
         begins = step.subsequence_begins.tolist()
@@ -281,11 +288,16 @@ def max_rows(config: EngineConfig) -> int:
 
 def _step_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
     """Return the bytes of intermediate values in a step of the most tokens, and of its logits in two types."""
-    tokens, inner = config.build.max_num_tokens, config.model.intermediate_size
-    width = 4 * sizes.hidden + 2 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head + 3 * inner
+    tokens, width = config.build.max_num_tokens, _token_width(config, sizes)
     rows = max_rows(config)
     rows = tokens if config.build.gather_context_logits else rows
     return tokens * width * item + rows * sizes.vocab * (item + 4)
+
+
+def _token_width(config: EngineConfig, sizes: Sizes) -> int:
+    """Return how many intermediate values of a token there are at once."""
+    heads = 2 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head
+    return 4 * sizes.hidden + heads + 3 * config.model.intermediate_size
 
 
 def _warm_lengths(config: EngineConfig) -> list[int]:
@@ -322,7 +334,7 @@ def _gpu_bytes(config: EngineConfig, sizes: Sizes, item: int) -> int:
     return found
 
 
-def _decoding(new: Int32s, past: Int32s) -> int:
+def decoding_apart(new: Int32s, past: Int32s) -> int:
     """Return how many of the last sequences decode and see enough tokens for attention of their own to be faster."""
     count = int(np.logical_and.accumulate(new[::-1] == 1).sum())
     return count if past[len(past) - count :].sum() >= _OWN_ATTENTION else 0

@@ -139,6 +139,8 @@ def prompt_attention(
     edges, size = begins.tolist(), kv_layer.shape[2]
     for number, past in enumerate(past_lengths.tolist()):
         first, stop = edges[number], edges[number + 1]
+        if first == stop:  # padding
+            continue
         total = past + stop - first
         blocks = kv_layer[block_tables[number, : -(-total // size)]]
         keys, values = (blocks[:, part].flatten(0, 1)[:total] for part in (0, 1))
