@@ -89,9 +89,12 @@ class ChoosingTorchModel(TorchModel):
         self._chooser = self._make_chooser()
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
-        # Matrices of codes are widened for more rows, which would take that memory once more.
+        # Matrices of codes are widened for more rows, which would take that memory once more. With ranks such steps
+        # were never measured.
         algorithm = config.model.quantization.algorithm
         most = 512 if algorithm is None or algorithm.startswith("FP8") else 256
+        if config.model.mapping.ranks > 1:
+            most = 0
         self._captured_tokens = min(most, config.build.max_num_tokens)
 
     def _make_chooser(self) -> TokenChooser:
