@@ -75,7 +75,7 @@ def test_captured_steps_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -
     tiny = tiny_decoder()
     expected = _answers(torch_model(tiny, model_class=ChoosingTorchModel, batch=BATCH))
     recorder = _Recorder()
-    monkeypatch.setattr(graphs, "Recorder", lambda: recorder)
+    monkeypatch.setattr(graphs, "GraphRecorder", lambda: recorder)
     model: Any = torch_model(tiny, model_class=ChoosingTorchModel, batch=BATCH)
     monkeypatch.setattr(model, "warm_up", model._capture)
     eager: list[StepInputs] = []
@@ -89,7 +89,7 @@ def test_captured_steps_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -
 def test_a_capture_that_fails_names_its_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from trtserve.executor.torch.graphs import Recorder
+    from trtserve.executor.torch.graphs import GraphRecorder
 
     class Graph:
         def __enter__(self) -> None:
@@ -111,4 +111,4 @@ def test_a_capture_that_fails_names_its_first_error(monkeypatch: pytest.MonkeyPa
             raise ValueError("the first error")
 
     with pytest.raises(RuntimeError, match=r"decode step of 8 rows could not be captured.*ValueError: the first error"):
-        Recorder().record("decode step of 8 rows", run)
+        GraphRecorder().record("decode step of 8 rows", run)

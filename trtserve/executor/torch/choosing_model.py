@@ -152,7 +152,7 @@ class ChoosingTorchModel(TorchModel):
             self._capture()
 
     def _capture(self) -> None:
-        from trtserve.executor.torch.graphs import DecodeGraphs, PromptGraphs, Recorder
+        from trtserve.executor.torch.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
 
         with torch.inference_mode():
             graphs = DecodeGraphs(
@@ -175,7 +175,7 @@ class ChoosingTorchModel(TorchModel):
                 choose=self._choose,
                 resolve=self._resolve,
             )
-            recorder = Recorder()
+            recorder = GraphRecorder()
             prompt_graphs.capture(recorder)  # the larger steps
             graphs.capture(recorder)
         self._graphs, self._prompt_graphs = graphs, prompt_graphs

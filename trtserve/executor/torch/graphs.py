@@ -53,7 +53,7 @@ def captured_bytes(most: int, vocab: int) -> int:
     return (4 + 4 + 4) * vocab * most
 
 
-class Recorder:
+class GraphRecorder:
     """Captures steps one after the other; they share their memory, so that the largest should come first."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class DecodeGraphs:
         # Without and with adapters, by the number of rows.
         self._captured: dict[bool, dict[int, Any]] = {adapted: {} for adapted in (False, True)[: 2 if adapters else 1]}
 
-    def capture(self, recorder: Recorder) -> None:
+    def capture(self, recorder: GraphRecorder) -> None:
         """Capture all batch sizes, the largest first."""
         sizes = ladder(len(self._chosen))
         total = len(sizes) * len(self._captured)
@@ -247,7 +247,7 @@ class PromptGraphs:
         self._sequences = sorted({min(32, rows), rows})
         self._captured: dict[tuple[int, int], Any] = {}
 
-    def capture(self, recorder: Recorder) -> None:
+    def capture(self, recorder: GraphRecorder) -> None:
         """Capture all sizes, the largest first."""
         for size, sequences in itertools.product(reversed(self.sizes), reversed(self._sequences)):
             what = f"step of {size} tokens of {sequences} sequences"
