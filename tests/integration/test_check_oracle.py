@@ -142,7 +142,11 @@ def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) ->
         json.loads((case.folder / "config.json").read_text()),
     )
     (expected,) = FAMILIES[name].ranks(source, hf, 1)
-    gated = any(part in tensor for part in ("gate_proj", "gate_up_proj", ".w1.", ".c_fc_0.") for tensor in source)
+    gated = any(
+        part in tensor
+        for part in ("gate_proj", "gate_up_proj", ".input_linear.", ".w1.", ".c_fc_0.")
+        for tensor in source
+    )
     final = expected["transformer.ln_f.weight"]
     shifted = not any(np.array_equal(final, values) for values in source.values())
     assert ("gate and up swapped" in faults) == gated

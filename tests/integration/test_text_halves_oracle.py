@@ -24,6 +24,7 @@ _SIGLIP = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
 _VISION: dict[str, Any] = {**_SIGLIP, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "out_hidden_size": 64}
+_QWEN3_5_VISION = {**_QWEN_VISION, "intermediate_size": 32, "num_position_embeddings": 16}
 _QWEN3_VISION = {
     **_QWEN_VISION,
     "intermediate_size": 32,
@@ -63,6 +64,13 @@ HALVES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
         _QWEN3_VISION,
     ),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5", {"model_type": "qwen3_5_text"}, _QWEN3_5_VISION),
+    "Qwen3_5MoeForConditionalGeneration": (
+        "qwen3_5_moe",
+        "qwen3_5_moe",
+        {"model_type": "qwen3_5_moe_text"},
+        _QWEN3_5_VISION,
+    ),
     "SmolVLMForConditionalGeneration": ("smolvlm", "llama", {}, _VISION),
     "VipLlavaForConditionalGeneration": ("vipllava", "llama", {}, _VISION),
 }
@@ -72,6 +80,7 @@ def write_whole(folder: Path, architecture: str) -> Any:
     """Write a random model with images and return it."""
     import torch
     import transformers
+    from safetensors.torch import save_file
     from transformers import AutoConfig
 
     kind, family, changes, vision = HALVES[architecture]
@@ -90,6 +99,8 @@ def write_whole(folder: Path, architecture: str) -> Any:
             else:
                 values.copy_(noise * (0.4 if "embed" in name or "lm_head" in name else 1 / values.shape[-1] ** 0.5))
     model.save_pretrained(folder)
+    if family == "qwen3_5_moe":  # published with the experts of a layer in one tensor
+        save_file(model.state_dict(), folder / "model.safetensors")
     return model
 
 
@@ -112,7 +123,8 @@ def test_a_text_half_computes_what_the_whole_model_does(architecture: str, tmp_p
     )
     ours = PagedSteps(PagedModel(engine.path, threads=1), {"a": IDS}).run(SCHEDULE)["a"]
     shares = np.sqrt(np.square(ours - theirs).mean(axis=-1)) / theirs.std()
-    assert shares.max() < 1e-5
+    # A delta rule adds up rounding errors: float64 is as far from transformers as from ours.
+    assert shares.max() < (3e-5 if "qwen3_5" in HALVES[architecture][1] else 1e-5)
 
 
 def test_every_architecture_with_images_is_compared() -> None:

@@ -107,16 +107,18 @@ def _norm_faults(config: CheckpointConfig, names: list[str]) -> dict[str, Fault]
 
 
 def _mlp_faults(config: CheckpointConfig) -> dict[str, Fault]:
-    mlp = family(config.architecture).decoder(config).mlp
+    decoder = family(config.architecture).decoder(config)
+    mlp = decoder.mlp
     if mlp == "gated":
         return {"gate and up swapped": _in_files(_renamed("mlp.fc.weight", "mlp.gate.weight"))}
     if mlp == "fused":
         halves = _mapped("mlp.fc.weight", lambda values: np.concatenate(np.split(values, 2)[::-1]))
         return {"gate and up swapped": _in_files(halves)}
     if mlp == "experts":
+        assert decoder.experts is not None
         halves = _mapped("mlp.fc.weight", lambda values: np.concatenate(np.split(values, 2, axis=1)[::-1], axis=1))
-        order = _mapped("mlp.proj.weight", lambda values: values[::-1])
-        return {"gate and up swapped": _in_files(halves), "experts in another order": _in_files(order)}
+        order = {"experts in another order": _in_files(_mapped("mlp.proj.weight", lambda values: values[::-1]))}
+        return order | ({"gate and up swapped": _in_files(halves)} if decoder.experts.gated else {})
     return {}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.families.expected import DENSE, ROPE_BASE
+from tests.support.families.expected import DENSE, EXPERTS, ROPE_BASE, ROPE_SIZE
 from tests.support.families.family import Config, Family, Shapes
 from tests.support.families.llama_like import LLAMA
 from tests.support.families.ours import EXPECTED
@@ -557,7 +557,7 @@ WITH_STATES: dict[str, Family] = {
         shards=({"vocab_size": 323}, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         logits=({}, {"linear_num_key_heads": 4, "full_attention_interval": 3, "partial_rotary_factor": 0.5}),
         int4=0.4,
-        constants=ROPE_BASE,
+        constants=ROPE_BASE | ROPE_SIZE,
     ),
     "qwen3_next": Family(
         norm_centre=0,
@@ -573,7 +573,7 @@ WITH_STATES: dict[str, Family] = {
         shards=({"vocab_size": 323},),
         logits=({}, {"linear_num_key_heads": 4, "mlp_only_layers": [0], "norm_topk_prob": False}),
         int4=0.6,
-        constants=ROPE_BASE,
+        constants=ROPE_BASE | ROPE_SIZE | EXPERTS,
     ),
     "qwen3_5_moe": Family(
         norm_centre=0,
@@ -588,7 +588,7 @@ WITH_STATES: dict[str, Family] = {
         shards=({},),
         logits=({},),
         int4=0.6,
-        constants=ROPE_BASE,
+        constants=ROPE_BASE | ROPE_SIZE | EXPERTS,
     ),
     "lfm2_moe": Family(
         tensors=lfm2_tensors,
@@ -625,7 +625,7 @@ WITH_STATES: dict[str, Family] = {
         shards=({},),
         logits=({}, {"norm_topk_prob": False, "routed_scaling_factor": 0.7}),
         int4=0.6,
-        constants=ROPE_BASE,
+        constants=ROPE_BASE | EXPERTS,
     ),
     "granite_hybrid": Family(
         tensors=granite_tensors,
@@ -653,6 +653,7 @@ WITH_STATES: dict[str, Family] = {
         shards=({},),
         logits=({},),
         int4=0.6,
+        constants=EXPERTS,
     ),
     "nemotron_h": Family(
         tensors=nemotron_tensors,
@@ -694,5 +695,6 @@ WITH_STATES: dict[str, Family] = {
         shards=({},),
         logits=({"hybrid_override_pattern": "ME*E"}, {"hybrid_override_pattern": "ME*-E"}),
         int4=0.6,
+        constants=EXPERTS,
     ),
 }

@@ -143,15 +143,15 @@ def names(config: CheckpointConfig) -> SourceNames:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
+    rotated = int(config.head_size * config.own("rotary_pct", 1.0))
+    turns = not config.unrotated_layers or not all(config.unrotated_layers)
     return Decoder(
         norm="rms",
         positions="rope",
         mlp="gated",
         activation=require_activation(config.hidden_act),
         attention_scale=1 / math.sqrt(config.head_size),
-        rope_inv_freq=inverse_frequencies(
-            int(config.head_size * config.own("rotary_pct", 1.0)), config.rotary_base, config.rotary_scaling
-        ),
+        rope_inv_freq=inverse_frequencies(rotated, config.rotary_base, config.rotary_scaling) if turns else None,
         rope_scale=rotary_scale(config.rotary_scaling),
         unrotated=config.unrotated_layers,
         windows=attention_windows(config),

@@ -134,13 +134,14 @@ def _rounding(
     offsets = {name: target.offset for target in targets if target.offset for name in target.sources}
     if kinds == {dtype} and not offsets and not any(target.factor for target in targets):
         return None
-    # Float32 in every checkpoint, by their transformers names; 5.x renames Mixtral's.
+    # Float32 in every checkpoint, by their names in files and in transformers.
     names = {name for target in targets if target.dtype == "float32" for name in target.sources}
-    return Rounding(
-        dtype=dtype,
-        offsets=offsets,
-        kept=frozenset(names | {name.replace(".block_sparse_moe.", ".mlp.") for name in names}) | codes,
-    )
+    renamed = {name.replace(old, new) for name in names for old, new in _RENAMED}
+    return Rounding(dtype=dtype, offsets=offsets, kept=frozenset(names | renamed) | codes)
+
+
+_RENAMED = ((".block_sparse_moe.", ".mlp."), (".router.layer.", ".router."), ("backbone.", "model."))
+"""Parts of names that transformers 5 renames when it loads a file: Mixtral's, Granite's and Nemotron-H's."""
 
 
 def _conversion_bounds(config: CheckpointConfig, *, products: bool) -> Precision:
