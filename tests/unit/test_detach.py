@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -75,3 +77,20 @@ def test_a_signal_ends_the_listening() -> None:
     assert list(reports(reading, lambda: 1)) == []
     os.close(reading)
     os.close(writing)
+
+
+def test_a_process_with_many_open_files_can_listen() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1200:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1200, hard))
+    reading, writing = os.pipe()
+    StartReport(writing, SILENT).ready()
+    high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1100)  # more than select(2) can wait for
+    assert [each.kind for each in reports(high, lambda: 0)] == ["ready"]
+    os.close(high)
+    os.close(reading)
+
+
+def test_only_an_error_has_failed() -> None:
+    assert not any(Report(kind=kind).failed for kind in ("step", "warn", "task", "at", "end", "ready"))
+    assert Report(kind="PortInUseError").failed

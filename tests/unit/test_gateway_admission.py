@@ -180,7 +180,9 @@ def test_the_request_log_has_texts_only_when_asked(tmp_path: Path, texts: bool) 
         assert client.get("/version").status_code == 200
         assert client.post("/v1/nothing", json={"prompt": "a secret"}).status_code == 404
         assert client.get("/version", headers={"host": "elsewhere"}).status_code == 421
-    found = [json.loads(line) for line in log.read_text().splitlines()]
+        client.post("/v1/nothing", content=b'{"no number": [NaN, 1e999]}')
+    found = [json.loads(line, parse_constant=pytest.fail) for line in log.read_text().splitlines()]
+    assert found.pop().get("request") == ({"no number": ["NaN", "Infinity"]} if texts else None)
     assert [(each["path"], each["status"]) for each in found] == [
         ("/version", 200),
         ("/v1/nothing", 404),

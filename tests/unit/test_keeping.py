@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from trtserve.errors import ServerStartError
 from trtserve.gateway import keeping
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.keeping import ModelKeeper, OneModel
+from trtserve.gateway.many import ManyModels
+from trtserve.gateway.settings import GatewaySettings
 from trtserve.gateway.triton import TritonHttp
 
 
@@ -171,3 +175,31 @@ def test_idle_models_are_unloaded_and_those_that_ended_are_loaded_again(monkeypa
         assert models.notes[-1] == "-a"
 
     run(idle())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/v1/chat/completions", 400, "GET /v1/chat/completions has no body: send JSON that names a model"),
+        ("POST", "/v1/models", 405, "/v1/models takes GET or HEAD, not POST"),
+        ("GET", "/v1/nothing/ready", 404, "/v1/nothing/ready is not a path of this server"),
+    ],
+)
+def test_a_wrong_path_or_method_gets_an_error_in_the_form_of_the_api(
+    tmp_path: Path, method: str, path: str, status: int, words: str
+) -> None:
+    nowhere = "127.0.0.1:1"
+    settings = GatewaySettings(
+        name="models",
+        host="127.0.0.1",
+        port=1,
+        triton_http=nowhere,
+        triton_grpc=nowhere,
+        metrics=nowhere,
+        model="",
+        run_folder=tmp_path,
+    )
+    with TestClient(ManyModels(settings, Models().keeper), base_url="http://127.0.0.1") as client:
+        answer = client.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (status, words)
+    assert ("allow" in answer.headers) == (status == 405)

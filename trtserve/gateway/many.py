@@ -15,6 +15,7 @@ from http import HTTPStatus
 from multidict import CIMultiDict
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -22,7 +23,17 @@ from starlette.routing import Route
 from trtserve._version import __version__
 from trtserve.gateway.admission import ADMIN_PATHS, OPEN_PATHS, Exchange, Gate
 from trtserve.gateway.app import Entrance
-from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send, headers_of, receive_body, replayed
+from trtserve.gateway.asgi import (
+    SMALL,
+    Message,
+    Receive,
+    RefusedError,
+    Scope,
+    Send,
+    headers_of,
+    receive_body,
+    replayed,
+)
 from trtserve.gateway.keeping import ModelKeeper, OneModel
 from trtserve.gateway.openai.answers import Json
 from trtserve.gateway.openai.errors import TOKENS, error_content
@@ -33,7 +44,6 @@ from trtserve.gateway.triton import SilentError, TritonHttp, find_target
 from trtserve.programs.shared.run_folder import DRAINING
 
 _BEAT, _STOP_SECONDS = 0.5, 3.0
-_SMALL = 1 << 15  # bytes of a body that is read in some milliseconds
 _MOST_VALUES = 1 << 19
 # Hop by hop, or about the connection to this server: a page's origin has been judged here, and bodies are sent as they
 # are inside their encoding.
@@ -66,7 +76,7 @@ class ManyModels(Entrance):
                 Route("/v2/repository/index", self._index, methods=["POST"]),
                 Route("/v2/models/{name}/ready", self._ready),
             ],
-            exception_handlers={RefusedError: _refuse},
+            exception_handlers={RefusedError: _refuse, HTTPException: _refuse_path},
             lifespan=self._running,
         )
 
@@ -104,13 +114,15 @@ class ManyModels(Entrance):
             return self._model(target.model)
         if not (path.startswith("/v1/") or path in TOKENS):
             raise RefusedError(404, f"{path[:200]} is not a path of this server")
+        if not body:
+            raise RefusedError(400, f"{scope['method']} {path[:200]} has no body: send JSON that names a model")
         if len(body) > self.settings.limits.json_bytes:
             raise RefusedError(413, f"the body has more than {self.settings.limits.json_bytes} bytes")
         if body.count(b",") > _MOST_VALUES:
             raise RefusedError(400, f"the body has more than {_MOST_VALUES} values, counted by its commas")
         try:
             read: Callable[[bytes], _Named] = _Named.model_validate_json
-            named = await asyncio.to_thread(read, body) if len(body) > _SMALL else read(body)
+            named = await asyncio.to_thread(read, body) if len(body) > SMALL else read(body)
         except ValidationError as error:
             raise RefusedError(400, f"the body does not name a model: {error.errors()[0]['msg'][:200]}") from None
         if not named.model and len(self._keeper.models) > 1:
@@ -272,6 +284,15 @@ async def _ask(
 async def _refuse(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, RefusedError)
     return JSONResponse(error_content(request.url.path, refusal.status, refusal.text), refusal.status, refusal.headers)
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path, methods = request.url.path, sorted((error.headers or {}).get("Allow", "").split(", "))
+    allowed = " or ".join(filter(None, methods))
+    text = f"takes {allowed}, not {request.method}" if allowed else "is not a path of this server"
+    content = error_content(path, error.status_code, f"{path[:200]} {text}")
+    return JSONResponse(content, error.status_code, error.headers)
 
 
 async def _say_ready(_: Request) -> Response:

@@ -42,7 +42,7 @@ class RequestLog:
         try:
             handle = self._open()
             try:
-                os.write(handle, to_json(entry, bytes_mode="utf8") + b"\n")
+                os.write(handle, to_json(entry, bytes_mode="utf8", inf_nan_mode="strings") + b"\n")
             finally:
                 os.close(handle)
         except OSError:  # a full disk is no fault of the request

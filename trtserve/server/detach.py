@@ -46,6 +46,11 @@ class Report:
     log: Path | None = None
 
     @property
+    def failed(self) -> bool:
+        """Whether an error ended the start."""
+        return hasattr(errors, self.kind)
+
+    @property
     def error(self) -> TrtserveError:
         kind: type[TrtserveError] = getattr(errors, self.kind, TrtserveError)
         return kind(self.text, hint=self.hint, log=self.log)
@@ -211,9 +216,10 @@ def run_in_background(
 
 def reports(pipe: int, signals: Callable[[], int]) -> Iterator[Report]:
     """Yield what the supervisor reports until it closes the pipe or a signal comes."""
-    received = b""
+    received, waiting = b"", select.poll()  # unlike select(2), in a process with many files open too
+    waiting.register(pipe, select.POLLIN)
     while not signals():
-        if not select.select([pipe], [], [], _POLL)[0]:
+        if not waiting.poll(1000 * _POLL):
             continue
         chunk = os.read(pipe, 65536)
         if not chunk:

@@ -49,6 +49,8 @@ from trtserve.specs.options import given_flags
 from trtserve.specs.server import ManySpec
 from trtserve.store import Store
 
+_LOG = logging.getLogger(__name__)
+
 NAME = "models"
 """Name of the server if none is given."""
 _GIB = 1 << 30
@@ -263,17 +265,18 @@ async def _load(plan: ManyPlan, repository: ModelRepository) -> _ModelServer:
         process = spawn(command, log=log, bound=True, keep=(writing,))
     finally:
         os.close(writing)
-    try:
-        with os.fdopen(reading, "rb", buffering=0):
+    with os.fdopen(reading, "rb", buffering=0):
+        try:
             told = await asyncio.to_thread(lambda: list(reports(reading, lambda: 0)))
-    except asyncio.CancelledError:
-        await asyncio.to_thread(_end, name, process, plan.store, grace)
-        raise
-    server = recorded_server(name, plan.store)
-    if not told or server is None:
-        raise ServerStartError(f"Its server has ended. Last lines:\n{last_lines(log)}", log=log)
-    if told[-1].kind != "ready":
+        except asyncio.CancelledError:  # the thread reads the pipe until the process ends
+            await asyncio.to_thread(_end, name, process, plan.store, grace)
+            raise
+    if told and told[-1].failed:
         raise told[-1].error
+    server = recorded_server(name, plan.store)
+    if not told or told[-1].kind != "ready" or server is None:  # clients read the message, and not the log
+        _LOG.error("the last lines of %s:\n%s", log, last_lines(log))
+        raise ServerStartError("Its server ended before it was ready.", log=log)
     http = TritonHttp(f"{LOOPBACK}:{server.endpoint.http_port}", "")
     return _ModelServer(name=name, process=process, http=http, store=plan.store, grace=grace)
 

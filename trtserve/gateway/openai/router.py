@@ -292,7 +292,7 @@ class Paths:
     async def embeddings(self, body: EmbeddingBody, request: Request) -> Response:
         """Return the vectors of texts."""
         served, _ = await self._find(request, body.model)
-        return JSONResponse(await embeddings(self._backend, served, body))
+        return await embeddings(self._backend, served, body)
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """Order documents by what they have to do with a question."""

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from fastapi import Response
 from pydantic import Field
+from pydantic_core import to_json
 
 from trtserve.client.tensors import Reply
 from trtserve.gateway.openai.bodies import Body, TokenId
@@ -57,15 +59,21 @@ class RerankBody(Body):
     return_documents: bool = True
 
 
-async def embeddings(backend: Backend, served: ServedModel, body: EmbeddingBody) -> dict[str, Any]:
+async def embeddings(backend: Backend, served: ServedModel, body: EmbeddingBody) -> Response:
     """Return OpenAI's answer. Raises ApiError for a model that makes no vectors."""
     rows, tokens = await _vectors(backend, served, body.inputs, body.dimensions)
-    written = [
-        base64.b64encode(row.tobytes()).decode() if body.encoding_format == "base64" else row.tolist() for row in rows
-    ]
-    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(written)]
+    return Response(await asyncio.to_thread(_written, body, rows, tokens), media_type="application/json")
+
+
+def _written(body: EmbeddingBody, rows: Vectors, tokens: int) -> bytes:
+    """Return OpenAI's answer as JSON; row by row, so that other threads run between: all take seconds."""
+    data = []
+    for index, row in enumerate(rows):
+        vector = base64.b64encode(row.tobytes()).decode() if body.encoding_format == "base64" else row.tolist()
+        data.append(to_json({"object": "embedding", "index": index, "embedding": vector}))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": body.model, "usage": usage}
+    rest = to_json({"object": "list", "model": body.model, "usage": usage})
+    return b'{"data":[' + b",".join(data) + b"]," + rest[1:]
 
 
 async def rerank(backend: Backend, served: ServedModel, body: RerankBody) -> dict[str, Any]:
@@ -98,17 +106,18 @@ async def _vectors(
         served.require_room(each)
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def vector(given: str | list[int]) -> Reply:
+    async def vector(given: str | list[int]) -> tuple[Vectors, int]:
         async with places:
-            return await _ask(backend, served, {"input": given, "pooling_params": {"dimensions": dimensions}})
+            reply = await _ask(backend, served, {"input": given, "pooling_params": {"dimensions": dimensions}})
+            row = json.loads(str(reply.outputs["text_output"].reshape(-1)[0]))  # here, one at a time: all take seconds
+            return np.array(row, np.float32), int(reply.outputs["num_input_tokens"].item())
 
     # Cancelling a call can crash Triton's gRPC front end, so the others end by themselves when one has failed.
     replies = await asyncio.gather(*map(vector, inputs), return_exceptions=True)
-    answers = [reply for reply in replies if isinstance(reply, Reply)]
+    answers = [reply for reply in replies if not isinstance(reply, BaseException)]
     if len(answers) < len(replies):
         raise next(each for each in replies if isinstance(each, BaseException))
-    rows = [json.loads(str(reply.outputs["text_output"].reshape(-1)[0])) for reply in answers]
-    return np.array(rows, np.float32), sum(int(reply.outputs["num_input_tokens"].item()) for reply in answers)
+    return np.stack([row for row, _ in answers]), sum(tokens for _, tokens in answers)
 
 
 async def _ask(backend: Backend, served: ServedModel, asked: dict[str, Any]) -> Reply:
