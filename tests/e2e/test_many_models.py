@@ -15,6 +15,7 @@ from openai import APIStatusError, OpenAI
 
 from tests.support.commands import trtserve
 from tests.support.waiting import wait_until
+from trtserve.errors import LockedError
 from trtserve.host.ports import free_ports
 
 pytestmark = [pytest.mark.triton, pytest.mark.needs("anthropic")]
@@ -101,6 +102,9 @@ def _use(client: OpenAI, url: str, home: Path) -> None:
 
     wait_until(lambda: set(states().values()) == {"unloaded"}, 60)
     assert {each["server"]["name"]: each["state"] for each in _status(home)} == {"models": "ready", "broken": "failed"}
+    removed = trtserve("remove", "one", home=home, check=False)
+    assert (removed.returncode, "working on one" in removed.stderr) == (LockedError.code, True)
+    assert answer(client, "one"), "a model that is not loaded is not removed either"
 
 
 def _status(home: Path) -> list[dict[str, Any]]:

@@ -157,7 +157,8 @@ def serve_many(plan: ManyPlan, *, on_ready: Callable[[Server], None], progress: 
 
     store, spec, settings = plan.store, plan.spec, plan.front.settings
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    with locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False):
+    own_lock = locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False)
+    with own_lock, store.in_use(*(repository.path for repository, _ in plan.models.values())):
         if (before := recorded_server(plan.name, store)) is not None:
             if before.alive():
                 raise ServerRunningError(
