@@ -61,7 +61,7 @@ def test_two_models_in_turn(tmp_path: Path) -> None:
     try:
         _use(client, url, home)
     finally:
-        stopped = trtserve("stop", "models", home=home)
+        stopped = trtserve("stop", "--all", home=home)
     assert stopped.stdout.split() == ["models"]
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(home) in " ".join(each.info["cmdline"] or ())]
 

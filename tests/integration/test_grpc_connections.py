@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import pytest
 
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.grpc_transport import open_channel
+from trtserve.client.grpc_transport import GrpcTransport, open_channel
+from trtserve.client.tensors import ModelDescription
+from trtserve.errors import ServerUnreachableError
 from trtserve.host.ports import free_ports
 
 # gRPC's own pauses between attempts are 1, 1.6, 2.6 … seconds: by then it would wait another two.
@@ -32,3 +37,36 @@ def test_a_server_that_was_away_is_found_soon() -> None:
             await server.stop(None)
 
     asyncio.run(connect())
+
+
+def test_a_server_that_has_just_come_is_not_refused() -> None:
+    """While gRPC pauses between two tries it refuses calls at once, though the server has come meanwhile."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    class Server(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+        async def ModelInfer(self, request: Any, _: object) -> Any:  # noqa: N802 - of the protocol
+            return service_pb2.ModelInferResponse(model_name=request.model_name)
+
+    async def ask() -> None:
+        (port,) = free_ports("127.0.0.1", 1)
+        transport = GrpcTransport(Endpoint(grpc_port=port), timeout=5)
+        model = ModelDescription(name="m", decoupled=False, max_batch_size=0, inputs={}, outputs={})
+        for _ in range(20):
+            with pytest.raises(ServerUnreachableError):
+                await anext(transport.infer(model, [], request_id="", stream=False))
+            state = transport._channel.get_state()
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                break
+        server = grpc.aio.server()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Server(), server)
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        try:
+            reply = await anext(transport.infer(model, [], request_id="", stream=False))
+            assert not reply.outputs
+        finally:
+            await transport.close()
+            await server.stop(None)
+
+    asyncio.run(ask())

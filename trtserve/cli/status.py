@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from json import dumps
@@ -12,7 +13,7 @@ import typer
 
 from trtserve.cli.options import JsonOption, QuietOption, ServerArgument, ServerOption, one_name, servers
 from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
-from trtserve.errors import ServerDiedError, ServerNotReadyError, UsageError, counted
+from trtserve.errors import ServerDiedError, ServerNotFoundError, ServerNotReadyError, UsageError, counted
 from trtserve.server.triton.server_log import described, is_noise, tail
 
 if TYPE_CHECKING:
@@ -240,7 +241,11 @@ def stop(
         raise UsageError(f"Both a name ({name}) and --all were given; give one.")
     names: list[str | None] = [server.name for server in recorded_servers()] if everything else [name]
     progress = TerminalProgress(quiet=quiet)
-    stopped = [stop_server(one, drain=drain, progress=progress).name for one in names]
+    stopped: list[str] = []
+    for one in names:
+        # The port of many models ends the servers of those that are loaded.
+        with suppress(ServerNotFoundError) if stopped else nullcontext():
+            stopped.append(stop_server(one, drain=drain, progress=progress).name)
     if json:
         print_json("stop", {"stopped": stopped})
     elif stopped:

@@ -7,9 +7,10 @@ end of the answer, without a marker response.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ CHANNEL_OPTIONS = (
 )
 """No limit on messages: gRPC's own 4 MiB are too small for logits. A server that was away is found soon: by itself gRPC
 waits up to two minutes before it tries again, so that a gateway refused requests while Triton was ready."""
+_RECONNECT_SECONDS = 0.5
 
 
 def grpc_client(endpoint: Endpoint, *, timeout: float, compression: str | None = None) -> TransportClient:
@@ -78,6 +80,14 @@ class GrpcTransport:
             index = await self._stub.RepositoryIndex(question, timeout=self._first, metadata=self._metadata)
         return [model.name for model in index.models]
 
+    async def reconnected(self) -> None:
+        """Wait while the channel pauses between two tries to connect, when it refuses calls: the server may run."""
+        import grpc
+
+        if self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._channel.channel_ready(), _RECONNECT_SECONDS)
+
     async def infer(
         self,
         model: ModelDescription,
@@ -98,6 +108,7 @@ class GrpcTransport:
         import grpc
 
         with self._explained():
+            await self.reconnected()
             if not model.decoupled:
                 yield reply_of(await self._stub.ModelInfer(request, **options))
                 return

@@ -128,6 +128,7 @@ class _Passage:
     async def _attempt(self, replica: Replica) -> None:
         context = self._context
         metadata = [(key, value) for key, value in context.invocation_metadata() if key.startswith(_PASSED_ON)]
+        await replica.client.reconnected()
         call = replica.client.raw_call(self._method, self._feed(), metadata=metadata, timeout=context.time_remaining())
         try:
             async for answer in call:
