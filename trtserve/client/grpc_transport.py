@@ -30,7 +30,7 @@ CHANNEL_OPTIONS = (
 )
 """No limit on messages: gRPC's own 4 MiB are too small for logits. A server that was away is found soon: by itself gRPC
 waits up to two minutes before it tries again, so that a gateway refused requests while Triton was ready."""
-_RECONNECT_SECONDS = 0.5
+_RECONNECT_SECONDS = 1.0
 
 
 def grpc_client(endpoint: Endpoint, *, timeout: float, compression: str | None = None) -> TransportClient:
