@@ -6,21 +6,24 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.testclient import TestClient
 
+from trtserve.bench.prompts import read_trace
 from trtserve.client.endpoint import Endpoint
 from trtserve.errors import UsageError
-from trtserve.gateway.admission import Access, Gate
+from trtserve.gateway.admission import Access, Exchange, Gate
 from trtserve.gateway.app import HANG_UP, Gateway
 from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
+from trtserve.gateway.request_log import RequestLog
 from trtserve.gateway.settings import GatewaySettings, RequestLimits, write_private
 from trtserve.gateway.triton import TritonHttp, _model
 from trtserve.specs import ServerSpec
@@ -196,6 +199,19 @@ def test_the_request_log_has_texts_only_when_asked(tmp_path: Path, texts: bool) 
     assert len(log.read_text().splitlines()) == 1  # begun again
     with pytest.raises(UsageError, match="cannot be written: Is a directory"):
         Gateway(replace(settings, request_log=tmp_path))
+
+
+def test_the_request_log_is_a_trace(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path / "requests.jsonl", texts=False)
+    scope = {"method": "POST", "path": "/v1/chat/completions"}
+    for age, tokens in ((9.0, 30), (8.5, 0), (4.0, 50)):  # the second one was refused; all end now
+        exchange = Exchange(task=cast(Any, None), hang_up=None)
+        exchange.started = time.monotonic() - age
+        exchange.log.update({"prompt_tokens": tokens, "completion_tokens": 7} if tokens else {})
+        log.add(scope, exchange, 200 if tokens else 429)
+    found = read_trace(tmp_path / "requests.jsonl")
+    assert [(each.input_len, each.output_len) for each in found] == [(30, 7), (50, 7)]
+    assert found[1].seconds == pytest.approx(5.0, abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,13 @@ class RequestLog:
 
     def add(self, scope: Scope, exchange: Exchange, status: int | None) -> None:
         """Write what became of a request; `status` is None if its client left before the answer began."""
+        seconds = time.monotonic() - exchange.started
         entry: dict[str, Any] = {
-            "time": round(time.time(), 3),
+            "time": round(time.time() - seconds, 3),  # when it came: the file is a trace for `bench replay` and `tune`
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
-            "seconds": round(time.monotonic() - exchange.started, 4),
+            "seconds": round(seconds, 4),
             **exchange.log,
         }
         if exchange.refusal is not None:
