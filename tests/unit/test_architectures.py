@@ -293,7 +293,7 @@ def test_phi3_accepts_older_names_of_longrope(name: str) -> None:
     ("architecture", "advice"),
     [
         ("GPTBigCodeForCausalLM", r"supports it from TensorRT-LLM 0\.12: --converter upstream"),
-        ("Qwen3_5ForCausalLM", r"one of these in its config\.json\. .* --trtllm-script FOLDER\. .* --runtime llmapi"),
+        ("Gemma4ForCausalLM", r"one of these in its config\.json\. .* --trtllm-script FOLDER\. .* --runtime llmapi"),
         ("MambaForCausalLM", r"Choose a model with one of these .* from TensorRT-LLM 0\.12: --converter upstream"),
         ("RwkvForCausalLM", r"Choose a model with one of these .* If TensorRT-LLM has a .* --trtllm-script FOLDER"),
     ],
@@ -303,4 +303,4 @@ def test_unsupported_architecture_error_suggests_alternatives(architecture: str,
         convertible_family({"architectures": [architecture]})
     assert re.search(advice, str(caught.value.hint))
     # A folder has to be named of what no table here has.
-    assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("Qwen", "Rwkv"))
+    assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("Gemm", "Rwkv"))

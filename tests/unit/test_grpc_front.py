@@ -49,6 +49,8 @@ class Server:
         self.received: list[bytes] = []
         self.may_answer = asyncio.Event()
 
+    async def reconnected(self) -> None: ...
+
     def raw_call(self, method: str, requests: AsyncIterator[bytes], **_: Any) -> Call:
         return Call(requests, self)
 

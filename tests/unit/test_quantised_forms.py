@@ -59,7 +59,7 @@ def test_every_number_of_every_form(tmp_path: Path) -> None:
 
 
 def test_the_documented_table_is_what_is_tested() -> None:
-    text = (Path(__file__).parents[2] / "docs/how-to/quantise.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/how-to/quantised-models.md").read_text()
     table = text.partition("<!-- forms:")[2].partition("| Form | Read |\n|---|---|\n")[2].partition("\n\n")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert {name for name, _ in cells} == FORMS.keys() | SCHEMES.keys()

@@ -146,7 +146,7 @@ def test_command_takes_adapters(
     assert list(result["adapters"]) == ["poet"]
     assert (Path(result["path"]) / "lora.json").exists()
     assert run([*arguments, "--lora", "poet"]) == UsageError.code
-    assert "is not NAME=FOLDER" in capsys.readouterr().err
+    assert "expected NAME=FOLDER" in capsys.readouterr().err
     assert run([*arguments, given, given]) == UsageError.code
     assert "gives poet twice" in capsys.readouterr().err
 

@@ -148,7 +148,7 @@ def test_unwritable_folders_are_explained(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArtifactError, match="cannot be written") as caught:
         _publish(tmp_path / place, 1, "one")
-    assert "--out" in str(caught.value.hint)
+    assert "another place" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "the disk is full"), (errno.EFBIG, "ulimit -f")])

@@ -37,7 +37,7 @@ _LINEAR = tuple(key for key in _DEFAULTS if key.startswith("linear_"))
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the sizes of the layers with a delta rule, and the experts."""
-    next_, experts = hf["model_type"] == "qwen3_next", "num_experts_per_tok" in hf
+    next_, experts = hf.get("model_type") == "qwen3_next", "num_experts_per_tok" in hf
     hf = {**_DEFAULTS, "num_key_value_heads": 2 if next_ or experts else 4, **hf}
     if experts:
         hf.setdefault("intermediate_size", hf.get("moe_intermediate_size"))
