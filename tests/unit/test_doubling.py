@@ -468,4 +468,4 @@ def test_bls(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_square_is_found() -> None:
     require_linear(lambda size: lambda: sum(range(200 * size)))
     with pytest.raises(AssertionError, match="ms"):
-        require_linear(lambda size: lambda: sum(range(size * size // 40)))
+        require_linear(lambda size: lambda: sum(range(size * size // 4)))
