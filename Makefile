@@ -5,7 +5,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
     $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python compiles what a command imports; compiling all of what is installed takes longer than the installation.
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+INSTALL := $(PIP) install --no-compile
 SUPPLY := $(VENV)/supply/bin
 READY := $(VENV)/.ready
 # The locked packages, where they fit this Python; `make LOCK= ...` takes the newest that pyproject.toml allows.
@@ -14,13 +16,13 @@ LOCK ?= $(shell test -z "$(PYTHON)" || ! $(PYTHON) -c '$(LOCKED)' || echo .ci/lo
 BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
-# Processes that run tests, three for two cores because many tests wait for servers; 0 runs all in one (for --pdb).
-JOBS ?= 3
+# Processes that run tests, four for two cores because many tests wait for servers; 0 runs all in one (for --pdb).
+JOBS ?= 4
 
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle families test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
+.PHONY: help demo test test-fast test-oracle families variants test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -31,7 +33,7 @@ demo: $(READY) ## a real model from import to a measured answer, on a real Trito
 
 # Tests of real servers on a shared machine: docs/decisions/0016-tests-run-again.md.
 AGAIN := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks --rerun-exclude-path tests/unit
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(AGAIN)
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --durations=25 $(AGAIN)
 
 test: $(READY) ## all tests that this machine can run; needs nothing but Python
 	$(PYTEST) $(ARGS)
@@ -45,6 +47,9 @@ test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests t
 
 families: $(VENV)/.oracle ## every variant of every model family in every precision against transformers; test-oracle takes a part in turn
 	TRTSERVE_ALL=1 $(PYTEST) tests/unit/test_goldens.py $(addprefix tests/integration/test_, $(addsuffix _oracle.py, families int4 check)) $(ARGS)
+
+variants: $(VENV)/.oracle ## random odd models of every family against transformers (ARGS="--count 600"); a second run goes on
+	$(BIN)/python -m tests.benchmarks.variants $(ARGS)
 
 lint: $(READY) ## style and types
 	$(BIN)/ruff check .
@@ -71,6 +76,7 @@ fuzz: $(READY) ## 200,000 random bodies to the gateway's parsers, 16,000 files w
 	TRTSERVE_FUZZ=50000 $(BIN)/python -m pytest -q tests/unit/test_gateway_guard.py -k any_
 	TRTSERVE_FUZZ=100000 $(BIN)/python -m pytest -q tests/unit/test_generated_bodies.py
 	TRTSERVE_FILE_LIES=2000 $(BIN)/python -m pytest -q tests/integration/test_file_lies.py
+	TRTSERVE_HUB_LIES=400 $(BIN)/python -m pytest -q tests/integration/test_hub_lies.py -k generated
 	$(BIN)/python -m tests.benchmarks.fuzz $(ARGS)
 	$(BIN)/python -m tests.benchmarks.fuzz_models --work $(BENCH_WORK) $(ARGS)
 
@@ -151,22 +157,22 @@ $(READY): pyproject.toml $(wildcard $(LOCK))
 	@test -n "$(PYTHON)" || { echo "trtserve needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifneq ($(LOCK),)
-	$(PIP) install --require-hashes -r $(LOCK)
-	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(INSTALL) --require-hashes -r $(LOCK)
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 else
 	@echo "Not from .ci/lock.txt, which is for CPython on Linux on x86-64: the newest packages that pyproject.toml allows." >&2
-	$(PIP) install --upgrade --editable '.[cpu,dev]'
+	$(INSTALL) --upgrade --editable '.[cpu,dev]'
 endif
 	touch $@
 
 # PyTorch first: the packages of the lock file need one, and exactly this one is a CPU build on the machines of CI. Newer
 # versions of the Triton language report leaks at the end of every process.
 $(VENV)/.oracle: $(READY) $(wildcard $(LOCK))
-	$(PIP) install --no-deps torch==2.13.0 triton==3.6.0
+	$(INSTALL) --no-deps torch==2.13.0 triton==3.6.0
 ifneq ($(LOCK),)
-	$(PIP) install --require-hashes -r .ci/lock.txt -r .ci/lock-oracle.txt
+	$(INSTALL) --require-hashes -r .ci/lock.txt -r .ci/lock-oracle.txt
 else
-	$(PIP) install --upgrade --upgrade-strategy eager --editable '.[cpu,dev,oracle]' torch==2.13.0 triton==3.6.0
+	$(INSTALL) --upgrade --upgrade-strategy eager --editable '.[cpu,dev,oracle]' torch==2.13.0 triton==3.6.0
 endif
 	touch $@
 
@@ -178,14 +184,14 @@ endif
 	touch $@
 
 $(VENV)/.bench: $(READY)
-	$(PIP) install --editable '.[bench]'
+	$(INSTALL) --editable '.[bench]'
 	touch $@
 
 $(VENV)/.docs: $(READY)
 ifneq ($(LOCK),)
-	$(PIP) install --no-deps --require-hashes -r .ci/lock-oracle.txt
+	$(INSTALL) --no-deps --require-hashes -r .ci/lock-oracle.txt
 else
-	$(PIP) install --editable '.[docs]'
+	$(INSTALL) --editable '.[docs]'
 endif
 	touch $@
 

@@ -9,13 +9,15 @@ import os
 import signal
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.doubles import Doubles
 from tests.support.needs import BARE, IN_CI, NEEDS, left_out_line, missing_needs
-from trtserve.host import ports
+from trtserve.host import gpus, ports
 
 # Kernels in the Triton language run in its interpreter where there is no GPU. It reads this when it is imported.
 if os.environ.get("TRTSERVE_TEST_DEVICE") != "cuda":
@@ -25,6 +27,8 @@ if os.environ.get("TRTSERVE_TEST_DEVICE") != "cuda":
 settings.register_profile("trtserve", deadline=None, derandomize=True, database=None)
 settings.load_profile("trtserve")
 
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _NUMBERS = itertools.count()
 _LEFT_OUT = pytest.StashKey[tuple[int, list[str]]]()
 
@@ -43,9 +47,8 @@ def pytest_configure() -> None:
 
 def _share_ports() -> None:
     """Draw ports from this process's share, so that no other test takes one before its server listens."""
-    draw, worker = ports._drawn_from, os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    shares = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    ports._drawn_from = functools.wraps(draw)(lambda: draw()[int(worker) :: shares])
+    draw = ports._drawn_from
+    ports._drawn_from = functools.wraps(draw)(lambda: draw()[_WORKER::_WORKERS])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         order.reverse()
     places = {folder: place for place, folder in enumerate(order)}
-    items[:] = sorted(kept, key=lambda item: places.get(item.path.parent.name, len(order)))
+    items[:] = sorted(kept, key=lambda item: (places.get(item.path.parent.name, len(order)), item.path))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         names = [name for name in NEEDS if name in lacked]
@@ -78,10 +81,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.workeroutput["left_out"] = config.stash[_LEFT_OUT]
 
 
+class _Turned(pytest.Dir):  # type: ignore[misc]  # final, but nothing else orders files before their import
+    """A folder whose files a process of pytest-xdist imports from a place of its own on.
+
+    In a fresh checkout each file is then compiled by the first process that comes to it, and not by all at once.
+    """
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        found = list(super().collect())
+        turn = len(found) * _WORKER // _WORKERS
+        return found[turn:] + found[:turn]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector:
+    return _Turned.from_parent(parent, path=path)
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector away from the thousands of collected tests: it would look at them again and again."""
     gc.collect()
     gc.freeze()
+
+
+class _ByServer(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Files run whole in one process, and together those that ask the servers and engines of tests/e2e/conftest.py."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        shared = file.startswith("tests/e2e/") and "features" in (self.config.rootpath / file).read_text("utf-8")
+        return "features" if shared else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Share the tests among processes, whatever --dist says."""
+    return _ByServer(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -119,7 +153,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def isolated_environment(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Point the store, the hub's cache and the terminal's width to values of this test.
+    """Point the store, the hub's cache and the terminal's width to values of this test; nvidia-smi is asked again.
 
     Without files of its own a test gets no folder for them: making thousands takes a quarter of the fast tests' time.
     """
@@ -127,6 +161,7 @@ def isolated_environment(
         folder = request.getfixturevalue("tmp_path")
     else:
         folder = tmp_path_factory.getbasetemp() / f"test-{next(_NUMBERS)}"
+    gpus._asked_once.cache_clear()
     monkeypatch.setenv("TRTSERVE_HOME", str(folder / "home"))
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
     monkeypatch.setenv("COLUMNS", "120")

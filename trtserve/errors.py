@@ -42,6 +42,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _LISTED = 10
+_LONGEST = 4000
 
 
 class TrtserveError(Exception):
@@ -52,6 +53,8 @@ class TrtserveError(Exception):
 
     def __init__(self, message: str, *, hint: str | None = None, log: Path | None = None) -> None:
         """Store what to do next as `hint` and the file with the details as `log`."""
+        # Values of strangers are in messages.
+        message = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 600]} … {message[-500:]}"
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -220,10 +223,10 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, most: 
     return f"Did you mean {' or '.join(close)}?" if close else otherwise
 
 
-def listing(items: Sequence[str], separator: str = ", ") -> str:
-    """Return items for a message: the first ten, and how many more there are."""
-    more = len(items) - _LISTED
-    return separator.join([*items[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
+def listing(items: Sequence[str], separator: str = ", ", *, most: int = _LISTED) -> str:
+    """Return items for a message: the first ones, and how many more there are."""
+    more = len(items) - most
+    return separator.join([*items[:most], *([f"and {more} more"] if more > 0 else [])])
 
 
 def counted(number: int, noun: str) -> str:

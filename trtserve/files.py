@@ -25,6 +25,10 @@ LARGEST_DATA = 2 << 30
 """Bytes of a file of data that is read as a whole: prompts, traces, the requests of a benchmark."""
 # Of a JSON file of settings. Parsed, it can take 30 times its size.
 _LARGEST_JSON = 16 << 20
+SENTENCE_TRANSFORMERS = "modules.json"
+"""File of a Hugging Face model that says how sentence-transformers makes vectors of its states; vLLM reads it too."""
+SUBFOLDERS = ("additional_chat_templates/*.jinja", "[0-9]_*/config.json", "[0-9]_*/model.safetensors")
+"""Files in folders of a Hugging Face model: chat templates, and the modules of sentence-transformers."""
 _BLOCK = 64 << 10
 _LONGEST_NAME, _LONGEST_PATH = 256, 4000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -52,7 +56,7 @@ def writing_error(error: OSError, path: Path) -> TrtserveError | None:
 
 
 def file_error(error: OSError, path: Path, verb: str = "read or written") -> TrtserveError | None:
-    """Return the error that explains a full disk, missing permissions or too many open files, else None."""
+    """Return the error of a full disk, missing permissions, too many open files or an impossible path, else None."""
     if error.errno in _FULL:
         full = "the disk is full"
         if error.errno == errno.EFBIG:
@@ -67,6 +71,8 @@ def file_error(error: OSError, path: Path, verb: str = "read or written") -> Trt
         return MachineError(
             f"{path} cannot be opened: too many files are open ({whose}).", hint="Allow more: ulimit -n 4096"
         )
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return UsageError(f"{path} is no path: {error.strerror}.", hint="Give the name of a file or a folder.")
     return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
 
 
@@ -215,6 +221,10 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its lists or objects are nested too deeply") from None
+    except ValueError as error:
+        if "int_max_str_digits" in str(error):
+            raise ValueError("one of its numbers has thousands of digits") from None
+        raise
 
 
 def is_unicode(text: str) -> bool:
@@ -297,8 +307,7 @@ def decode_as(
 
 
 def _path(kind: type[Path], value: object) -> Path:
-    if kind is not Path:
-        raise NotImplementedError(f"{kind} cannot be read from JSON")
+    del kind
     if not isinstance(value, str):
         raise TypeError(f"Expected `str`, got `{type(value).__name__}`")
     return Path(value)

@@ -42,14 +42,6 @@ Body = Mapping[str, Any]
 _TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 
 
-def _nested(depth: int) -> str:
-    return '{"model": "soak", "prompt": ' + "[" * depth + "]" * depth + "}"
-
-
-def _wide(count: int) -> Body:
-    return {"type": "object", "properties": {f"p{number}": {"enum": ["a", "b"]} for number in range(count)}}
-
-
 def _chat(content: object, **more: object) -> Body:
     return {"messages": [{"role": "user", "content": content}], **more}
 
@@ -57,13 +49,15 @@ def _chat(content: object, **more: object) -> Body:
 TEXT = "x" * LARGEST
 SPACED = "a " * (LARGEST // 2)
 WORDS = [f"w{number}" for number in range(500_000)]
+NESTED = "[" * (LARGEST // 2 - 50) + "]" * (LARGEST // 2 - 50)
+WIDE = {"type": "object", "properties": {f"p{number}": {"enum": ["a", "b"]} for number in range(5_000)}}
 REPEATED = {"type": "array", "items": {"type": "string", "pattern": "(a|b)*" * 500}, "minItems": 10_000}
 HTTP: dict[str, tuple[str, Body | str]] = {
     "completions, text": ("/v1/completions", {"prompt": TEXT}),
     "completions, spaces": ("/v1/completions", {"prompt": " " * LARGEST}),
     "completions, prompts": ("/v1/completions", {"prompt": ["a " * 200] * 20_000}),
     "completions, ids": ("/v1/completions", {"prompt": [5] * 2_500_000}),
-    "completions, deep JSON": ("/v1/completions", _nested(LARGEST // 2 - 50)),
+    "completions, deep JSON": ("/v1/completions", f'{{"model": "soak", "prompt": {NESTED}}}'),
     "completions, n": ("/v1/completions", {"prompt": ["Hi"] * 16, "n": 128}),
     "completions, stop": ("/v1/completions", {"prompt": "Hi", "stop": WORDS}),
     "completions, stop ids": ("/v1/completions", {"prompt": "Hi", "stop_token_ids": list(range(1_000_000))}),
@@ -73,7 +67,7 @@ HTTP: dict[str, tuple[str, Body | str]] = {
     "completions, grammar": ("/v1/completions", {"prompt": "Hi", "guided_grammar": "[" * 50_000 + "::="}),
     "completions, choices": ("/v1/completions", {"prompt": "Hi", "guided_choice": WORDS}),
     "completions, multipleOf": ("/v1/completions", {"prompt": "Hi", "guided_json": {"multipleOf": 10_000_019}}),
-    "completions, wide schema": ("/v1/completions", {"prompt": "Hi", "guided_json": _wide(5_000)}),
+    "completions, wide schema": ("/v1/completions", {"prompt": "Hi", "guided_json": WIDE}),
     "completions, patterns": ("/v1/completions", {"prompt": "Hi", "guided_json": REPEATED}),
     "chat, text": ("/v1/chat/completions", _chat(SPACED)),
     "chat, parts": ("/v1/chat/completions", _chat([{"type": "text", "text": "a"}] * 200_000)),
@@ -332,7 +326,7 @@ def beside_crowd(port: int, pairs: int) -> list[Row]:
 def memory(server: Server) -> list[Row]:
     """MiB that texts take at most, and that are left 5 s later; a text of each kind is asked before.
 
-    Triton 2.51 keeps the last messages of a few ended gRPC calls, and its shared memory with a model does not shrink.
+    Triton's shared memory with a model does not shrink.
     """
     root, port = psutil.Process(server.instances[0].process.pid), server.address.http_port
     rows = []

@@ -35,7 +35,7 @@ servers:
 tune:
   {name}:
     server: {name}
-    num_requests: 64
+    num_requests: 192
     warmup_requests: 4
     calibrate: false
     input_mean: 48

@@ -25,14 +25,14 @@ from typing import Any
 import psutil
 
 from tests.support.echo_server import write_echo_repository
-from tests.support.generated_bodies import changed, damaged
+from tests.support.generated_bodies import BODIES, changed, damaged
 from tests.support.servers import running_server
 from trtserve.server.state import Server
 from trtserve.server.triton.tritonserver import is_ready
 
 # An unfinished request waits for the rest of it, up to the gateway's own time limit, which is longer.
 _SECONDS = 0.5
-_SETTLED = 1000
+_SETTLED = 4000
 _GROWTH = 1.1
 
 
@@ -141,7 +141,17 @@ def _binary(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
     return f"/v2/models/{_core(chance)}/infer", head + struct.pack("<5i", 5, 6, 7, 3, 2), headers
 
 
-_SEEDS: tuple[Callable[[random.Random], tuple[str, bytes, dict[str, str]]], ...] = (_generate, _infer, _binary)
+def _of_v1(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
+    path = chance.choice(list(BODIES))
+    return path, BODIES[path](chance.choice(("echo", "echo", "unknown")), chance), _typed(chance)
+
+
+_SEEDS: tuple[Callable[[random.Random], tuple[str, bytes, dict[str, str]]], ...] = (
+    _generate,
+    _infer,
+    _binary,
+    _of_v1,
+)
 
 
 def _core(chance: random.Random) -> str:

@@ -31,7 +31,7 @@ from tests.support.commands import trtserve
 from tests.support.servers import running_server
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client, infer_request, open_channel
-from trtserve.client.tensors import ModelDescription, stop_tensors
+from trtserve.client.tensors import ModelDescription, stop_request
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server, log_file
 from trtserve.server.triton.tritonserver import kv_blocks
@@ -165,7 +165,7 @@ async def _request(stub: Any, model: ModelDescription, choice: random.Random, so
 async def _stop(stub: Any, number: str, soak: Soak) -> None:
     """Stop a request in the engine; its stream then ends."""
     assert soak.core is not None
-    request = infer_request(soak.core.name, stop_tensors(soak.core), request_id=number)
+    request = infer_request(soak.core.name, stop_request(soak.core, number).tensors, request_id=number)
     async for response in stub.ModelStreamInfer(_once(request), timeout=ANSWER_TIMEOUT):
         if response.error_message:
             soak.errors[f"stop: {response.error_message}"] += 1

@@ -220,7 +220,8 @@ def test_query_stops_by_cancelling_its_call(features: ModelServer, features_root
     address, repository = features.address, features_root / "repository"
     endpoint = Endpoint(http_port=address.http_port, grpc_port=address.grpc_port, model="tiny", repository=repository)
     options = {"max_tokens": ENDLESS, "end_id": -1, "num_return_sequences": 8, "seed": 1}
-    stop: dict[str, Any] = {"stop_after_ms": 50, "stop_via_cancel": True, "protocol": "grpc"}
+    # Time for the request to reach the engine: one that is cancelled before is not counted.
+    stop: dict[str, Any] = {"stop_after_ms": 500, "stop_via_cancel": True, "protocol": "grpc"}
     spec = QuerySpec(prompts=("Ending",), model=model, stream=True, options=options, **stop)
     with ended_before(8 * ENDLESS, features):
         assert generate(spec, endpoint).stopped

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tritonclient import http as tritonclient
+from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
+from tests.benchmarks.memory import process_bytes
 from tests.support.echo_server import write_echo_repository
 from tests.support.servers import running_server
 from tests.support.waiting import eventually, wait_until
@@ -122,7 +124,7 @@ def test_whoever_asks_whether_an_unknown_model_is_ready_is_told(server: Server, 
 )
 def test_paths_that_no_client_of_a_model_needs_are_closed(server: Server, method: str, path: str, status: int) -> None:
     found, text = ask(server, method, path, {} if method == "POST" else None)
-    assert found == status
+    assert found == status, text
     assert json.loads(text)["error"]
 
 
@@ -255,13 +257,13 @@ def trace(server: Server) -> str:
 
 def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
     leave_early(server, "echo", {**FOREVER, "id": "left-echo"})
-    wait_until(lambda: "cancelled left-echo" in trace(server))
+    assert eventually(lambda: "cancelled left-echo" in trace(server))
     # Triton does not notice it for models that answer once, so the engine is asked to stop the request.
     leave_early(server, "text_plain", {**FOREVER, "id": "left-plain"})
-    wait_until(lambda: "stop left-plain" in trace(server))
+    assert eventually(lambda: "stop left-plain" in trace(server))
     second = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     leave_early(server, "text_plain", {**FOREVER, "id": "left-first"}, then=second)
-    wait_until(lambda: "stop left-first" in trace(server))
+    assert eventually(lambda: "stop left-first" in trace(server))
 
 
 def test_pages_of_other_sites_are_refused(server: Server) -> None:
@@ -338,3 +340,16 @@ def _answer(connection: http.client.HTTPConnection) -> int:
     response = connection.getresponse()
     response.read()
     return response.status
+
+
+def test_triton_gives_back_the_memory_of_large_grpc_messages(server: Server) -> None:
+    """Of the same size each, Triton would keep eight of them for reuse."""
+    given = InferInput("text_input", [1, 1], "BYTES")
+    given.set_data_from_numpy(np.array([[b"a" * (32 << 20)]], object))
+    (instance,) = server.instances
+    with closing(InferenceServerClient(f"127.0.0.1:{server.address.grpc_port}")) as client:
+        before = process_bytes(instance.process.pid)
+        for _ in range(6):
+            with pytest.raises(InferenceServerException):
+                client.infer("unknown", [given])
+        assert process_bytes(instance.process.pid) - before < 80 << 20

@@ -19,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support.certificates import certificates
 from tests.support.echo_server import write_echo_repository
 from tests.support.servers import running_server
+from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.app import run
 from trtserve.client.endpoint import grpc_metadata
 from trtserve.process import arguments, environment_of, tree
@@ -143,7 +144,9 @@ def test_commands_print_and_write_neither_key_nor_token(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("TRTSERVE_API_KEY", KEY)
-    measured = ["bench", "token-norm-dist", "--num-requests", "2", "--model", "echo", "--out", str(tmp_path / "out")]
+    tokenizer = write_tiny_model(tmp_path / "tiny")
+    measured = ["bench", "token-norm-dist", "--num-requests", "2", "--model", "echo", "--tokenizer", str(tokenizer)]
+    measured += ["--no-calibrate", "--out", str(tmp_path / "out")]
     for line in (
         ["status", "--json"],
         ["logs", server.name],

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Model, ModelRepository
 from trtserve.bench.plan import plan_benchmark
 from trtserve.bench.run import run_benchmark
 from trtserve.cli import run
 from trtserve.client.endpoint import Endpoint
+from trtserve.client.metrics import read_heartbeats
+from trtserve.programs.shared.run_folder import VARIABLE
 from trtserve.repository.llmapi import plan_llmapi_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import BenchSpec, RepositorySpec
@@ -44,6 +48,7 @@ def server(repository: ModelRepository, tmp_path_factory: pytest.TempPathFactory
         # The stub looks into the folder of its model for modules, and not into PYTHONPATH.
         shutil.copytree(STAND_INS / "tensorrt_llm", repository.path / "tensorrt_llm" / "1" / "tensorrt_llm")
         patch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        patch.setenv(VARIABLE, str(repository.path.parent))
         with serving(repository.path, tmp_path_factory.mktemp("server")) as ready:
             yield ready
 
@@ -157,3 +162,15 @@ def test_query_asks_the_alias(server: ModelServer, capsys: pytest.CaptureFixture
     # Of a server that was not started here the benchmark knows no tokenizer, of which it makes texts.
     assert run(["bench", "token-norm-dist", "--url", asked[3]]) == 2
     assert "the server's tokenizer is not available here" in capsys.readouterr().err
+
+
+def test_a_dead_llm_is_told_to_the_supervisor_and_ends_the_process_of_its_model(
+    server: ModelServer, repository: ModelRepository
+) -> None:
+    (beat,) = read_heartbeats(repository.path.parent)
+    assert (beat.failure, beat.open_requests) == (None, 0)
+    wait_until(lambda: read_heartbeats(repository.path.parent)[0].time > beat.time, 10)
+    server.generate("tensorrt_llm", {"text_input": "End.", "sampling_param_max_tokens": 1})
+    wait_until(lambda: read_heartbeats(repository.path.parent)[0].failure is not None, 10)
+    assert read_heartbeats(repository.path.parent)[0].failure == "TensorRT-LLM says that its LLM has ended"
+    wait_until(lambda: psutil.Process(beat.pid).status() == psutil.STATUS_ZOMBIE, 10)  # Triton does not wait for it

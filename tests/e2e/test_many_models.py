@@ -100,6 +100,18 @@ def _use(client: OpenAI, url: str, home: Path) -> None:
             answer(client, "broken")
         assert error.value.status_code == 503
 
+    (other,) = {"one", "two"} - {name}
+    asked = trtserve("query", "--model", other, "--max-tokens", "8", QUESTION, home=home)
+    assert asked.stdout.strip() == answer(client, other)
+    talk = trtserve("chat", other, "--max-tokens", "8", home=home, stdin=f"{QUESTION}\n/model {name}\n{QUESTION}\n")
+    assert talk.stdout.splitlines() == 2 * [asked.stdout.strip()]
+    measured = trtserve("bench", "--model", other, "--num-requests", "4", "--quiet", "--json", home=home)
+    assert json.loads(measured.stdout)["result"]["model"] == other
+    described = trtserve("query", "--model", other, "--dry-run", QUESTION, home=home)
+    assert f"{url.partition('//')[2].partition('/')[0]} over http" in described.stderr
+    unclear = trtserve("query", QUESTION, home=home, check=False)
+    assert "this server has broken, one, two" in unclear.stderr
+
     wait_until(lambda: set(states().values()) == {"unloaded"}, 60)
     assert {each["server"]["name"]: each["state"] for each in _status(home)} == {"models": "ready", "broken": "failed"}
     removed = trtserve("remove", "one", home=home, check=False)

@@ -108,7 +108,7 @@ def test_times_of_streams_are_in_buckets(features: ModelServer) -> None:
         return {
             (each.name.removeprefix("nv_trtserve_"), each.labels.get("le", "")): each.value
             for each in parse(read(features).text)
-            if "_token_seconds" in each.name
+            if each.name.startswith("nv_trtserve_") and "_seconds_" in each.name
         }
 
     idle(features)  # times of earlier tests have arrived
@@ -123,6 +123,7 @@ def test_times_of_streams_are_in_buckets(features: ModelServer) -> None:
     assert grown["inter_token_seconds_bucket", "+Inf"] == 11
     assert grown["first_token_seconds_count", ""] == grown["first_token_seconds_bucket", "+Inf"] == 1
     assert 0 < grown["inter_token_seconds_sum", ""] < 10
+    assert grown["queue_seconds_count", ""] == grown["queue_seconds_bucket", "+Inf"] == 2
     buckets = [value for (name, _), value in grown.items() if name == "inter_token_seconds_bucket"]
     assert len(buckets) == 15
     assert max(buckets) == 11

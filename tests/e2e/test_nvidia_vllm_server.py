@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.test_vllm_server import ask, cmdline, post
-from tests.support.counting_vllm import counting_python, nvidia_repository
+from tests.support.counting_vllm import counting_python, nvidia_repository, pooling_repository
 from tests.support.model_server import ModelServer
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
@@ -45,9 +45,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("pooling")
-    repository = nvidia_repository(home / "repository", runner="pooling")
+    yield from pooling_server(home, nvidia_repository(home / "repository", runner="pooling"))
+
+
+@pytest.fixture(scope="module")
+def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("scoring")
+    repository = pooling_repository(home, counting_python(home / "named"))
+    yield from pooling_server(home, repository.rename(home / "moved"), named=True)
+
+
+def pooling_server(home: Path, repository: Path, *, named: bool = False) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRTSERVE_VLLM_PYTHON", str(counting_python(home / "vllm")))
+        patch.setenv("TRTSERVE_VLLM_PYTHON", "" if named else str(counting_python(home / "vllm")))
         with running_server(repository, home=home, gateway=True) as running:
             yield running
 
@@ -143,6 +153,20 @@ def test_a_pooling_model_ranks_documents(pooling: Server) -> None:
     found = vectors(pooling, "/v1/rerank", **body | {"return_documents": False})
     assert "document" not in found["results"][0]
     assert found["usage"]["total_tokens"] == 12
+
+
+def test_a_model_that_reads_query_and_document_together_ranks_documents(scoring: Server, pooling: Server) -> None:
+    body = {"query": "aaaa", "documents": ["xyz", "aaaa", "~"]}
+    found = vectors(scoring, "/v1/rerank", **body)
+    assert [(row["index"], row["relevance_score"]) for row in found["results"]] == [(2, 126), (0, 122), (1, 97)]
+    assert found["usage"]["total_tokens"] == 8 + 9 + 6
+    assert "it reads query and document together, which /v1/rerank does" in vectors(scoring, input="ab")
+    for given, message in (
+        ({"query": "a", "input": "b"}, "reads no pairs of query and document"),
+        ({"query": "a", "input": [1]}, "query of embedding_request must be a text"),
+    ):
+        tensors = {"text_input": "", "embedding_request": json.dumps(given)}
+        assert message in post(pooling, "/v2/models/vllm_model/generate", tensors)["error"]
 
 
 def test_a_client_that_goes_frees_its_place(server: Server) -> None:

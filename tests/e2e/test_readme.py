@@ -20,7 +20,7 @@ pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 180.0
-VARYING = ("Result", "Verdict", "First start", "…")
+VARYING = ("Result", "Verdict", "First start", "…", "┃", "│", "requests  1", "tokens ")
 """How lines begin that depend on the machine's other programs, and on what ran here before."""
 
 

@@ -56,7 +56,7 @@ class Served:
         return [sequence.text or "" for sequence in answer.sequences]
 
 
-@pytest.fixture(scope="module", params=[(template, added) for template in TEMPLATES for added in ADDED], ids=" / ".join)
+@pytest.fixture(scope="module", params=zip(TEMPLATES, ADDED, strict=True), ids=" / ".join)
 def served(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -69,7 +69,9 @@ def served(
     shutil.copytree(features_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["post_processor"]["single"] = [_piece(name) for name in ADDED[added]]
+    content["post_processor"]["single"] = [
+        {"Sequence" if name == "A" else "SpecialToken": {"id": name, "type_id": 0}} for name in ADDED[added]
+    ]
     content["post_processor"]["special_tokens"]["</s>"] = {"id": "</s>", "ids": [2], "tokens": ["</s>"]}
     path.write_text(json.dumps(content))
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -95,10 +97,6 @@ def served(
             http_port=address.http_port, grpc_port=address.grpc_port, model="tiny", repository=repository
         )
         yield Served(url=url, endpoint=endpoint, chat=list(ids), end=end)
-
-
-def _piece(name: str) -> dict[str, Any]:
-    return {"Sequence" if name == "A" else "SpecialToken": {"id": name, "type_id": 0}}
 
 
 @pytest.mark.needs("anthropic")

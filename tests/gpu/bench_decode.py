@@ -15,12 +15,12 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from tests.gpu.random_models import HF_SIZES, MAX_NUM_TOKENS, random_model
+from tests.gpu.random_models import HF_SIZES, MAX_NUM_TOKENS, Codes, random_model
 from trtserve.executor import api
 from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.model import StepInputs
@@ -29,7 +29,7 @@ from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, 
 CONTEXT = 512
 NEW = 128
 SEQ_LEN = 2304
-PARTS = ("prefill", "decode", "replay", "sampled", "guided", "adapters", "idle", "mixed", "peer")
+PARTS = ("prefill", "decode", "replay", "sampled", "guided", "adapters", "drafts", "idle", "mixed", "peer")
 ADAPTERS, RANK = 16, 16
 # An answer of 128 tokens does not reach its end.
 SCHEMA = {
@@ -49,7 +49,13 @@ def figure(name: str, value: float) -> None:
 
 
 def start(
-    model: Any, *, batch: int, seq_len: int = SEQ_LEN, tokens: int = MAX_NUM_TOKENS, guides: bool = False
+    model: Any,
+    *,
+    batch: int,
+    seq_len: int = SEQ_LEN,
+    tokens: int = MAX_NUM_TOKENS,
+    guides: bool = False,
+    made: type[api.ExecutorConfig] = api.ExecutorConfig,
 ) -> api.Executor:
     """Return an executor that keeps its iteration records."""
     limits = EngineLimits(
@@ -57,7 +63,7 @@ def start(
     )
     backend = api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE
     guiding = api.GuidedDecodingConfig(backend, words(model.vocab_size), None, [0]) if guides else None
-    config = api.ExecutorConfig(
+    config = made(
         enable_chunked_context=True,
         iter_stats_max_iterations=1_000_000,
         kv_cache_config=api.KvCacheConfig(enable_block_reuse=False, max_tokens=batch * seq_len),
@@ -139,6 +145,49 @@ def adapted(name: str, streams_of: list[int]) -> None:
             decode(name, model, executor, streams, f", {kind} adapters of rank {RANK}", adapters=count)
 
 
+class _Drafting(api.ExecutorConfig):
+    ngram_max_draft_len = 11
+
+
+def drafted(name: str, streams_of: list[int]) -> None:
+    """Tokens per second of answers with and without drafts from n-grams, in turn, of which the second half repeats.
+
+    The next token is a function of the last: it goes round in cycles of half an answer, or much longer ones.
+    """
+    new, batch = 256, max(32, *streams_of)
+    model = random_model(name, batch=batch, seq_len=SEQ_LEN)
+    decoder: Any = model.decoder
+    for layer in decoder._layers:
+        for matrix in (layer.dense.matrix, layer.mlp._proj.matrix):
+            matrix.weight.zero_()
+    ids = torch.arange(model.vocab_size, device="cuda")
+    for kind, cycle in (("half repeated", new // 2), ("new", 64 * new)):
+        following = torch.where((ids + 1) % cycle == 0, ids + 1 - cycle, ids + 1).clamp(max=model.vocab_size - 1)
+        decoder._head.matrix.weight[following] = decoder._tokens.weight
+        for streams in streams_of:
+            rates: dict[str, list[float]] = defaultdict(list)
+            for made in (api.ExecutorConfig, _Drafting) * 2:
+                with start(model, batch=batch, made=made) as executor:
+                    run(executor, requests(streams, model.vocab_size, new=8))
+                    executor.get_latest_iteration_stats()
+                    run(executor, requests(streams, model.vocab_size, new=new))
+                    records = executor.get_latest_iteration_stats()
+                batches = [(each.iter_latency_ms, each.inflight_batching_stats) for each in records]
+                spent = sum(ms for ms, batch in batches if batch and not batch.num_context_requests) / 1000
+                rates[made.__name__].append(streams * (new - 1) / spent)
+                print(
+                    f"{kind}, {streams}, {made.__name__}: {rates[made.__name__][-1]:.0f}, {len(records)} steps",
+                    flush=True,
+                )
+            plain, drafts = (statistics.fmean(rates[each]) for each in ("ExecutorConfig", "_Drafting"))
+            figure(f"{name}, {streams} streams, {kind} text: with drafts ÷ without", round(drafts / plain, 3))
+    print(
+        "ms of steps without and with drafts:",
+        *([round(1000 * each, 2) for each in costs[:12]] for costs in (model.plain_costs, model.step_costs)),
+        flush=True,
+    )
+
+
 def replay(name: str, model: Any, streams: int) -> None:
     """Milliseconds of a captured step alone, which is the bound of `decode`."""
     graphs = model._graphs
@@ -191,7 +240,9 @@ def prefill(name: str, sizes: dict[str, Any], model: Any, tokens: int, sequences
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     matrices = hidden * (2 * hidden + 2 * hidden * kv_heads // heads + 3 * sizes["intermediate_size"])
     operations = sizes["num_hidden_layers"] * (2 * matrices * tokens + 2 * each * tokens * hidden)
-    rate = operations / statistics.median(times[2:]) / 1e12
+    seconds = statistics.median(times[2:])
+    rate = operations / seconds / 1e12
+    figure(f"{name}, prompts of {tokens} tokens in {sequences}: tokens/s", round(tokens / seconds))
     figure(f"{name}, prompts of {tokens} tokens in {sequences}: TFLOP/s", round(rate, 1))
 
 
@@ -333,17 +384,22 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="GiB that PyTorch may take of the GPU, as on a smaller one")
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--codes", nargs="*", choices=["none", "int8", "int4", "fp8"], default=["none"])
+    parser.add_argument("--codes", nargs="*", choices=["none", *get_args(Codes)], default=["none"])
     parser.add_argument("--traces", type=Path, help="where the part idle keeps the profiler's traces")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     if options.memory:
         torch.cuda.set_per_process_memory_fraction(options.memory * 2**30 / torch.cuda.mem_get_info()[1])
     for name in options.models:
-        for codes in options.codes if set(options.parts) - {"adapters", "peer"} else ():
+        for codes in options.codes if set(options.parts) - {"adapters", "drafts", "peer"} else ():
             measure(name, options.streams, options.parts, options.traces, None if codes == "none" else codes)
             figure(f"{name} {codes}: GiB that PyTorch took", round(torch.cuda.max_memory_reserved() / 2**30, 1))
             torch.cuda.reset_peak_memory_stats()
+            gc.collect()
+            torch.cuda.empty_cache()
+        if "drafts" in options.parts:
+            with torch.inference_mode():
+                drafted(name, options.streams)
             gc.collect()
             torch.cuda.empty_cache()
         if "adapters" in options.parts:

@@ -36,7 +36,7 @@ from trtserve.executor.engine.limits import EngineOptions, KvCacheOptions
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.vllm.arguments import MODEL_FOLDER, engine_arguments
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
-from trtserve.host.gpus import list_gpus
+from trtserve.host.gpus import gpus_now
 from trtserve.host.ports import free_ports
 from trtserve.pipeline.import_spec import resolve_import
 from trtserve.pipeline.importing import import_to_repository
@@ -386,7 +386,7 @@ def faults(work: Path, *, tp_size: int) -> None:
         last = [now().supervisor, *tree(now().instances[0].process)]
         trtserve("stop", "fragile")
     left = [each.pid for each in last if each is not None and each.alive()]
-    print_figures(left_after_stop=left, memory_in_use=[gpu.memory - gpu.free >> 20 for gpu in list_gpus()])
+    print_figures(left_after_stop=left, memory_in_use=[gpu.memory - gpu.free >> 20 for gpu in gpus_now()])
     if left:
         raise SystemExit(f"after the stop {left} still run")
     sys.stdout.write("The engine was killed, and the server came back\n")

@@ -447,9 +447,41 @@ def fp8(dtype: Any, columns: int, rows: int) -> float:
     first, second = joined.chunk(2, -1)
     gated = torch.nn.functional.silu(first) * second
     product, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu")
-    after, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu", rounding=scales[2])
+    following = replace(weight, input_scale=scales[2])
+    after, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu", rounding=following)
+    assert isinstance(product, torch.Tensor)
+    assert isinstance(after, torch.Tensor)
     nearest = error(exact(product.double(), scales[2].double()), after)
     # Numbers at the middle between two codes may become either: a part in 300 of them by a part in 16.
+    return max(found, error(product, gated) / 2, nearest / 3)
+
+
+def fp8_by_token(dtype: Any, columns: int, rows: int, *, blocks: bool) -> float:
+    """A product with inputs that have scales of their own; one with norm, gate and rounding for the next matrix."""
+    outputs = 768
+    shape = (outputs // 128, -(-columns // 128)) if blocks else (outputs,)
+    scale = torch.rand(shape, device="cuda") * 0.004 + 0.002
+    weight = Fp8Codes(codes=(random(outputs, columns) * 20).to(FP8), scale=scale, dtype=dtype)
+    x, norm = random(rows, columns, dtype=dtype), random(columns, dtype=dtype)
+    wide = weight.floats(torch.float64)
+
+    def exact(values: Tensor) -> Tensor:
+        """Return the numbers that codes with scales of their own stand for."""
+        groups = values.unflatten(1, (-1, 128)) if blocks else values.unsqueeze(1)
+        scales = groups.abs().amax(-1, keepdim=True) / 448
+        return ((groups / scales).float().to(FP8).double() * scales).flatten(1)
+
+    def inputs(values: Tensor) -> Tensor:
+        return values if rows == 1 else exact(values)
+
+    found = error(kernels.linear(x, weight), inputs(x.double()) @ wide.T)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+    first, second = (inputs(normed) @ wide.T).chunk(2, -1)
+    gated = torch.nn.functional.silu(first) * second
+    product, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu")
+    after, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu", rounding=weight)
+    assert isinstance(product, torch.Tensor)
+    nearest = 0.0 if isinstance(after, torch.Tensor) else error(after.floats(), exact(product.double()))
     return max(found, error(product, gated) / 2, nearest / 3)
 
 
@@ -460,6 +492,9 @@ def matrices(dtype: Any, bound: float) -> Iterator[tuple[str, Callable[[], float
         yield f"packed int{bits} {rows}x{columns} {kind}", partial(packed, dtype, bits, columns, rows), 2 * bound
     for columns, rows in itertools.product((4096, 14_336, 96), (1, 8, 200)):
         yield f"fp8 {rows}x{columns} {kind}", partial(fp8, dtype, columns, rows), max(2 * bound, 4e-3)
+    for columns, rows, blocks in itertools.product((4096, 14_336, 896), (1, 8, 50, 200), (False, True)):
+        case = partial(fp8_by_token, dtype, columns, rows, blocks=blocks)
+        yield f"fp8 {'blocks' if blocks else 'rows'} {rows}x{columns} {kind}", case, max(2 * bound, 4e-3)
 
 
 def mixtures() -> Iterator[tuple[str, Callable[[], float], float]]:

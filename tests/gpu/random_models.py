@@ -8,10 +8,11 @@ from typing import Any, Literal, TypeAlias
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import checkpoint_targets, family
-from trtserve.checkpoint.quantized import is_quantised
+from trtserve.checkpoint.quantized import FP8, FP8_BLOCK, FP8_BLOCKS, FP8_ROWS, is_quantised
 from trtserve.checkpoint.sharding import Piece, Shard, matrix
 from trtserve.executor.torch.choosing_model import ChoosingTorchModel
 from trtserve.executor.torch.packed import PackedWeight, quantize
+from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
 
 HF_SIZES: dict[str, dict[str, Any]] = {
     "8B": {
@@ -63,7 +64,15 @@ TOKENS_PER_BLOCK = 16
 MAX_NUM_TOKENS = 8192
 
 
-Codes: TypeAlias = Literal["int8", "int4", "fp8"]
+Codes: TypeAlias = Literal["int8", "int4", "fp8", "fp8-rows", "fp8-blocks"]
+
+_ALGORITHMS: dict[Codes, str] = {
+    "int8": WEIGHT_ONLY_INT8,
+    "int4": WEIGHT_ONLY_INT4,
+    "fp8": FP8,
+    "fp8-rows": FP8_ROWS,
+    "fp8-blocks": FP8_BLOCKS,
+}
 
 
 class RandomWeights:
@@ -88,16 +97,18 @@ class RandomWeights:
             return values.normal_().to(torch.float8_e4m3fn)
         return values.normal_(std=1 / math.sqrt(shape[-1]))
 
-    def fp8_scales(self, name: str) -> tuple[Any, Any] | None:
+    def fp8_scales(self, name: str) -> tuple[Any, Any | None] | None:
         import torch
 
         target = self._targets[name]
-        if self._codes != "fp8" or not is_quantised(target):
+        if not str(self._codes).startswith("fp8") or not is_quantised(target):
             return None
-        return (
-            torch.tensor([1 / math.sqrt(target.shape[-1])], device=self._device),
-            torch.tensor([0.02], device=self._device),
+        outputs, inputs = matrix(target.shape)
+        shape = {"fp8": (1,), "fp8-rows": (outputs,)}.get(
+            str(self._codes), (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
         )
+        scale = torch.full(shape, 1 / math.sqrt(inputs), device=self._device)
+        return scale, torch.tensor([0.02], device=self._device) if self._codes == "fp8" else None
 
     def packed(self, name: str) -> tuple[PackedWeight, None] | None:
         if self._codes not in ("int8", "int4") or not is_quantised(self._targets[name]):
@@ -135,7 +146,7 @@ def random_model(
     model = family(architecture).checkpoint_config(sizes) | {"architecture": architecture, "dtype": dtype}
     model |= {"mapping": {"tp_size": 1, "pp_size": 1}}
     if codes is not None:
-        model |= {"quantization": {"quant_algo": {"int8": "W8A16", "int4": "W4A16", "fp8": "FP8"}[codes]}}
+        model |= {"quantization": {"quant_algo": _ALGORITHMS[codes]}}
     build = {
         "max_seq_len": seq_len,
         "max_batch_size": batch,

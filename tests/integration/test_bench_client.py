@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,7 +31,7 @@ from trtserve.bench.transport import Chunk
 from trtserve.bench.worker import Load
 from trtserve.cli import run
 from trtserve.client.http_pool import HttpPool, Pressure, http_request
-from trtserve.errors import ServerUnreachableError
+from trtserve.errors import MissingDependencyError, ServerUnreachableError
 
 MS = 1_000_000
 
@@ -294,11 +297,38 @@ def test_command_searches_a_rate(openai_server: int, tokenizer: Path, capsys: py
         (("--sweep-rate", "1,0"), "--sweep-rate is 0.0; it must be above 0"),
     ],
 )
-def test_combinations_that_cannot_work_are_refused(
-    more: Sequence[str], message: str, openai_server: int, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+def test_combinations_that_cannot_work_are_refused_and_leave_no_folder(
+    more: Sequence[str],
+    message: str,
+    openai_server: int,
+    tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(arguments(openai_server, tokenizer, *more)) == 2
+    assert run(arguments(openai_server, tokenizer, *more, "--out", str(tmp_path / "out"))) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_plots_are_offered_where_they_can_be_drawn(
+    openai_server: int,
+    tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = arguments(openai_server, tokenizer, "--num-requests", "2", "--no-calibrate")
+    drawing = ModuleType("vl_convert")
+    drawing.__spec__ = ModuleSpec("vl_convert", None)
+    monkeypatch.setitem(sys.modules, "vl_convert", drawing)
+    assert run(few) == 0
+    assert "Next: --html FILE writes a page with plots, --out DIR keeps" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert run(few) == 0
+    assert "Next: --out DIR keeps" in capsys.readouterr().err
+    assert run([*few, "--html", "page.html", "--out", str(tmp_path / "out")]) == MissingDependencyError.code
+    assert "vl-convert-python" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_under_mpirun_it_says_what_to_use_instead(

@@ -39,6 +39,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 323},
 }
 # The others of Llama's family differ from it in numbers alone.
+# Norms after the experts scale what these add up to.
+UNSEEN = {"flex_olmo": {"probabilities of experts"}}
 FAULTY = [name for name in FAMILIES if name not in ("llama_dynamic", "mistral")]
 GOOD: list[dict[str, Any]] = [
     {"dtype": "float32", "tp_size": 4},
@@ -157,6 +159,7 @@ def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) ->
     turn = FAULTY.index(name) % 4
     later = {fault for number, fault in enumerate(sorted(faults - _constants(case))) if number % 4 != turn}
     but = set() if EVERY or name in WHOLE else later | _constants(case) - ALWAYS_SEEN
+    but |= UNSEEN.get(name, set())
     assert faults_found(case, tmp_path / "faulty", but=but).keys() == faults - but
 
 

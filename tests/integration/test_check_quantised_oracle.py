@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from tests.support.quantised_models import EXPERT_SIZES, write_quantised_model
-from tests.support.stages import convert_model
+from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
-from trtserve.artifacts import Model
+from trtserve.artifacts import Engine, Model
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
-from trtserve.pipeline.parity import check_checkpoint
-from trtserve.specs import CheckSpec, ConvertSpec
+from trtserve.pipeline.parity import built, check_checkpoint, check_engine
+from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec
+from trtserve.store import Store
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -46,6 +48,7 @@ def asked(tmp_path: Path) -> CheckSpec:
         ("fp8", "llama", ConvertSpec(pp_size=2), {"conversion": "int8"}),
         ("float_quantized", "mixtral", ConvertSpec(), {"conversion": "int8"}),
         ("fp8, blocks of 128", "qwen3_moe", ConvertSpec(dtype="float32"), {"conversion": "float32"}),
+        ("fp8, blocks of 128", "llama", ConvertSpec(keep_fp8=True), {"conversion": "float32"}),
         (
             "compressed-tensors, W4A16",
             "llama",
@@ -69,7 +72,7 @@ def test_quantised_weights_equal_the_original(
 
 
 def damage(checkpoint: Path) -> None:
-    """The scales of one matrix change places (4 bit), or its one scale is doubled (FP8), in the file itself."""
+    """The scales of one matrix change places (4 bit), or its first scale is doubled (FP8), in the file itself."""
     path = next(
         path for path in sorted(checkpoint.glob("rank*.safetensors"), reverse=True) if SCALES in str(path.read_bytes())
     )
@@ -81,7 +84,9 @@ def damage(checkpoint: Path) -> None:
         held = file.read(end - begin)
         file.seek(begin)
         file.write(
-            held[2:] + held[:2] if entry["dtype"] == "F16" else struct.pack("<f", 2 * struct.unpack("<f", held)[0])
+            held[2:] + held[:2]
+            if entry["dtype"] == "F16"
+            else struct.pack("<f", 2 * struct.unpack_from("<f", held)[0]) + held[4:]
         )
 
 
@@ -110,3 +115,67 @@ def test_an_original_without_all_its_tensors_is_refused(asked: CheckSpec, tmp_pa
     write_safetensors(whole / "model.safetensors", tensors)
     with pytest.raises(CorruptFileError, match=r"lacks tensors .*layers\.1\.mlp\.up_proj\.weight"):
         check_checkpoint(checkpoint, whole, asked)
+
+
+def scaled_wrongly(engine: Path) -> None:
+    """All scales of one matrix are eight times what they are, in the engine alone."""
+    import openvino as ov
+
+    graph = ov.Core().read_model(engine / "rank0.xml")
+    scales = [
+        each
+        for each in graph.get_ops()
+        if each.get_type_name() == "Constant"
+        and each.get_output_size() == 1
+        and len(each.get_output_shape(0)) >= 2
+        and [user.get_node().get_type_name() for user in each.output(0).get_target_inputs()] == ["Multiply"]
+    ]
+    assert scales
+    wrong = ov.opset13.constant(scales[len(scales) // 2].data * 8)
+    for user in scales[len(scales) // 2].output(0).get_target_inputs():
+        user.replace_source_output(wrong.output(0))
+    ov.save_model(graph, engine / "other.xml", compress_to_fp16=False)
+    for kind in ("xml", "bin"):
+        (engine / f"other.{kind}").replace(engine / f"rank0.{kind}")
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_wrong_scale_in_the_engine_is_found_beside_a_right_checkpoint(
+    quantize: Literal["int8", "int4"], asked: CheckSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model(tmp_path / "model", "llama", gain=1.0)
+    spec = ConvertSpec(dtype="float32", quantize=quantize)
+    checkpoint = convert_model(Model(path=model), spec)
+    engine = build_engine(checkpoint, BuildSpec(runtime="openvino", max_seq_len=64, max_num_tokens=16)).path
+    command = ["check", str(checkpoint.path), "--prompts", str(asked.prompts), "--max-tokens", "8", "--json"]
+    assert run(command) == 0
+    stages = json.loads(capsys.readouterr().out)["result"]["stages"]
+    assert [(stage["stage"], stage["bounds"]) for stage in stages][1:] == [
+        ("precision", quantize),
+        ("engine", quantize),
+    ]
+    # The engine has the checkpoint's weights: only its arithmetic and cache differ.
+    assert stages[2]["relative"] == pytest.approx(stages[1]["relative"], abs=0.05)
+    assert check_engine(engine, model, asked).passed
+    scaled_wrongly(engine)
+    assert run(command) == 25
+    found = json.loads(capsys.readouterr().out)["result"]["stages"]
+    assert [all(verdict["passed"] for verdict in stage["verdicts"]) for stage in found] == [True, True, False]
+
+
+def test_an_import_that_is_verified_leaves_no_wrong_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model(tmp_path / "model", "llama", gain=1.0)
+    command = ["import", str(model), "--name", "tiny", "--runtime", "openvino", "--quantize", "int8", "--verify"]
+    command += ["--max-seq-len", "512"]
+    right = built.logits_of_engine
+    monkeypatch.setattr(
+        built, "logits_of_engine", lambda *given, **named: [2 * each for each in right(*given, **named)]
+    )
+    assert run(command) == 25
+    assert "build it again" in capsys.readouterr().err
+    assert not list(Store().complete(Engine))
+    monkeypatch.setattr(built, "logits_of_engine", right)
+    assert run(command) == 0
+    assert "The engine matches the model (int8" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def gpu_machine(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
     monkeypatch.syspath_prepend(str(packages))
     monkeypatch.setattr(runtimes, "has_nvidia_gpu", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for part in ("_python", "_triton", "_tools"):
+    for part in ("_python", "_triton", "_tools", "_pytorch"):
         monkeypatch.setattr(examination, part, lambda *_arguments: [])
     assert metadata.version("tensorrt_llm") == "1.1.0"
     return doubles

@@ -66,17 +66,19 @@ class Original:
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Original]:
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Original]:
     """Each model with its answers, made once."""
     return functools.cache(
-        lambda name, changes: original_of(name, json.loads(changes), tmp_path_factory.mktemp("family") / "model")
+        lambda name, changes, dtype: original_of(
+            name, json.loads(changes), tmp_path_factory.mktemp("family") / "model", dtype
+        )
     )
 
 
 @pytest.fixture
-def original(request: pytest.FixtureRequest, originals: Callable[[str, str], Original]) -> Original:
-    name, changes = request.param
-    return originals(name, json.dumps(changes))
+def original(request: pytest.FixtureRequest, originals: Callable[..., Original]) -> Original:
+    name, changes, *dtype = request.param
+    return originals(name, json.dumps(changes), *dtype or ["float32"])
 
 
 def models(found: list[tuple[str, Config]]) -> pytest.MarkDecorator:
@@ -90,8 +92,8 @@ def narrow(precision: str) -> list[tuple[str, Config]]:
     return [case for case in representatives("logits") if case[0] in turn]
 
 
-def original_of(name: str, overrides: Config, folder: Path) -> Original:
-    write_tiny_model(folder, name, gain=GAIN, **overrides)
+def original_of(name: str, overrides: Config, folder: Path, dtype: str = "float32") -> Original:
+    write_tiny_model(folder, name, gain=GAIN, dtype=dtype, **overrides)
     oracle = Oracle(folder)
     return Original(
         family=FAMILIES[name],
@@ -139,15 +141,20 @@ def split(original: Original) -> ConvertSpec:
 
 
 def engine_on_torch(original: Original, out: Path, spec: ConvertSpec) -> Engine:
-    """Build an engine of the torch runtime; latent attention is refused on GPUs."""
-    if "kv_lora_rank" in original.family.config and ON_TORCH.device != "cpu":
-        with pytest.raises(UnsupportedModelError, match="latent attention"):
-            engine_of(original.folder, out, spec, ON_TORCH)
-        pytest.skip("latent attention is for CPUs")
-    return engine_of(original.folder, out, spec, ON_TORCH)
+    """Build an engine of the torch runtime; GPUs lack latent attention and experts without gates."""
+    try:
+        return engine_of(original.folder, out, spec, ON_TORCH)
+    except UnsupportedModelError as error:
+        if ON_TORCH.device != "cpu" and any(part in error.message for part in ("latent attention", "without gates")):
+            pytest.skip("for CPUs only")
+        raise
 
 
-@models(cases("logits"))
+# Gemma 2 as it is published, too: OpenVINO does not run it.
+CAPPED: Config = {"tie_word_embeddings": False, "attn_logit_softcapping": 2.0}
+
+
+@models([*cases("logits"), ("gemma2", CAPPED)])
 def test_float32_on_torch_equals_transformers(original: Original, tmp_path: Path) -> None:
     from trtserve.executor.torch.model import load_model
 
@@ -201,12 +208,6 @@ def test_tied_embeddings_on_torch_are_one_tensor(tmp_path: Path) -> None:
         assert (decoder._head.matrix.weight is decoder._tokens.weight) == shared
 
 
-def test_capped_attention_scores_on_torch_equal_transformers(tmp_path: Path) -> None:
-    """Gemma 2 as it is published; OpenVINO does not run it."""
-    capped = {"tie_word_embeddings": False, "attn_logit_softcapping": 2.0}
-    test_float32_on_torch_equals_transformers(original_of("gemma2", capped, tmp_path / "model"), tmp_path)
-
-
 @models(representatives("logits"))
 def test_ranks_on_torch_equal_transformers(original: Original, tmp_path: Path) -> None:
     from tests.support.torch_ranks import ThreadRanks
@@ -216,24 +217,21 @@ def test_ranks_on_torch_equal_transformers(original: Original, tmp_path: Path) -
     assert differences(original, ThreadRanks(engine.path, spec.tp_size, spec.pp_size)).max() < 1e-5
 
 
-def stays_within_bounds(original: Original, precision: str, out: Path) -> None:
+@pytest.mark.parametrize(
+    ("original", "precision"),
+    [
+        # The original has the weights of the checkpoint: a token may be sensitive to rounding them alone.
+        pytest.param((*case, spec.dtype), precision, id=f"{precision}-{case[0]}-{case[1]}")
+        for precision, (spec, *_) in PRECISIONS.items()
+        for case in narrow(precision)
+    ],
+    indirect=["original"],
+)
+def test_logits_of_narrow_engines_stay_within_bounds(original: Original, precision: str, tmp_path: Path) -> None:
     spec, median, far = PRECISIONS[precision]
-    engine = engine_of(original.folder, out, spec, BUILD)
+    engine = engine_of(original.folder, tmp_path, spec, BUILD)
     shares = differences(original, on_openvino(engine.path))
     assert np.median(shares) < median
-    assert (shares > FAR).mean() <= (far if original.family.experts else 0)
-
-
-@models(narrow("float16"))
-def test_logits_of_float16_engines_stay_within_bounds(original: Original, tmp_path: Path) -> None:
-    stays_within_bounds(original, "float16", tmp_path)
-
-
-@models(narrow("bfloat16"))
-def test_logits_of_bfloat16_engines_stay_within_bounds(original: Original, tmp_path: Path) -> None:
-    stays_within_bounds(original, "bfloat16", tmp_path)
-
-
-@models(narrow("int8"))
-def test_logits_of_int8_engines_stay_within_bounds(original: Original, tmp_path: Path) -> None:
-    stays_within_bounds(original, "int8", tmp_path)
+    # Rounding Gemma 4's weights to 8 bits moves one token of 190 by 0.19, in float32 arithmetic too.
+    few = 0.01 if precision == "int8" else 0.0
+    assert (shares > FAR).mean() <= (far if original.family.experts else few)

@@ -10,11 +10,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.bench_records import answered, report_of
+from tests.support.lies import lie, lie_in_text
 from tests.support.peft_adapters import write_adapter
 from tests.support.repositories_to_check import RepositoryFactory, bases
 from tests.support.stages import convert_model
@@ -29,75 +29,6 @@ from trtserve.specs import ConvertSpec
 TRIALS = int(os.environ.get("TRTSERVE_FILE_LIES", "25"))
 FIRST = int(os.environ.get("TRTSERVE_FILE_LIES_FROM", "0"))
 SECONDS = 30  # of one command; all of them need less than one
-_DEEP: Any = []
-for _ in range(60):
-    _DEEP = [_DEEP]
-VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 7, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, 10**30, 10**400),
-    *(float("nan"), float("inf"), -float("inf")),
-    *(
-        "",
-        "x",
-        "1",
-        "-1",
-        "true",
-        "null",
-        "\0",
-        "\ud800",
-        "\x1b]52;c;eA==\x07",
-        "é" * 300,
-        "a" * 5000,
-        "(a+)+$",
-        "[",
-        "%s{}",
-    ),
-    *("/dev/zero", "/dev/stdin", "../../../etc/passwd", "a/b", ".", "..", "</script><script>alert(1)</script>"),
-    *([], {}, [[]], [None], [1], ["x"], {"": None}, {"a": {"b": 1}}, [{}] * 3, _DEEP),
-)
-
-
-def _places(content: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value in a JSON document: what it is in, and its key or number there."""
-    for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
-        yield content, key
-        if isinstance(value, (dict, list)):
-            yield from _places(value)
-
-
-def lie(text: str, chance: random.Random) -> str:
-    """Change one to three values of a JSON document, or its text."""
-    if chance.random() < 0.1:
-        place = chance.randrange(len(text) + 1)
-        return (
-            text[:place]
-            + chance.choice(("", "\0", "{", "]", '"', "9" * 5000, "[" * 20_000, "\ud83d"))
-            + text[place + 1 :]
-        )
-    content = json.loads(text)
-    for _ in range(chance.randint(1, 3)):
-        places = list(_places(content))
-        if not places:
-            break
-        inside, key = chance.choice(places)
-        kind = chance.random()
-        if kind < 0.7:
-            inside[key] = chance.choice(VALUES)
-        elif kind < 0.8:
-            del inside[key]
-        elif isinstance(inside, dict):
-            inside[chance.choice(("", "x", "../x", "\0", "a" * 300, f"{key}x"))] = inside.pop(key)
-        else:
-            inside += [inside[key]] * 3
-    return json.dumps(content)
-
-
-def lie_in_text(text: str, chance: random.Random) -> str:
-    """Change a part of a file that is not JSON."""
-    place = chance.randrange(len(text) + 1)
-    new = chance.choice(
-        ("", "\0", "{", "}", "[", ":", '"', "x", "-1", "9" * 40, "&a [*a, *a]", "\x1b[2J", "\n", "null")
-    )
-    return text[:place] + new + text[place + chance.choice((0, 1, 5, 40)) :]
 
 
 @contextmanager
@@ -145,6 +76,19 @@ def checkpoint(folder: Path) -> Path:
     return convert_model(Model(path=model(folder)), ConvertSpec(), out=folder / "checkpoint").path
 
 
+def setup_file(folder: Path) -> Path:
+    (folder / "setup").mkdir()
+    benchmarks = {"demo": {"server": "demo", "concurrency": 4, "num_requests": 5, "limits": {"ttft_p99": "500ms"}}}
+    content = {
+        "models": {"demo": {"source": str(model(folder)), "max_batch_size": 8, "quantize": "int8"}},
+        "servers": {"demo": {"model": "demo", "auto_ports": True, "restart": "on-failure", "http_port": 18000}},
+        "benchmarks": benchmarks,
+        "tune": {"demo": {"server": "demo", "goal": "ttft p99 < 500 ms", "ranges": {"max_batch_size": [4, 8]}}},
+    }
+    (folder / "setup" / "setup.json").write_text(json.dumps(content))  # which is YAML, too
+    return folder / "setup"
+
+
 def embedded(folder: Path) -> Path:
     factory = RepositoryFactory(folder)
     return factory.own("embedded", factory.embedded())
@@ -176,6 +120,7 @@ SUBJECTS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], tuple[str, ..
         ("*.json", "*.jsonl"),
         ("bench report {}", "bench report --html OUT/report.html {}", "bench compare {} {}"),
     ),
+    "setup": (setup_file, ("*.json",), ("diff {}/setup.json", "up --dry-run {}/setup.json")),
     "embedded": (embedded, REPOSITORY, SERVED),
     "gpus": (lambda folder: bases(RepositoryFactory(folder))["lora"], REPOSITORY, SERVED),
     "llmapi": (lambda folder: RepositoryFactory(folder).llmapi("llmapi"), REPOSITORY, SERVED),

@@ -33,7 +33,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return golden, make_engine(golden, tmp_path_factory.mktemp(golden.name), tp_size=2)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def executor(served: tuple[Golden, Engine]) -> Iterator[api.Executor]:
     config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=2048))
     with api.Executor(served[1].path, api.ModelType.DECODER_ONLY, config) as running:

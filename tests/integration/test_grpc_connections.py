@@ -9,7 +9,7 @@ import pytest
 
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import GrpcTransport, open_channel
-from trtserve.client.tensors import ModelDescription
+from trtserve.client.tensors import ModelDescription, ModelRequest
 from trtserve.errors import ServerUnreachableError
 from trtserve.host.ports import free_ports
 
@@ -54,7 +54,7 @@ def test_a_server_that_has_just_come_is_not_refused() -> None:
         model = ModelDescription(name="m", decoupled=False, max_batch_size=0, inputs={}, outputs={})
         for _ in range(20):
             with pytest.raises(ServerUnreachableError):
-                await anext(transport.infer(model, [], request_id="", stream=False))
+                await anext(transport.infer(ModelRequest(model=model, tensors=[], id="")))
             state = transport._channel.get_state()
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 break
@@ -63,7 +63,7 @@ def test_a_server_that_has_just_come_is_not_refused() -> None:
         server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
         try:
-            reply = await anext(transport.infer(model, [], request_id="", stream=False))
+            reply = await anext(transport.infer(ModelRequest(model=model, tensors=[], id="")))
             assert not reply.outputs
         finally:
             await transport.close()

@@ -49,6 +49,13 @@ def executor(folder: Path) -> Iterator[api.Executor]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def shared_executor(folder: Path) -> Iterator[api.Executor]:
+    """Of tests whose guides do not depend on what was asked before."""
+    with executor_of(folder) as running:
+        yield running
+
+
 def executor_of(folder: Path, tokenizer: Path | None = None) -> api.Executor:
     guided = api.GuidedDecodingConfig(
         api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE,
@@ -126,8 +133,9 @@ def spent_by_children() -> float:
 
 @pytest.mark.parametrize(("kind", "guide", "words"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_nobody_waits_for_a_guide_that_takes_too_much(
-    executor: api.Executor, kind: GuideType, guide: str, words: str
+    shared_executor: api.Executor, kind: GuideType, guide: str, words: str
 ) -> None:
+    executor = shared_executor
     began = time.monotonic()
     hostile = executor.enqueue_request(request(kind, guide))
     enqueued = time.monotonic() - began

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.gguf_files import write_gguf_model
 from tests.support.hub import Hub, running_hub
-from tests.support.stages import pull_model
+from tests.support.stages import convert_model, pull_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, load_artifact
 from trtserve.checkpoint import tensor_files
+from trtserve.cli import run
 from trtserve.errors import (
     AccessDeniedError,
     CorruptFileError,
@@ -36,6 +38,7 @@ from trtserve.errors import (
 )
 from trtserve.pipeline.model import plan_model
 from trtserve.progress import Task, Unit
+from trtserve.specs import ConvertSpec
 from trtserve.store import Store
 from trtserve.store.hub import RemoteFile
 
@@ -438,7 +441,7 @@ def _start_and_kill(source: str, *, at_bytes: int) -> Path:
     """Kill a process that imports when `at_bytes` of the weights are on disk; returns the part that it left."""
     # Small blocks, so that a part is on disk long before the end.
     small_blocks = "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 4096"
-    code = f"{small_blocks}; from tests.support.stages import pull_model; pull_model({source!r})"
+    code = f"{small_blocks}; from tests.support.stages import convert_model, pull_model; pull_model({source!r})"
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) as process:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline and process.poll() is None:
@@ -449,3 +452,68 @@ def _start_and_kill(source: str, *, at_bytes: int) -> Path:
             time.sleep(0.02)
         process.kill()
     raise AssertionError("the pull did not begin")
+
+
+@pytest.fixture
+def quantised(hub: Hub, tmp_path: Path) -> Path:
+    """A repository of one model in two precisions, and the part for images of another."""
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    for kind in ("Q4_0", "Q8_0"):
+        (tmp_path / kind).mkdir()
+        file, _ = write_gguf_model(tmp_path / kind, "llama", "llama", kind)
+        # Only a file of more than one beginning shows that the rest is not pulled before it is wanted.
+        file.write_bytes(file.read_bytes() + bytes(100_000))
+        file.rename(folder / f"tiny-{kind}.gguf")
+    (folder / "mmproj-tiny-Q8_0.gguf").write_bytes(b"GGUF of images")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    hub.add("acme/tiny-GGUF", folder)
+    return folder
+
+
+@pytest.mark.parametrize("choice", ["q8_0", "Q8_0.gguf", "tiny-Q8_0.gguf"])
+def test_a_gguf_file_of_the_hub_is_chosen_and_pulled_once(
+    choice: str, hub: Hub, quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtserve.store.hub.LARGEST_TEXT", 50_000)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
+    assert run(["plan", f"acme/tiny-GGUF:{choice}", "--runtime", "openvino"]) == 0
+    plan = plan_model(f"acme/tiny-GGUF:{choice}")
+    size = (quantised / "tiny-Q8_0.gguf").stat().st_size
+    assert plan.missing_bytes == size - 50_000
+    model = plan.run()
+    assert [request.byte_range for request in hub.asked_for("tiny-Q8_0.gguf")] == [None, "bytes=50000-"]
+    assert not hub.asked_for("tiny-Q4_0.gguf")
+    assert (model.path / "model.gguf").read_bytes() == (quantised / "tiny-Q8_0.gguf").read_bytes()
+    local = pull_model(str(quantised / "tiny-Q8_0.gguf"), name="local")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (model.path / name).read_bytes() == (local.path / name).read_bytes()
+    assert convert_model(model, ConvertSpec(), out=tmp_path / "checkpoint").path.is_dir()
+    hub.requests.clear()
+    commit = hub.models["acme/tiny-GGUF"].commit
+    assert pull_model(f"acme/tiny-GGUF@{commit}:{choice}", name="again").fingerprint == model.fingerprint
+    assert not hub.requests
+    assert pull_model("acme/tiny-GGUF:Q4_0").fingerprint != model.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("acme/tiny-GGUF", r"several GGUF files: tiny-Q4_0\.gguf \(.*\), tiny-Q8_0\.gguf"),
+        ("acme/tiny-GGUF:0", "no GGUF file '0'"),
+        ("acme/tiny-GGUF:Q5_K_M", "no GGUF file 'Q5_K_M'"),
+        ("acme/tiny-GGUF:../Q8", "not the name of a model"),
+    ],
+)
+def test_gguf_files_of_the_hub_that_are_not_meant(source: str, words: str, hub: Hub, quantised: Path) -> None:
+    with pytest.raises((ModelNotFoundError, UnsupportedModelError), match=words):
+        plan_model(source)
+    assert not hub.asked_for("tiny-Q4_0.gguf")
+
+
+def test_a_gguf_file_that_is_another_than_announced_is_removed(hub: Hub, quantised: Path) -> None:
+    hub.models["acme/tiny-GGUF"].wrong_hash.add("tiny-Q8_0.gguf")
+    with pytest.raises(CorruptFileError, match=r"tiny-Q8_0\.gguf"):
+        pull_model("acme/tiny-GGUF:Q8_0")
+    hub.models["acme/tiny-GGUF"].wrong_hash.clear()
+    assert (pull_model("acme/tiny-GGUF:Q8_0").path / "model.gguf").is_file()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.hub import Hub, running_hub
+from tests.support.lies import lie
 from tests.support.peft_adapters import write_adapter
 from tests.support.stages import pull_model
 from tests.support.tiny_models import write_tiny_model
@@ -175,6 +178,33 @@ def test_a_lie_has_an_error_of_its_own_and_touches_nothing(
     assert "HF_ENDPOINT" in told
     assert not list((home / "trtserve").glob("downloads/*"))
     assert not list((home / "trtserve").glob("models/*"))
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TRTSERVE_HUB_LIES", "12"))))
+def test_generated_lies_of_a_hub_touch_nothing_and_are_forgotten(
+    hub: Hub, tiny: Path, home: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """The list of files lies, or the headers of each file; the next answers are honest."""
+    chance, before = random.Random(seed), _outside(home)
+    lying: dict[str, Any] = {}
+    if seed % 3:
+        lying["lie"] = lambda listing: lie(json.dumps(listing), chance).encode("utf-8", "surrogatepass")
+    else:
+        words = ("-1", "9" * 30, "x", "", "bytes */*", "../../x", "0" * 64, '"' + "a" * 64 + '"', "http://127.0.0.1:9/")
+        names = ("Content-Length", "Content-Range", "ETag", "X-Linked-Size", "X-Linked-Etag", "X-Repo-Commit")
+        lying["lying_headers"] = {name: chance.choice(words) for name in chance.sample(names, 2)}
+    hub.add(ID, tiny, **lying)
+    code = run(["import", ID, "--download-only"])
+    told = capsys.readouterr().err
+    assert _outside(home) == before
+    assert "bug in trtserve" not in told
+    if code == 0:  # files that a list leaves out are none of the model's
+        return
+    assert not list((home / "trtserve").glob("models/*")), told
+    hub.add(ID, tiny)
+    assert run(["import", ID, "--download-only"]) == 0
+    model = Path(capsys.readouterr().out.strip())
+    assert all((model / path.name).read_bytes() == path.read_bytes() for path in tiny.iterdir())
 
 
 def test_an_adapter_from_a_lying_hub(hub: Hub, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

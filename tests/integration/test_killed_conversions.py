@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.tiny_models import write_tiny_model
 
-KILLS = int(os.environ.get("TRTSERVE_KILLS", "8"))
+KILLS = int(os.environ.get("TRTSERVE_KILLS", "4"))
 
 
 def test_a_killed_conversion_can_be_repeated_and_leaves_nothing(tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def test_two_instances_behind_a_gateway(tmp_path: Path, store: Store, doubles: D
         with pytest.raises(PortInUseError, match="taken by trtserve's server launched"):
             start_server(plan_server(repository, replace(free_spec("b"), http_port=second), store=store))
         other = replace(free_spec("b"), instances=2, proxy_port=proxy_port)
-        with pytest.raises(PortInUseError, match=f"--proxy-port {proxy_port} is taken by trtserve's server launched"):
+        with pytest.raises(
+            PortInUseError, match=f"--proxy-port {proxy_port}, .* are taken by trtserve's server launched"
+        ):
             start_server(plan_server(repository, other, store=store))
         os.kill(server.instances[1].ranks[0].pid, signal.SIGKILL)
         assert eventually(lambda: server_state(find_server(store=store))[0] == "failed")

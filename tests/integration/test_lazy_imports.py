@@ -82,6 +82,14 @@ def test_a_command_imports_no_other_module_of_commands(command: str, module: str
     assert commands(loaded) == {module}
 
 
+@pytest.mark.parametrize("command", ["start", "status", "stop", "import"])
+def test_commands_of_servers_begin_without_numpy(command: str) -> None:
+    code, loaded = loaded_by([command, *(["./nowhere"] if command in ("start", "import") else [])])
+    assert code != 1
+    assert "trtserve.store" in loaded
+    assert not loaded & {"numpy", "openvino", "transformers", "torch"}
+
+
 def test_query_loads_neither_engines_nor_servers() -> None:
     """Nothing listens at port 9, so that it ends where a question would be sent."""
     code, loaded = loaded_by(["query", "What is ML?", "--model", "echo", "--url", "127.0.0.1:9", "--timeout", "5"])
@@ -91,6 +99,14 @@ def test_query_loads_neither_engines_nor_servers() -> None:
     assert not parts & {"bench", "checkpoint", "executor", "gateway", "pipeline"}
     assert not loaded & {"trtserve.server.start", "trtserve.server.launch", "trtserve.repository.check"}
     assert not loaded & {"pydantic", "openvino", "transformers", "torch", "huggingface_hub"}
+
+
+def test_a_gateway_loads_no_runtime() -> None:
+    """Only loading an adapter needs them."""
+    probe = "import sys, trtserve.gateway.app; print(' '.join(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.split()
+    assert "trtserve.gateway.openai.router" in loaded
+    assert not {"trtserve.executor.runtimes", "trtserve.checkpoint", "trtserve.repository.served"} & set(loaded)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

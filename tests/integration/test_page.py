@@ -143,6 +143,22 @@ def test_conversations_are_kept_and_the_last_question_is_asked_again(page: Any, 
     assert count(page, "#talks li") == count(page, ".turn") == 0
 
 
+def test_fingers_have_room_and_read_no_hints_about_keys(page: Any, server: Scripted) -> None:
+    assert page.locator(".keys").is_visible()
+    phone = page.context.browser.new_context(viewport={"width": 380, "height": 720}, has_touch=True, is_mobile=True)
+    touched = phone.new_page()
+    touched.route("**/*", server.handle)
+    touched.goto("http://page.test/")
+    wait_until(lambda: touched.evaluate("document.querySelector('#model').value === 'm'"))
+    assert count(touched, ".keys") == 1
+    assert not touched.locator(".keys").is_visible()
+    server.parts = [{"content": "Hello"}]
+    ask(touched, "Hi")
+    touched.locator("#panels").click()
+    for name in ("Hi", "Remove “Hi”"):
+        assert touched.get_by_role("button", name=name, exact=True).bounding_box()["height"] >= 44
+
+
 def test_without_a_server_the_page_says_so_and_goes_on_later(page: Any, server: Scripted) -> None:
     server.gone = True
     ask(page, "Hi")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,11 +213,16 @@ def test_a_plan_names_what_a_gpu_cannot_run(
     assert _plan(capsys, fp8, "--gpu-memory", "80GB")["gpu"]["problem"] is None
 
 
-def test_the_table_names_what_was_not_measured(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_what_is_needed_and_no_times_that_nobody_measured(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert run(["plan", str(tiny), "--quiet"]) == 0
     text = capsys.readouterr().out
-    assert text.count("not measured yet") == 4
+    assert "stage\tdisk\tpeak memory\n" in text
+    assert re.search(r"needs +[0-9.]+ [MG]iB of memory and [0-9.]+ [MG]iB of disk, at most\n", text)
+    assert run(["plan", str(tiny), "--quantize", "int4_awq", "--quiet"]) == 0
+    assert "of disk, at most; what the converter needs of memory is not known\n" in capsys.readouterr().out
     assert "sequences of 512" in text
     assert run(["plan", str(tiny), "--gpu", "t4", "--dtype", "float16", "--quiet"]) == 0
     text = capsys.readouterr().out
@@ -232,6 +238,8 @@ def test_a_model_that_does_not_fit_gets_limits_that_would(
     assert not machine["fits"]
     assert machine["tokens"] == 0
     assert "No setting" in machine["hint"]
+    assert run(["plan", str(tiny), "--quiet"]) == TOO_LARGE
+    assert re.search(r"^here +1 MiB of memory .*\nfits +no$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

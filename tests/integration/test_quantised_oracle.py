@@ -28,6 +28,8 @@ from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from tests.support.transformers_oracle import ENGINES, Oracle, engine_of
 from trtserve.artifacts import Model
+from trtserve.checkpoint.quantized import FP8_ROWS
+from trtserve.errors import CorruptFileError
 from trtserve.executor import api
 from trtserve.pipeline.model import unfolded
 from trtserve.specs import BuildSpec, ConvertSpec
@@ -46,6 +48,8 @@ NEW_TOKENS = 12
         ("gptq", ConvertSpec(gpu_sm=90)),
         ("gptq_asym", ConvertSpec(tp_size=4, pp_size=2)),
         ("fp8", ConvertSpec(tp_size=2)),
+        ("fp8, blocks of 128", ConvertSpec(keep_fp8=True, pp_size=2)),
+        ("fbgemm_fp8", ConvertSpec(keep_fp8=True, tp_size=2)),
     ],
 )
 def test_greedy_tokens_equal_transformers(scheme: str, spec: ConvertSpec, tmp_path: Path) -> None:
@@ -53,10 +57,21 @@ def test_greedy_tokens_equal_transformers(scheme: str, spec: ConvertSpec, tmp_pa
     require_equal_tokens(model, spec, tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("Q4_0", "llama"), ("Q8_0", "qwen3")])
-def test_gguf_files_answer_as_transformers(kind: str, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family", "sizes"),
+    [
+        ("Q4_0", "llama", {}),
+        ("Q8_0", "qwen3", {}),
+        ("Q8_0", "gpt_oss", {"swiglu_limit": 7.0, "rope_theta": 150000.0, "rope_parameters": None}),
+        ("Q8_0", "lfm2", {"full_attn_idxs": None, "layer_types": ["conv", "full_attention"]}),
+        ("Q4_0", "granite", {}),
+        ("Q8_0", "glm4", {"head_dim": 32}),
+    ],
+    ids=str,
+)
+def test_gguf_files_answer_as_transformers(kind: str, family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
     """In float32, with the weights that the blocks of the file stand for."""
-    file, plain = write_gguf_model(tmp_path, family, family, kind, gain=1.0, **SIZES)
+    file, plain = write_gguf_model(tmp_path, family, family.replace("_", "-"), kind, gain=1.0, **SIZES | sizes)
     folder = unfolded(file, Store(tmp_path / "store"), tokenizer=True)
     model = QuantisedModel(folder=folder, dequantised=plain, weights={})
     require_equal_tokens(model, ConvertSpec(dtype="float32", tp_size=2), tmp_path)
@@ -87,12 +102,20 @@ def test_models_quantised_in_part(family: str, scheme: str, kept: str, spec: Con
     require_equal_tokens(model, spec, tmp_path)
 
 
-@pytest.mark.parametrize(("family", "spec"), [("llama", ConvertSpec()), ("qwen3_moe", ConvertSpec(tp_size=2))])
-def test_fp8_on_torch_stays_within_bounds(family: str, spec: ConvertSpec, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "scheme", "spec"),
+    [
+        ("llama", "fp8", ConvertSpec()),
+        ("qwen3_moe", "fp8", ConvertSpec(tp_size=2)),
+        ("llama", "fp8, blocks of 128", ConvertSpec(keep_fp8=True)),
+        ("llama", "compressed-tensors, float by channel", ConvertSpec(keep_fp8=True, tp_size=2)),
+    ],
+)
+def test_fp8_on_torch_stays_within_bounds(family: str, scheme: str, spec: ConvertSpec, tmp_path: Path) -> None:
     """Inputs are rounded to FP8 there, so the differences are those of 3 bits of mantissa."""
     from tests.support.torch_ranks import ThreadRanks
 
-    model = write_quantised_model(tmp_path, "fp8", family, gain=1.0, **(EXPERT_SIZES if family != "llama" else {}))
+    model = write_quantised_model(tmp_path, scheme, family, gain=1.0, **(EXPERT_SIZES if family != "llama" else {}))
     build = BuildSpec(max_seq_len=128, **ENGINES["torch"])
     engine = engine_of(model.folder, tmp_path, spec, build)
     ids = np.random.default_rng(1).integers(3, 259, 60).tolist()
@@ -102,6 +125,18 @@ def test_fp8_on_torch_stays_within_bounds(family: str, spec: ConvertSpec, tmp_pa
     shares = np.sqrt(np.square(found - expected).mean(axis=-1)) / expected.std()
     assert 0.01 < np.median(shares) < 0.12
     assert (shares > 0.2).mean() <= (0.1 if family != "llama" else 0)
+
+
+def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
+    """One scale for a matrix, where the config says one for each output: a kernel would read what is behind it."""
+    from trtserve.executor.torch.model import load_model
+
+    folder = write_quantised_model(tmp_path, "fp8").folder
+    engine = engine_of(folder, tmp_path, ConvertSpec(), BuildSpec(max_seq_len=128, **ENGINES["torch"])).path
+    config = (engine / "config.json").read_text()
+    (engine / "config.json").write_text(config.replace('"FP8"', f'"{FP8_ROWS}"'))
+    with pytest.raises(CorruptFileError, match=r"the scales of .* have shape \[1\]; its config requires \["):
+        load_model(engine, None)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ MROPE = {"mrope_section": [2, 3, 3], "type": "mrope"}
 _SIGLIP = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 _VISION: dict[str, Any] = {**_SIGLIP, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
+_GEMMA4_VISION = {**_SIGLIP, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8}
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "out_hidden_size": 64}
 _QWEN3_5_VISION = {**_QWEN_VISION, "intermediate_size": 32, "num_position_embeddings": 16}
 _QWEN3_VISION = {
@@ -37,6 +38,7 @@ HALVES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "AyaVisionForConditionalGeneration": ("aya_vision", "cohere2", {}, _VISION),
     "Cohere2VisionForConditionalGeneration": ("cohere2_vision", "cohere2", {}, _VISION),
     "Exaone4_5_ForConditionalGeneration": ("exaone4_5", "exaone4", {}, {**_QWEN_VISION, "intermediate_size": 32}),
+    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4", {}, _GEMMA4_VISION),
     "Idefics3ForConditionalGeneration": ("idefics3", "llama", {}, _VISION),
     "InternVLForConditionalGeneration": ("internvl", "qwen2", {}, _SIGLIP),
     "LlavaForConditionalGeneration": ("llava", "mistral", {}, _PIXTRAL),
@@ -60,6 +62,16 @@ HALVES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "qwen3",
         {
             "model_type": "qwen3_vl_text",
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [8, 4, 4], "rope_type": "default"},
+        },
+        _QWEN3_VISION,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "qwen3_vl_moe",
+        "qwen3_moe",
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "moe_intermediate_size": 48,
             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [8, 4, 4], "rope_type": "default"},
         },
         _QWEN3_VISION,
@@ -101,6 +113,12 @@ def write_whole(folder: Path, architecture: str) -> Any:
     model.save_pretrained(folder)
     if family == "qwen3_5_moe":  # published with the experts of a layer in one tensor
         save_file(model.state_dict(), folder / "model.safetensors")
+    if architecture == "Qwen3VLMoeForConditionalGeneration":  # published with these tensors as [experts, in, out]
+        turned = {
+            name: values.transpose(1, 2).contiguous() if ".experts." in name else values
+            for name, values in model.state_dict().items()
+        }
+        save_file(turned, folder / "model.safetensors")
     return model
 
 

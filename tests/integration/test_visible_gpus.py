@@ -12,7 +12,15 @@ from tests.support.doubles import Doubles
 from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError
-from trtserve.host.gpus import count_gpus, list_gpus, require_gpus, shown_devices, visible_devices, visible_gpu
+from trtserve.host.gpus import (
+    count_gpus,
+    gpus_now,
+    list_gpus,
+    require_gpus,
+    shown_devices,
+    visible_devices,
+    visible_gpu,
+)
 from trtserve.server.plan import plan_server
 from trtserve.store import Store
 
@@ -131,6 +139,14 @@ def test_a_gpu_that_reports_no_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [(gpu.memory, gpu.free) for gpu in list_gpus()] == [(20 * 2**20, 15 * 2**20), (0, 0)]
+
+
+def test_nvidia_smi_is_asked_once(doubles: Doubles) -> None:
+    """What programs hold is asked again."""
+    assert len(list_gpus()) == count_gpus() == len(list_gpus())
+    assert len(doubles.calls("nvidia-smi")) == 1
+    assert gpus_now() == list_gpus()
+    assert len(doubles.calls("nvidia-smi")) == 2
 
 
 def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.counting_vllm import PACKAGES, counting_python
 from trtserve.cli import run
 from trtserve.errors import MissingDependencyError, UsageError
+from trtserve.executor.api import Executor, ExecutorConfig, ModelType, OutputConfig, Request, Response
 from trtserve.executor.vllm.installation import VARIABLE, find_installation, require_installation
 
 
@@ -60,6 +62,7 @@ def write_wheel(folder: Path) -> None:
     with zipfile.ZipFile(folder / "vllm-0.32.0-py3-none-any.whl", "w") as wheel:
         for path in PACKAGES.rglob("*.py"):
             wheel.write(path, path.relative_to(PACKAGES))
+        wheel.writestr("own.pth", sysconfig.get_path("purelib") + "\n")  # the packages that vLLM itself needs
         for name, text in own.items():
             wheel.writestr(f"vllm-0.32.0.dist-info/{name}", text)
 
@@ -73,6 +76,7 @@ def test_an_environment_of_its_own_is_made_on_request(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    monkeypatch.setattr("trtserve.executor.vllm.installation.list_gpus", tuple)
     words = ["import", "demo", "--runtime", "vllm", "--install-vllm"]
     assert run([*words, "0.32 --pre"]) == UsageError.code
     assert run([*words, "0.99.0"]) == MissingDependencyError.code
@@ -82,3 +86,9 @@ def test_an_environment_of_its_own_is_made_on_request(
     assert (found.version, found.python) == ("0.32.0+cpu", tmp_path / "home" / "vllm" / "bin" / "python")
     (core,) = (tmp_path / "home" / "repositories").glob("*/tensorrt_llm/1/config.json")
     assert json.loads(core.read_text())["trtserve"]["vllm_python"] == str(found.python)
+    assert "it will not serve on this machine" in " ".join(capsys.readouterr().err.split())
+    with Executor(core.parent, ModelType.DECODER_ONLY, ExecutorConfig()) as executor:
+        asked = Request([10, 11], 3, output_config=OutputConfig(exclude_input_from_output=True))
+        (response,) = executor.await_responses(executor.enqueue_request(asked))
+    assert isinstance(response, Response)
+    assert response.result.output_token_ids == [[12, 13, 14]]

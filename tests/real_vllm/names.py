@@ -31,9 +31,11 @@ NAMES = {
         detokenize output_kind structured_outputs stop bad_words _bad_words_token_ids""",
     ("sampling_params.py", "StructuredOutputsParams"): "json regex grammar json_object structural_tag",
     ("sampling_params.py", "RequestOutputKind"): "DELTA FINAL_ONLY",
-    ("pooling_params.py", "PoolingParams"): "task dimensions",
+    ("pooling_params.py", "PoolingParams"): "task dimensions extra_kwargs",
+    ("config/model.py", "ModelConfig"): "use_sep_token",
     ("v1/engine/async_llm.py", "AsyncLLM"): """from_engine_args stat_loggers generate prompt sampling_params request_id
-        lora_request priority encode pooling_params errored dead_error add_lora shutdown vllm_config""",
+        lora_request priority encode pooling_params errored dead_error add_lora
+        shutdown vllm_config get_supported_tasks get_tokenizer""",
     ("v1/executor/multiproc_executor.py", "MultiprocExecutor"): "monitor_workers start_worker_monitor inline",
     ("v1/metrics/loggers.py", "StatLoggerBase"): "record scheduler_stats iteration_stats log_engine_initialized",
     ("v1/metrics/stats.py", "SchedulerStats"): """num_running_reqs num_waiting_reqs kv_cache_usage

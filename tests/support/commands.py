@@ -14,7 +14,9 @@ from trtserve.store import Store
 TIMEOUT = 120.0
 
 
-def trtserve(*arguments: str, home: Path, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+def trtserve(
+    *arguments: str, home: Path, check: bool = True, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run one `trtserve` command to its end; with `check`, a non-zero exit code fails the test with its stderr."""
     result = subprocess.run(
         command_line(*arguments),
@@ -23,7 +25,7 @@ def trtserve(*arguments: str, home: Path, check: bool = True, **variables: str) 
         text=True,
         timeout=TIMEOUT,
         check=False,
-        stdin=subprocess.DEVNULL,
+        input=stdin,
     )
     assert not check or result.returncode == 0, f"{' '.join(arguments)}: {result.returncode}\n{result.stderr}"
     return result

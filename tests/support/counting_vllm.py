@@ -72,6 +72,23 @@ def gpu_repository(home: Path, *, tp_size: int = 1) -> ModelRepository:
     return import_to_repository(spec, store=Store(home))
 
 
+def pooling_repository(home: Path, python: Path | None = None) -> Path:
+    """Import a tiny model that scores texts for a query."""
+    folder = write_tiny_model(home / "tiny", architectures=["BertForSequenceClassification"])
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "modules.json").write_text("[]", encoding="utf-8")
+    spec = resolve_import(
+        str(folder),
+        name="vllm_model",
+        convert=ConvertSpec(),
+        build=BuildSpec(runtime="vllm", max_seq_len=64),
+        repository=RepositorySpec(vllm_python=None if python is None else str(python)),
+        store=Store(home),
+    )
+    return import_to_repository(spec, store=Store(home)).path
+
+
 def nvidia_repository(folder: Path, config: str = "", **arguments: Any) -> Path:
     """Write a repository of NVIDIA's backend `vllm`, as `triton import --backend vllm` writes it."""
     version = folder / "vllm_model" / "1"

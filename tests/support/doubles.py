@@ -21,6 +21,7 @@ from tests.doubles.containers import CONTAINERS
 from tests.doubles.convert_checkpoint import script_path
 from tests.doubles.converter_options import FAMILIES
 from tests.doubles.settings import PREFIX, Settings
+from trtserve.host import gpus
 
 ROOT = Path(__file__).parents[2]
 # Executable → module and function of tests.doubles.
@@ -137,6 +138,7 @@ class Doubles:
             raise TypeError(f"no setting of the doubles: {', '.join(sorted(unknown))}")
         text = json.dumps({name: str(value) for name, value in settings.items()})
         (self.folder / "settings.json").write_text(text, encoding="utf-8")
+        gpus._asked_once.cache_clear()
 
     def environment(self, **settings: Any) -> dict[str, str]:
         """This process's environment with the doubles in front of PATH, and settings for these calls alone."""

@@ -148,6 +148,8 @@ class FakeChoosingModel(FakeModel):
         self._waiting: deque[Callable[[], None]] = deque()
         self._rows: dict[int, SamplingRow] = {}
         self._last: dict[int, int] = {}
+        self._drafted: set[int] = set()
+        self.plain_costs: list[float] = []
 
     def start(self, draws: Draws, step: StepInputs) -> _FakeStep:
         begun = {
@@ -183,20 +185,35 @@ class FakeChoosingModel(FakeModel):
         for place in np.flatnonzero(ids < 0):
             ids[place] = max(self._last[-1 - ids[place]], 0)
         logits = self.forward(step)
-        rows = [self._rows[slot] for slot in draws.slots]
-        assert [len(row.generated) for row in rows] == draws.counts
+        for slot in self._drafted & set(draws.slots):  # what was guessed wrongly is forgotten
+            del self._rows[slot].generated[draws.counts[draws.slots.index(slot)] :]  # type: ignore[attr-defined]
+        rows, known = list[SamplingRow](), dict[int, int]()
+        for slot, count in zip(draws.slots, draws.counts, strict=True):
+            row = self._rows[slot]
+            assert len(row.generated) + known.setdefault(slot, 0) == count
+            rows.append(replace(row, generated=[*row.generated, *[0] * known[slot]]))
+            known[slot] += 1
+        self._drafted = {slot for slot, drawn in known.items() if drawn > 1}
         guides = [row.processor.guide for row in rows if row.processor.guide is not None]
         assert (allowed is None) == (not guides)
         for guide, told in zip(guides, () if allowed is None else allowed, strict=True):
             assert not told.any() or np.array_equal(told, guide.allowed())  # nothing: it has ended meanwhile
         choices = choose_tokens(logits[draws.numbers], rows, normalize_log_probs=draws.normalize_log_probs)
         self._last = {}
-        for number, row, choice in zip(draws.numbers, rows, choices, strict=True):
-            self._last[number] = choice.token
+        for number, slot, choice in zip(draws.numbers, draws.slots, choices, strict=True):
+            row, self._last[number] = self._rows[slot], choice.token
             row.processor.accept(max(choice.token, 0))
             row.generated.append(choice.token)  # type: ignore[attr-defined]
         log_probs = np.array([(each.log_prob, each.full_log_prob) for each in choices], np.float32).reshape(-1, 2)
         return Chosen([each.token for each in choices], log_probs, np.delete(logits, draws.numbers, axis=0))
+
+
+class FakeRepeatingChooser(FakeChoosingModel, FakeRepeatingModel):
+    """Chooses tokens itself, mostly those that it has chosen before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain_costs = self.step_costs
 
 
 class _FakeStep:

@@ -18,6 +18,12 @@ from trtserve.process import Command, ProcessId, spawn, stop
 HOST = "127.0.0.1"
 
 
+def settings_of(**changes: Any) -> GatewaySettings:
+    """Settings of a gateway in front of servers that do not answer."""
+    nobody = {"triton_http": f"{HOST}:1", "triton_grpc": f"{HOST}:1", "metrics": f"{HOST}:1"}
+    return GatewaySettings(**{"name": "gateway", "host": HOST, "port": 1, **nobody, "model": "m", **changes})
+
+
 @dataclass(frozen=True)
 class RunningGateway:
     """A gateway that answers."""

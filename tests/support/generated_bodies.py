@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 NUMBERS = (0, -1, 1, 7, 2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63, 2**64, 10**30, 0.5, 1e308, -0.0, 1e-320)
@@ -103,6 +103,27 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (True, False),
     "add_generation_prompt": (True, False),
 }
+_OLLAMA_TURNS: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes.", "thinking": "Hm."},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "x"}}}]},
+    {"role": "tool", "content": "1", "tool_name": "f"},
+    {"role": "user", "content": "Look", "images": ["AA=="]},
+)
+_OLLAMA: dict[str, tuple[Any, ...]] = {
+    "stream": (True, False),
+    "format": ("", "json", _SCHEMA),
+    "options": ({"num_predict": 2, "temperature": 0}, {"num_predict": 1, "stop": ["a"], "num_ctx": 9, "top_k": 5}),
+    "think": (True, False, "low"),
+    "tools": ([_TOOL], []),
+    "keep_alive": ("5m", -1),
+}
+_OLLAMA_TEXT: dict[str, tuple[Any, ...]] = {
+    **{name: values for name, values in _OLLAMA.items() if name != "tools"},
+    "system": ("Be brief.",),
+    "raw": (True, False),
+    "images": ([], ["AA=="]),
+}
 _FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}
 _ITEMS: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": "Hi"},
@@ -162,6 +183,13 @@ _TOKENS: dict[str, tuple[Any, ...]] = {
     "return_token_strs": (True,),
     "add_generation_prompt": (True, False),
 }
+_VECTORS: dict[str, tuple[Any, ...]] = {
+    "encoding_format": ("float", "base64"),
+    "dimensions": (1, 8),
+    "top_n": (1, 2),
+    "return_documents": (True, False),
+    "user": ("me",),
+}
 _GENERATE: dict[str, tuple[Any, ...]] = {
     "stream": (True, False),
     "id": ("1", 7),
@@ -211,6 +239,22 @@ def messages_body(model: str, chance: random.Random) -> bytes:
     return _body({"model": model, "messages": messages, "max_tokens": 2}, _MESSAGES_API, chance)
 
 
+def ollama_chat_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/api/chat`."""
+    messages = [chance.choice(_OLLAMA_TURNS) for _ in range(chance.randrange(1, 5))]
+    return _body({"model": f"{model}:latest", "messages": messages, "options": {"num_predict": 2}}, _OLLAMA, chance)
+
+
+def ollama_generate_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/api/generate`."""
+    return _body({"model": model, "prompt": "Hi", "options": {"num_predict": 2}}, _OLLAMA_TEXT, chance)
+
+
+def ollama_embed_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/api/embed`."""
+    return _body({"model": model, "input": chance.choice(("Hi", ["a", "b"]))}, _VECTORS, chance)
+
+
 def tokenize_body(model: str, chance: random.Random) -> bytes:
     """A body for `/tokenize`."""
     messages = [chance.choice(_MESSAGES) for _ in range(chance.randrange(1, 5))]
@@ -223,9 +267,37 @@ def detokenize_body(model: str, chance: random.Random) -> bytes:
     return _body({"model": model, "tokens": [5, 6]}, {}, chance)
 
 
+def embeddings_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/v1/embeddings`."""
+    given = chance.choice(("Hi", ["a", "b"], [5, 6], [[5], [6, 7]]))
+    return _body({"model": model, "input": given}, _VECTORS, chance)
+
+
+def rerank_body(model: str, chance: random.Random) -> bytes:
+    """A body for `/v1/rerank`."""
+    return _body({"model": model, "query": "a", "documents": ["b", "c"]}, _VECTORS, chance)
+
+
 def generate_body(chance: random.Random) -> bytes:
     """A body for `generate` and `generate_stream` of a text model."""
     return _body({"text_input": "Hi", "max_tokens": 2}, _GENERATE, chance)
+
+
+BODIES: dict[str, Callable[[str, random.Random], bytes]] = {
+    "/v1/completions": completion_body,
+    "/v1/chat/completions": chat_body,
+    "/v1/responses": responses_body,
+    "/v1/messages": messages_body,
+    "/v1/messages/count_tokens": messages_body,
+    "/v1/embeddings": embeddings_body,
+    "/v1/rerank": rerank_body,
+    "/api/chat": ollama_chat_body,
+    "/api/generate": ollama_generate_body,
+    "/api/embed": ollama_embed_body,
+    "/tokenize": tokenize_body,
+    "/detokenize": detokenize_body,
+}
+"""Path → a body for it, of a model with this name."""
 
 
 def _body(needed: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]], chance: random.Random) -> bytes:

@@ -35,6 +35,33 @@ _NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_SHARED = {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+_AFTER_BOTH = {"post_attention_layernorm": "post_attention_norm"}
+# Where an architecture has other names.
+_OWN: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("gemma2", "gemma3", "gpt-oss", "olmo2", "exaone4", "seed_oss"), _AFTER_BOTH),
+    "qwen2moe": _SHARED | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"},
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "lfm2": {
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "self_attn.out_proj": "attn_output",
+        "conv.conv": "shortconv.conv",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w2": "ffn_down",
+        "feed_forward.w3": "ffn_up",
+    },
+}
+_PERMUTED = ("llama", "granite", "smollm3")
 _TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8}
 
 
@@ -55,6 +82,8 @@ def value(content: Any) -> bytes:
         return struct.pack("<I", 8) + text(content)
     first = content[0]
     kind, pack = (8, text) if isinstance(first, str) else (5, lambda n: struct.pack("<i", n))
+    if isinstance(first, bool):
+        kind, pack = 7, lambda n: struct.pack("<?", n)
     if isinstance(first, float):
         kind, pack = 6, lambda n: struct.pack("<f", n)
     return struct.pack("<IIQ", 9, kind, len(content)) + b"".join(map(pack, content))
@@ -107,36 +136,73 @@ def write_gguf_model(folder: Path, family: str, architecture: str, kind: str, **
     for name, values in read_safetensors(plain / "model.safetensors").items():
         stem, _, ending = name.rpartition(".")
         layer, _, module = stem.removeprefix("model.layers.").partition(".")
+        if architecture == "gpt-oss" and any(part in name for part in (".experts.", ".router.", ".sinks")):
+            meant[name] = values
+            tensors |= _gpt_oss(name.removeprefix("model.layers."), values)
+            continue
         if not stem.startswith("model.layers."):
-            own = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[stem]
+            own = _OUTER[stem]
         elif ".experts." in module:
             stacks.setdefault(f"blk.{layer}.ffn_{_EXPERTS[module.rpartition('.')[2]]}_exps.weight", []).append(
                 (name, values)
             )
             continue
         else:
-            sandwich = "gemma" in architecture and architecture != "gemma"
-            after = "post_attention_norm" if sandwich else "ffn_norm"
-            own = f"blk.{layer}." + (_NAMES | {"post_attention_layernorm": after})[module]
-        chosen = kind if values.ndim > 1 and "ffn_gate_inp" not in own else "F32"
+            usual = {**_NAMES, "post_attention_layernorm": "ffn_norm"}
+            own = f"blk.{layer}." + {**usual, **_OWN.get(architecture, {})}[module]
+        chosen = kind if values.ndim > 1 and not own.endswith(_FLOATS) else "F32"
         shift = np.float32(1 if architecture.startswith("gemma") and own.endswith("norm") else 0)
         written, heads = values + shift, 0
-        if architecture == "llama" and own.endswith(("attn_q", "attn_k")):
+        if architecture in _PERMUTED and own.endswith(("attn_q", "attn_k")):
             heads = config["num_attention_heads" if own.endswith("q") else "num_key_value_heads"]
             written = written.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
         content, floats = stored(written, chosen)
         if heads:
             floats = floats.reshape(heads, len(values) // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
         meant[name] = floats - shift
-        tensors[f"{own}.{ending}"] = values.shape, chosen, content
+        # llama.cpp drops dimensions of 1.
+        shape = tuple(size for size in values.shape if size > 1) if own.endswith(_FLOATS) else values.shape
+        tensors[f"{own}.{ending}"] = shape, chosen, content
     for own, experts in stacks.items():
         experts.sort(key=lambda item: int(item[0].partition(".experts.")[2].partition(".")[0]))
         parts = [(name, stored(values, kind)) for name, values in experts]
         meant |= {name: floats for name, (_, floats) in parts}
         tensors[own] = (len(parts), *experts[0][1].shape), kind, b"".join(content for _, (content, _) in parts)
+    if (config.get("rope_scaling") or {}).get("type") == "longrope":
+        for part in ("short", "long"):
+            factors = np.asarray(config["rope_scaling"][f"{part}_factor"], np.float32)
+            tensors[f"rope_factors_{part}.weight"] = factors.shape, "F32", factors.tobytes()
     file = write_gguf(folder / f"{family}.gguf", metadata_of(config, architecture), tensors)
     write_safetensors(plain / "model.safetensors", meant)
     return file, plain
+
+
+_OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
+# Matrices that stay floats.
+_FLOATS = ("ffn_gate_inp", "ffn_gate_inp_shexp", "shortconv.conv")
+
+
+def _gpt_oss(name: str, values: Array) -> dict[str, Written]:
+    """The experts, routers and sinks: gates and factors in tensors of their own, [experts, out, in]."""
+    layer, _, part = name.partition(".")
+    blk = f"blk.{layer}."
+    if "experts" in part:
+        halves = (values[..., 0::2], values[..., 1::2]) if "gate_up" in part else (values,)
+        stems = ("ffn_gate_exps", "ffn_up_exps") if "gate_up" in part else ("ffn_down_exps",)
+        ending = "bias" if part.endswith("bias") else "weight"
+        turned = {
+            f"{stem}.{ending}": half if ending == "bias" else half.swapaxes(1, 2)
+            for stem, half in zip(stems, halves, strict=True)
+        }
+    else:
+        own = {"self_attn.sinks": "attn_sinks.weight"}.get(part, part.replace("mlp.router", "ffn_gate_inp"))
+        turned = {own: values}
+    return {blk + own: (each.shape, "F32", np.ascontiguousarray(each).tobytes()) for own, each in turned.items()}
 
 
 def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -157,11 +223,29 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "expert_feed_forward_length": "moe_intermediate_size",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        "embedding_scale": "embedding_multiplier",
+        "attention.scale": "attention_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling" if architecture == "granite" else "logit_scale",
+        "attention.layer_norm_epsilon": "layer_norm_eps",
+        "shortconv.l_cache": "conv_L_cache",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
     }
     own = {f"{architecture}.{key}": config[name] for key, name in keys.items() if config.get(name) is not None}
     if (base := f"{architecture}.rope.freq_base") in own:
         own[base] = float(own[base])
+    own |= _kinds_of_layers(config, architecture)
+    if config.get("partial_rotary_factor"):
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        own[f"{architecture}.rope.dimension_count"] = int(size * config["partial_rotary_factor"])
     scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "yarn":
+        own |= {
+            f"{architecture}.rope.scaling.type": "yarn",
+            f"{architecture}.rope.scaling.factor": float(scaling["factor"]),
+            f"{architecture}.rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+        }
     if scaling.get("rope_type") == "linear":
         own |= {
             f"{architecture}.rope.scaling.type": "linear",
@@ -187,3 +271,17 @@ def metadata_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
     }
+
+
+def _kinds_of_layers(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """What differs from layer to layer."""
+    kinds, heads = config.get("layer_types") or [], config.get("num_key_value_heads")
+    if architecture == "lfm2":
+        attending = [kind == "full_attention" for kind in kinds]
+        return {
+            "lfm2.attention.head_count_kv": [heads if each else 0 for each in attending],
+            "lfm2.attention.layer_norm_rms_epsilon": config["norm_eps"],
+        }
+    if architecture == "exaone4" and config.get("sliding_window"):
+        return {"exaone4.attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds]}
+    return {}

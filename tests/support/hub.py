@@ -65,7 +65,7 @@ class HubModel:
         return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
 
     def is_large(self, name: str) -> bool:
-        return name.endswith((".safetensors", ".bin"))
+        return name.endswith((".safetensors", ".bin", ".gguf"))
 
     def sibling(self, name: str) -> dict[str, Any]:
         if not self.lists_sizes:

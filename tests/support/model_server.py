@@ -209,8 +209,13 @@ class _Triton:
             stop(self._process, grace=0)
 
     def is_whole(self) -> bool:
-        """Whether it and the processes of all its models still run."""
-        return self._process is not None and all(each.alive() for each in (self._process, *self._stubs))
+        """Whether it and the processes of all its models still run.
+
+        A Triton that crashes writes its stack first, and answers meanwhile as if nothing were wrong.
+        """
+        processes = (self._process, *self._stubs)
+        running = all(each is not None and each.alive() for each in processes)
+        return running and "\nSignal (" not in self.last_lines()
 
     def last_lines(self) -> str:
         """The end of its log."""

@@ -52,13 +52,28 @@ class ReferenceDecoder:
             hidden = hidden + self._weights["transformer.position_embedding.weight"][: len(ids)]
         if self._decoder.embedding_norm:
             hidden = self._norm(hidden, "transformer.ln_embed")
+        self._stored: dict[int, tuple[Floats, Floats]] = {}
+        inputs = self._layer_inputs(ids, hidden) if self._decoder.layer_inputs else None
         for layer in range(self._sizes.layers):
+            name = f"transformer.layers.{layer}."
             hidden = self._layer(hidden, layer)
+            if inputs is not None:
+                gate = _ACTIVATIONS[self._decoder.activation](self._linear(hidden, f"{name}inputs.gate"))
+                made = self._linear(gate * inputs[:, layer], f"{name}inputs.proj")
+                hidden = hidden + self._norm(made, f"{name}post_inputs_layernorm")
+            hidden = hidden * self._weights.get(f"{name}scale", 1)
         if self._decoder.block != "post":
             hidden = self._norm(hidden, "transformer.ln_f")
         logits = self._linear(hidden, "lm_head") * self._decoder.logits_scale
         cap = self._decoder.logits_softcap
         return logits if cap is None else cap * np.tanh(logits / cap)
+
+    def _layer_inputs(self, ids: Array, embedded: Floats) -> Floats:
+        shape = len(ids), self._sizes.layers, self._decoder.layer_inputs
+        own = self._weights["transformer.layer_embedding.weight"][ids].reshape(shape) * math.sqrt(shape[2])
+        made = self._linear(embedded, "transformer.layer_projection").reshape(shape) / math.sqrt(self._sizes.hidden)
+        both: Floats = (own + self._norm(made, "transformer.layer_norm")) / math.sqrt(2)
+        return both
 
     def _layer(self, hidden: Floats, layer: int) -> Floats:
         name = f"transformer.layers.{layer}."
@@ -72,10 +87,9 @@ class ReferenceDecoder:
             return lone
         normed = hidden if block in ("post", "branch") else self._norm(hidden, name + "input_layernorm")
         mixer = self._decoder.mixer_of(layer)
-        if mixer is None:
-            attended = self._attention(normed, name + "attention.", window, self._decoder.rotation(layer))
-        else:
-            attended = self._mixed(normed, name + "mixer.", mixer)
+        attended = np.zeros_like(hidden) if mixer is None else self._mixed(normed, name + "mixer.", mixer)
+        if mixer is None or self._decoder.mixer_beside:
+            attended = attended + self._attention(normed, layer, window) * self._decoder.attention_factor
         if block == "single":
             mixed: Floats = hidden + attended * scale
             return mixed
@@ -89,7 +103,12 @@ class ReferenceDecoder:
         around = block in ("sandwich", "branch")
         hidden = hidden + scale * (self._norm(attended, name + "post_layernorm") if around else attended)
         before = {"branch": None, "sandwich": "pre_feedforward_layernorm"}.get(block, mlp_norm)
-        inner = self._mlp(hidden if before is None else self._norm(hidden, name + before), name + "mlp.", layer)
+        normed = hidden if before is None else self._norm(hidden, name + before)
+        experts = self._decoder.experts_of(layer)
+        if experts is not None and experts.apart:
+            inner = self._apart(hidden, normed, name + "mlp.", experts)
+        else:
+            inner = self._mlp(normed, name + "mlp.", layer)
         total: Floats = hidden + scale * (self._norm(inner, name + "post_feedforward_layernorm") if around else inner)
         return total
 
@@ -107,23 +126,11 @@ class ReferenceDecoder:
         normal: Floats = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self._sizes.epsilon)
         return normal * weight + self._weights.get(f"{name}.bias", np.zeros(1))
 
-    def _attention(self, hidden: Floats, name: str, window: int | None, frequencies: Sequence[float] | None) -> Floats:
-        sizes, length = self._sizes, len(hidden)
+    def _attention(self, hidden: Floats, layer: int, window: int | None) -> Floats:
+        name, sizes, length = f"transformer.layers.{layer}.attention.", self._sizes_of(layer), len(hidden)
         if self._decoder.latent is not None:
             return self._latent_attention(hidden, name, self._decoder.latent)
-        fused = self._linear(hidden, name + "qkv").reshape(length, -1, sizes.head)
-        query, key = fused[:, : sizes.heads], fused[:, sizes.heads : sizes.heads + sizes.kv_heads]
-        norm = self._decoder.qk_norm
-        if norm == "rotated":
-            query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
-        if norm is not None:
-            query, key = self._norm_heads(query, name + "q_layernorm"), self._norm_heads(key, name + "k_layernorm")
-        if norm != "rotated":
-            query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
-        if (growth := self._decoder.query_growth) is not None:
-            turns = np.floor(np.arange(length) / growth.every)
-            query = query * (1 + growth.beta * np.log1p(turns))[:, None, None]
-        value = fused[:, sizes.heads + sizes.kv_heads :]
+        query, key, value = self._states(hidden, layer, name)
         group = sizes.heads // sizes.kv_heads
         key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
         scores = np.einsum("qhd,khd->hqk", query, key) * self._decoder.attention_scale
@@ -142,6 +149,33 @@ class ReferenceDecoder:
         if self._decoder.attention_gate:
             attended = attended / (1 + np.exp(-self._linear(hidden, name + "gate")))
         return self._linear(attended, name + "dense")
+
+    def _sizes_of(self, layer: int) -> Sizes:
+        return self._sizes.of_layer(full=self._decoder.window(layer) is None)
+
+    def _states(self, hidden: Floats, layer: int, name: str) -> tuple[Floats, Floats, Floats]:
+        """Return queries, keys and values, normed and rotated: [l, heads, head]."""
+        frequencies, sizes, length = self._decoder.rotation(layer), self._sizes_of(layer), len(hidden)
+        fused = self._linear(hidden, name + "qkv").reshape(length, -1, sizes.head)
+        query, key = fused[:, : sizes.heads], fused[:, sizes.heads : sizes.heads + sizes.kv_heads]
+        value = fused[:, sizes.heads + sizes.kv_heads :]
+        norm, shares = self._decoder.qk_norm, self._decoder.key_layer(layer) != layer
+        if shares:  # only to be replaced
+            key = value = query[:, : sizes.kv_heads]
+        if self._decoder.value_norm:
+            value = value / np.sqrt((value**2).mean(-1, keepdims=True) + sizes.epsilon)
+        if norm == "rotated":
+            query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
+        if norm is not None:
+            query = self._norm_heads(query, name + "q_layernorm")
+            key = key if shares else self._norm_heads(key, name + "k_layernorm")
+        if norm != "rotated":
+            query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
+        if (growth := self._decoder.query_growth) is not None:
+            turns = np.floor(np.arange(length) / growth.every)
+            query = query * (1 + growth.beta * np.log1p(turns))[:, None, None]
+        self._stored[layer] = key, value
+        return query, *self._stored[self._decoder.key_layer(layer)]
 
     def _mixed(self, hidden: Floats, name: str, mixer: Mixer) -> Floats:
         """The layers with a state, token by token."""
@@ -168,10 +202,11 @@ class ReferenceDecoder:
             result = self._norm(np.stack(outputs), name + "norm").reshape(length, -1) * _silu(gates)
         else:
             result = self._scanned(inputs, name, mixer)
-        return self._linear(result, name + "out_proj")
+        return self._linear(result, name + "out_proj") * getattr(mixer, "factor", 1)
 
     def _scanned(self, inputs: Floats, name: str, mixer: StateSpace) -> Floats:
         length = len(inputs)
+        inputs = inputs * np.array(mixer.input_factors or 1.0)
         gates, joined, steps = np.split(inputs, [mixer.inner, mixer.inner + mixer.channels], axis=-1)
         edges = [mixer.inner, mixer.inner + mixer.groups * mixer.state]
         x, b, c = np.split(_silu(self._convolved(joined, name)), edges, axis=-1)
@@ -252,13 +287,23 @@ class ReferenceDecoder:
         turned = (states[..., :half] + 1j * states[..., half:]) * np.exp(1j * angles)
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
+    def _apart(self, hidden: Floats, normed: Floats, name: str, experts: Experts) -> Floats:
+        seen = self._norm(hidden, f"{name}router_norm") / math.sqrt(self._sizes.hidden)
+        routed = self._routed(self._norm(hidden, f"{name}pre_experts_layernorm"), seen, name, experts)
+        shared = self._norm(self._shared(normed, name, experts), f"{name}post_shared_layernorm")
+        return shared + self._norm(routed, f"{name}post_experts_layernorm")
+
     def _experts(self, hidden: Floats, name: str, experts: Experts) -> Floats:
-        """Token by token: the chosen experts one after another, then the shared one."""
+        routed = self._routed(hidden, hidden, name, experts)
+        return routed + self._shared(hidden, name, experts) if experts.shared else routed
+
+    def _routed(self, hidden: Floats, seen: Floats, name: str, experts: Experts) -> Floats:
+        """Token by token: the experts that the router chooses of `seen`, one after another."""
         activate = _ACTIVATIONS[self._decoder.activation]
         summed = np.zeros_like(hidden)
         outer, inner = (self._of_experts(f"{name}{part}") for part in ("fc", "proj"))
         for token, row in enumerate(hidden):
-            for expert, share in self._shares(row, f"{name}router", experts).items():
+            for expert, share in self._shares(seen[token], f"{name}router", experts).items():
                 joined = outer[expert] @ np.append(row, 1)
                 if experts.interleaved:
                     joined = np.concatenate([joined[1::2], joined[0::2]])
@@ -271,18 +316,20 @@ class ReferenceDecoder:
                     limit, gate = experts.clamp.limit, np.minimum(gate, experts.clamp.limit)
                     states = (np.clip(up, -limit, limit) + 1) * gate / (1 + np.exp(-experts.clamp.alpha * gate))
                 summed[token] += share * (inner[expert] @ np.append(states, 1))
-        if experts.shared:
-            states = self._linear(hidden, f"{name}shared_expert.fc")
-            if experts.gated:
-                up, gate = np.split(states, 2, axis=-1)
-                states = up * activate(gate)
-            else:
-                states = activate(states)
-            shared = self._linear(states, f"{name}shared_expert.proj")
-            if experts.shared_gate:
-                shared = shared / (1 + np.exp(-self._linear(hidden, f"{name}shared_expert_gate")))
-            summed += shared
         return summed
+
+    def _shared(self, hidden: Floats, name: str, experts: Experts) -> Floats:
+        activate = _ACTIVATIONS[self._decoder.activation]
+        states = self._linear(hidden, f"{name}shared_expert.fc")
+        if experts.gated:
+            up, gate = np.split(states, 2, axis=-1)
+            states = up * activate(gate)
+        else:
+            states = activate(states)
+        shared = self._linear(states, f"{name}shared_expert.proj")
+        return (
+            shared / (1 + np.exp(-self._linear(hidden, f"{name}shared_expert_gate"))) if experts.shared_gate else shared
+        )
 
     def _of_experts(self, name: str) -> Floats:
         """Return the matrices of all experts [experts, out, in + 1]; the last column is the bias."""
@@ -305,21 +352,27 @@ class ReferenceDecoder:
             members = members[np.argsort(-sums)[: experts.chosen_groups]]
         chosen = sorted(members.ravel(), key=lambda expert: -wishes[expert])[: experts.chosen]
         total = scores[chosen].sum() if experts.renormalized else 1.0
-        return {int(expert): float(scores[expert] / total * experts.scale) for expert in chosen}
+        factors = self._weights.get(f"{router}.scale", np.ones(experts.count)) * experts.scale
+        return {int(expert): float(scores[expert] / total * factors[expert]) for expert in chosen}
 
     def _mlp(self, hidden: Floats, name: str, layer: int) -> Floats:
         experts = self._decoder.experts_of(layer)
         if experts is not None:
             return self._experts(hidden, name, experts)
-        inner, activate = self._linear(hidden, name + "fc"), _ACTIVATIONS[self._decoder.activation]
+        inner = self._linear(hidden, name + "fc") * self._decoder.gate_factor
+        activate = _ACTIVATIONS.get(self._decoder.activation, _silu)
         if self._decoder.mlp == "fused":
             factor, gate = np.split(inner, 2, axis=-1)
             inner = factor * activate(gate)
+        elif self._decoder.activation == "xielu":
+            above, below = np.logaddexp(0, self._weights[name + "xielu"])
+            curved = (below + 0.5) * (np.expm1(np.minimum(inner, 0)) - inner)
+            inner = np.where(inner > 0, above * inner**2, curved) + inner / 2
         else:
             inner = activate(inner)
         if self._decoder.gated:
             inner = inner * self._linear(hidden, name + "gate")
-        return self._linear(inner, name + "proj")
+        return self._linear(inner, name + "proj") * self._decoder.mlp_factor
 
 
 def _visible(length: int, window: int | None) -> npt.NDArray[np.bool_]:

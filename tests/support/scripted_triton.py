@@ -11,9 +11,8 @@ import numpy as np
 
 from tests.support.described_models import described
 from trtserve.client.endpoint import Endpoint
-from trtserve.client.tensors import ModelDescription, Reply, Tensor
+from trtserve.client.tensors import ModelRequest, Reply
 from trtserve.client.tokenizer import _RENDERER, TokenizerFiles
-from trtserve.errors import RequestError
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.served import Backend, ServedModel
@@ -73,20 +72,17 @@ class ScriptedTriton(Backend):
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5)
 
-    async def infer(
-        self, model: ModelDescription, tensors: Sequence[Tensor], *, request_id: str, **_: Any
-    ) -> AsyncIterator[Reply]:
+    async def infer(self, request: ModelRequest) -> AsyncIterator[Reply]:
         """Answer one request, as a transport does."""
-        del model
-        inputs = {tensor.name: tensor.flat() for tensor in tensors}
+        inputs = {tensor.name: tensor.flat() for tensor in request.tensors}
         if inputs.get("stop"):
-            self.stops.append(request_id)
+            self.stops.append(request.id)
             return
         self.requests.append(inputs)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            async for reply in self._replies(inputs, request_id):
+            async for reply in self._replies(inputs, request.id):
                 yield reply
         finally:
             self.running -= 1
@@ -138,8 +134,3 @@ class ScriptedTriton(Backend):
                 logits[0, place, token] = 9.0
             outputs["context_logits"] = logits
         return Reply(outputs=outputs, parameters={"finish_reason": self.finish_reason} if last else {})
-
-
-def refused(text: str) -> RequestError:
-    """An error as the engine reports it."""
-    return RequestError(text)

@@ -80,6 +80,17 @@ SPACE = replace(
     mixer=StateSpace(heads=8, head=12, groups=2, state=16, taps=4, norm_groups=2),
     mixer_layers=frozenset({0, 2}),
 )
+BESIDE = replace(
+    LLAMA,
+    mixer=StateSpace(
+        heads=8, head=12, groups=2, state=16, taps=4, norm_groups=0, factors=(0.5, 0.75, 1.25, 1.5, 0.9), factor=0.6
+    ),
+    mixer_layers=frozenset({0, 1}),
+    mixer_beside=True,
+    attention_factor=0.7,
+    gate_factor=0.8,
+    mlp_factor=1.2,
+)
 SINGLE = replace(
     SPACE,
     block="single",
@@ -99,6 +110,23 @@ SINGLE = replace(
         gated=False,
         dense_layers=frozenset({0, 1, 2}),
     ),
+)
+GEMMA4 = replace(
+    LLAMA,
+    block="sandwich",
+    qk_norm="heads",
+    value_norm=True,
+    windows=(7, None, 7, None),
+    rope_inv_freq=(1.0, 0.1, *[0.0] * 10),
+    local_rope_inv_freq=LLAMA.rope_inv_freq,
+    key_layers=(0, 1, 0, 1),
+    layer_inputs=8,
+    layer_scales=True,
+)
+GEMMA4_MOE = replace(
+    GEMMA4,
+    mlp="experts",
+    experts=Experts(count=6, chosen=2, renormalized=True, shared=True, shared_gate=False, apart=True),
 )
 QWEN2_MOE = replace(MIXTRAL, experts=Experts(count=4, chosen=3, renormalized=False, shared=True))
 ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
@@ -127,6 +155,8 @@ class TinyDecoder:
             "num_attention_heads": self.sizes.heads,
             "num_key_value_heads": self.sizes.kv_heads,
             "head_size": self.sizes.head,
+            "full_num_key_value_heads": self.sizes.full_kv_heads,
+            "full_head_size": self.sizes.full_head,
             "intermediate_size": INNER,
         }
 
@@ -174,9 +204,10 @@ def tiny_decoder(
         name = f"transformer.layers.{layer}"
         for norm in _norms(decoder):
             add(f"{name}.{norm}", sizes.hidden, bias=layer_norm, centre=1.0)
-        for norm, size in _head_norms(decoder, sizes).items() if decoder.mixer_of(layer) is None else ():
+        own = sizes.of_layer(full=decoder.window(layer) is None)
+        for norm, size in _head_norms(decoder, own, layer).items():
             add(f"{name}.attention.{norm}", size, bias=False, centre=1.0)
-        for part, shape in _layer_shapes(decoder, sizes, layer).items():
+        for part, shape in _layer_shapes(decoder, own, layer).items():
             add(f"{name}.{part}", *shape, bias=biases and len(shape) == 2)
     tensors |= _extra_tensors(decoder, sizes, tensors, random, dtype, biases=biases)
     if decoder.block != "post":
@@ -188,26 +219,37 @@ def tiny_decoder(
 def _layer_shapes(decoder: Decoder, sizes: Sizes, layer: int) -> dict[str, tuple[int, ...]]:
     mixer, shapes = decoder.mixer_of(layer), dict[str, tuple[int, ...]]()
     if layer not in decoder.mlp_layers:
-        shapes = _attention_shapes(decoder, sizes) if mixer is None else _mixer_shapes(mixer, sizes.hidden)
+        shares = decoder.key_layer(layer) != layer
+        shapes = {} if mixer is None else _mixer_shapes(mixer, sizes.hidden)
+        if mixer is None or decoder.mixer_beside:
+            shapes |= _attention_shapes(decoder, sizes, shares=shares)
     if decoder.block != "single" or layer in decoder.mlp_layers:
         inner = _mlp_shapes(decoder, decoder.experts_of(layer), sizes.hidden)
         shapes |= {f"mlp.{part}": shape for part, shape in inner.items()}
+    if decoder.layer_inputs:
+        shapes |= {
+            "inputs.gate": (decoder.layer_inputs, sizes.hidden),
+            "inputs.proj": (sizes.hidden, decoder.layer_inputs),
+            "post_inputs_layernorm": (sizes.hidden,),
+        }
     return shapes
 
 
-def _head_norms(decoder: Decoder, sizes: Sizes) -> dict[str, int]:
+def _head_norms(decoder: Decoder, sizes: Sizes, layer: int) -> dict[str, int]:
     """Each head has a weight of its own where the norm is of layer kind."""
-    if decoder.qk_norm is None:
+    if decoder.qk_norm is None or decoder.mixer_of(layer) is not None:
         return {}
     several = decoder.qk_norm == "all" or decoder.norm == "layer"
-    counts = {"q_layernorm": sizes.heads, "k_layernorm": sizes.kv_heads}
+    counts = {"q_layernorm": sizes.heads}
+    if decoder.key_layer(layer) == layer:
+        counts["k_layernorm"] = sizes.kv_heads
     return {name: heads * sizes.head if several else sizes.head for name, heads in counts.items()}
 
 
-def _attention_shapes(decoder: Decoder, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(decoder: Decoder, sizes: Sizes, *, shares: bool) -> dict[str, tuple[int, ...]]:
     latent, heads, hidden = decoder.latent, sizes.heads, sizes.hidden
     if latent is None:
-        rows = (heads + 2 * sizes.kv_heads) * sizes.head
+        rows = (heads + (0 if shares else 2) * sizes.kv_heads) * sizes.head
         gate: dict[str, tuple[int, ...]] = (
             {"attention.gate": (heads * sizes.head, hidden)} if decoder.attention_gate else {}
         )
@@ -249,6 +291,10 @@ def _extra_tensors(
 ) -> dict[str, Array]:
     """Return what is no matrix of layers: biases of experts, corrections of routers, sinks of attention."""
     shapes: dict[str, tuple[int, ...]] = {}
+    if size := decoder.layer_inputs:
+        shapes["transformer.layer_embedding.weight"] = (sizes.vocab, size * sizes.layers)
+        shapes["transformer.layer_projection.weight"] = (size * sizes.layers, sizes.hidden)
+        shapes["transformer.layer_norm.weight"] = (size,)
     for layer in range(sizes.layers):
         name, experts = f"transformer.layers.{layer}", decoder.experts_of(layer)
         mixer = decoder.mixer_of(layer)
@@ -257,11 +303,15 @@ def _extra_tensors(
             shapes |= {f"{name}.mixer.{part}": (heads,) for part in ("decay", "time_bias")}
             if isinstance(mixer, StateSpace):
                 shapes |= {f"{name}.mixer.skip": (heads,), f"{name}.mixer.conv.bias": (mixer.channels,)}
+        if decoder.activation == "xielu":
+            shapes[f"{name}.mlp.xielu"] = (2,)
+        if decoder.layer_scales:
+            shapes[f"{name}.scale"] = (1,)
         if decoder.attention_sinks:
             shapes[f"{name}.attention.sinks"] = (sizes.heads,)
         lone = decoder.block != "single" or layer in decoder.mlp_layers
-        if experts is not None and experts.scores == "sigmoid" and lone:
-            shapes[f"{name}.mlp.router.correction"] = (experts.count,)
+        if experts is not None and (experts.apart or (experts.scores == "sigmoid" and lone)):
+            shapes[f"{name}.mlp.router.{'scale' if experts.apart else 'correction'}"] = (experts.count,)
         if experts is not None and biases:
             shapes |= {
                 f"{name}.mlp.{part}.bias": (*matrices[f"{name}.mlp.{part}.weight"].shape[:2], 1)
@@ -287,8 +337,12 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
         "fc": (count, outer, hidden),
         "proj": (count, hidden, INNER),
         **({f"shared_expert.{part}": shape for part, shape in shared.items()} if experts.shared else {}),
+        **(dict.fromkeys(_APART, (hidden,)) if experts.apart else {}),
         **({"shared_expert_gate": (1, hidden)} if experts.shared and experts.shared_gate else {}),
     }
+
+
+_APART = "router_norm", "pre_experts_layernorm", "post_experts_layernorm", "post_shared_layernorm"
 
 
 def _norms(decoder: Decoder) -> list[str]:
@@ -326,6 +380,15 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, norms on both sides": tiny_decoder(replace(LLAMA, block="sandwich", residual_scale=0.6)),
     "llama, scaled embeddings": tiny_decoder(replace(LLAMA, embedding_scale=8.0)),
     "llama, capped logits": tiny_decoder(replace(LLAMA, logits_softcap=0.5)),
+    "gemma2, capped scores": tiny_decoder(
+        replace(LLAMA, attention_softcap=0.5, block="sandwich", windows=(7, None)), replace(GROUPED, layers=3)
+    ),
+    "gemma4, heads of two sizes, shared keys, inputs of layers": tiny_decoder(
+        GEMMA4, replace(GROUPED, layers=4, full_kv_heads=1, full_head=24)
+    ),
+    "gemma4, experts beside an MLP": tiny_decoder(
+        GEMMA4_MOE, replace(GROUPED, layers=4, full_kv_heads=1, full_head=24)
+    ),
     "llama, int8": tiny_decoder(packing="int8"),
     "llama, int4": tiny_decoder(packing="int4"),
     "llama, float16": tiny_decoder(dtype=np.float16),
@@ -334,6 +397,7 @@ DECODERS: dict[str, TinyDecoder] = {
     "cohere, a weight for each head": tiny_decoder(
         replace(GPTJ, mlp="gated", activation="silu", qk_norm="heads", residual_scale=0.7), replace(GROUPED, kv_heads=2)
     ),
+    "apertus, xielu": tiny_decoder(replace(LLAMA, mlp="plain", activation="xielu", qk_norm="heads"), GROUPED),
     "nemotron, relu2": tiny_decoder(replace(GPT2, activation="relu2"), replace(GROUPED, kv_heads=4)),
     "gpt_neox, two norms side by side": tiny_decoder(
         replace(GPTJ, mlp_norm="mlp_layernorm", rope_interleaved=False), replace(GROUPED, kv_heads=4), packing="int8"
@@ -359,6 +423,7 @@ DECODERS: dict[str, TinyDecoder] = {
     "lfm2, short convolutions, int8": tiny_decoder(SHORT, packing="int8"),
     "qwen3-next, delta nets, gated attention": tiny_decoder(DELTA, replace(GROUPED, layers=3)),
     "nemotron-h, single blocks": tiny_decoder(SINGLE, replace(GROUPED, layers=4)),
+    "falcon-h1, state spaces beside attention, factors": tiny_decoder(BESIDE),
     "mamba 2, groups": tiny_decoder(SPACE, replace(GROUPED, layers=3)),
     "mamba 2, the gate after the norm, no positions": tiny_decoder(
         replace(

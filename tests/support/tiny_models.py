@@ -44,7 +44,8 @@ def write_tiny_model(
     config = known.config | {"dtype": dtype, "torch_dtype": dtype} | overrides
     generator = np.random.default_rng(seed)
     tensors = {
-        name: _random(generator, name, shape, dtype, gain, known.norm_centre) for name, shape in known.tensors(config)
+        name: random_weights(generator, name, shape, dtype, gain, known.norm_centre)
+        for name, shape in known.tensors(config)
     }
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
@@ -57,14 +58,16 @@ def write_tiny_model(
     return folder
 
 
-def _random(
+def random_weights(
     generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str, gain: float, centre: float
 ) -> Array:
     """Return weights whose greedy output depends on all tokens: strong layers, small embeddings, sharp attention."""
     noise = generator.standard_normal(shape, dtype=np.float32)
-    if name.endswith("bias"):
+    if not shape:  # of xIELU
+        values = np.full((), 0.5 if name.endswith(".beta") else -1e-6, np.float32)
+    elif name.endswith("bias"):
         values = 0.1 * noise
-    elif "norm" in name or ".ln_" in name:
+    elif "norm" in name or ".ln_" in name or name.endswith("layer_scalar"):
         values = (1 if ".linear_attn." in name else centre) + 0.1 * noise
     elif len(shape) == 1:  # sinks of attention, decays of states
         values = noise

@@ -56,6 +56,10 @@ class ThreadRanks:
     """The ranks of the engine in `engine`, which take the same steps; the logits are those of the last stage."""
 
     def __init__(self, engine: Path, tp_size: int, stages: int) -> None:
+        import torch
+
+        if torch.cuda.is_available():  # loads the solver, which fails when two threads are the first to need it
+            torch.linalg.solve_triangular(torch.ones(1, 1, 1).cuda(), torch.ones(1, 1, 1).cuda(), upper=False)
         links = [[Queue[Any]() for _ in range(tp_size)] for _ in range(stages + 1)]
         groups = []
         for stage in range(stages):

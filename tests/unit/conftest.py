@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy.testing  # noqa: F401  asks lscpu when it is imported
 import pytest
@@ -13,6 +15,11 @@ from tests.support.executors import Start, executors
 from tests.support.guide_trials import TrialInThisProcess
 from trtserve.client.tokenizer import render
 from trtserve.executor.engine import guided
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
+
+    from tests.support.scripted_triton import ScriptedTriton
 
 # The models import it; Triton's own exists in its stub alone.
 sys.modules["triton_python_backend_utils"] = python_backend
@@ -55,3 +62,20 @@ def start() -> Iterator[Start]:
     """Start executors over fake models; they are shut down at the end."""
     with executors() as make:
         yield make
+
+
+@pytest.fixture
+def triton(folder: Path) -> ScriptedTriton:
+    """A Triton with the answers of a script, for the model in the test's `folder`."""
+    from tests.support.scripted_triton import ScriptedTriton  # machines with GPUs lack what a gateway needs
+
+    return ScriptedTriton(folder)
+
+
+@pytest.fixture
+def client(triton: ScriptedTriton) -> Iterator[TestClient]:
+    """OpenAI's API in front of it."""
+    from tests.support.scripted_endpoint import endpoint_of
+
+    with endpoint_of(triton) as client:
+        yield client

@@ -114,7 +114,10 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", "gemm"]) == 0
     shown = capsys.readouterr().out
     found = [line for line in shown.splitlines() if line.startswith("trtserve")]
-    assert found == [f"trtserve {name}:" for name in ("import", "convert", "build", "plan")]
+    assert found == ["trtserve import, convert, plan:", "trtserve import, build:"]  # each option once
+    assert run(["help", "json"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("  --json ") == 1
     assert run(["help", "exit-codes"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {code} " in shown and meaning in shown for code, _, meaning in exit_codes())
@@ -125,6 +128,29 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no word 'xyzzy'" in capsys.readouterr().err
     assert run(["--help", "bench", "report"]) == 0
     assert "Usage: trtserve bench report" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "page", "heading"),
+    [
+        ("embeddings", "vllm-repositories", "Embeddings and reranking"),
+        ("rerank", "vllm-repositories", "Embeddings and reranking"),
+        ("tools", "openai-features", "Thoughts, tools and images: Tools"),
+        ("gguf", "quantised-models", "GGUF"),
+        ("quantise", "quantise", "Quantise"),
+        ("quantize", "quantise", "Quantise"),
+        ("docker", "containers", "Run NVIDIA's containers"),  # no heading has these words
+        ("temperature", "chat", "Chat: In the terminal"),
+        ("kv cache", "vllm", "Serve with vLLM"),
+    ],
+)
+def test_help_leads_to_the_documentation(
+    word: str, page: str, heading: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["help", word]) == 0
+    documented = capsys.readouterr().out.partition("documentation, in the repository:")[2].split()
+    assert f"docs/how-to/{page}.md" in documented
+    assert heading in " ".join(documented)
 
 
 @pytest.mark.parametrize(

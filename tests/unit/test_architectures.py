@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.families import FAMILIES
+from tests.support.families import EVERY, FAMILIES
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
+from trtserve.checkpoint.architectures.parts.model_keys import KEYS
 from trtserve.checkpoint.architectures.parts.positions import attention_windows, inverse_frequencies, rotary
 from trtserve.checkpoint.supported import supported_family
 from trtserve.errors import UnsupportedModelError
 from trtserve.nvidia.releases.converters import convertible_family
+from trtserve.pipeline.checkpoint_config import checkpoint_config as convertible_config
 from trtserve.pipeline.convert_own import plan_own_conversion
+from trtserve.repository.check.rules import refusal
 from trtserve.specs import ConvertSpec
 
 LLAMA3 = FAMILIES["llama3"].config["rope_scaling"] | {"original_max_position_embeddings": 8192}
@@ -58,9 +64,17 @@ def test_unknown_architecture_error_lists_supported_ones() -> None:
         assert name in caught.value.message
 
 
-def test_a_config_without_architecture_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="names no architecture"):
-        supported_family({"model_type": "llama"})
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([], "names no architecture"),
+        (["LlamaForCausalLM", "MistralForCausalLM"], "several architectures: LlamaForCausalLM, MistralForCausalLM"),
+        (["Qwen2ForCausalLM"], "two families: model_type = llama and the architecture Qwen2ForCausalLM"),
+    ],
+)
+def test_a_config_without_one_architecture_is_refused(names: list[str], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        supported_family({"model_type": "llama", "architectures": names})
 
 
 def test_checkpoint_architecture_names_are_recognised() -> None:
@@ -100,7 +114,15 @@ def test_checkpoint_architecture_names_are_recognised() -> None:
         ("phi3", {"layer_types": ["full_attention"] * 2, "sliding_window": 64}, "sliding_window = 64 and"),
         ("starcoder2", {"layer_types": ["full_attention"] * 2, "sliding_window": 64}, "sliding_window = 64 and"),
         ("llama", {"is_causal": False}, "is_causal = false"),
-        ("gpt2", {"is_causal": False}, "is_causal = false"),
+        ("gpt2", {"is_causal": None}, "is_causal = none"),
+        ("llama", {"head_dim": 1 << 30}, "head_dim = 1073741824; no model is that large"),
+        ("llama", {"rope_parameters": []}, r"rope_parameters = \[\]; expected an object"),
+        ("glm", {"partial_rotary_factor": 1e9}, "partial_rotary_factor"),
+        ("llama_yarn", {"rope_theta": 1}, "rope_theta = 1 beside rotary scaling 'yarn'"),
+        ("qwen2", {"max_window_layers": None}, "max_window_layers = None; expected numbers of 0 or more"),
+        ("llama", {"attention_bias": "false"}, "attention_bias = 'false'; expected true or false"),
+        ("ministral", {"num_hidden_layers": None}, "lacks num_hidden_layers"),
+        ("bloom", {"n_head": 2}, "n_head = 2 and num_attention_heads = 4"),
         ("gpt2", {"n_layer": 0}, "n_layer = 0"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"activation_function": "tanh"}, "'tanh'"),
@@ -133,7 +155,7 @@ def test_unsupported_features_are_refused_from_config_alone(
         ("phi", {"partial_rotary_factor": -0.5}, "partial_rotary_factor = -0.5"),
         ("phi3_long", {"rope_scaling": "long"}, "rope_scaling = 'long'"),
         ("gemma2", {"final_logit_softcapping": "x"}, "final_logit_softcapping = 'x'"),
-        ("gemma3", {"rope_local_base_freq": "x"}, "rope_theta = 'x'"),
+        ("gemma3", {"rope_local_base_freq": "x"}, "rope_local_base_freq = 'x'"),
         ("mistral", {"sliding_window": "a"}, "sliding_window = 'a'"),
         ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
     ],
@@ -141,6 +163,53 @@ def test_unsupported_features_are_refused_from_config_alone(
 def test_non_numeric_config_values_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         supported_family(FAMILIES[family].config | changes)
+
+
+_LIES: tuple[Any, ...] = (
+    *(None, 0, -1, 10**400, 2**40, 10**7, 0.5, float("nan"), float("inf")),
+    *("x", "", "a" * 5000, [], [None], [[1]], ["x"] * 5000, {"a": 1}),
+)
+
+
+def places(config: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to all values of a config."""
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
+        yield (*inside, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*inside, key))
+
+
+def changed(config: Any, way: tuple[Any, ...], value: Any) -> Any:
+    """A copy with another value there."""
+    if not way:
+        return value
+    copy = dict(config) if isinstance(config, dict) else list(config)
+    copy[way[0]] = changed(copy[way[0]], way[1:], value) if len(way) > 1 else value
+    return copy
+
+
+def convert(config: dict[str, Any]) -> None:
+    """All that is made of a config before weights are read."""
+    hf = architectures.text_model(config)
+    module, made = supported_family(hf), convertible_config(hf, ConvertSpec())
+    architectures.parameter_count(architectures.described(hf, made))
+    module.decoder(made)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_values_of_every_key_are_taken_or_refused_by_name(family: str) -> None:
+    """Lies for the keys of each family and for what is in them, two for other keys; another error is a fault.
+
+    No object is taken, and no message is long. `make families` tells all lies.
+    """
+    config, chance = FAMILIES[family].config | {"dtype": "float16"}, random.Random(family)
+    lies = [(way, lie) for way in places(config) for lie in (_LIES if EVERY else chance.sample(_LIES, 4))]
+    lies += [((key,), lie) for key in sorted({*KEYS} - {*config}) for lie in chance.sample(_LIES, 2)]
+    for way, lie in lies:
+        error = refusal(partial(convert, changed(config, way, lie)))
+        assert len(str(error)) <= 4000, way
+        if way[-1] in KEYS and isinstance(lie, dict):
+            assert str(way[-1]) in str(error), way
 
 
 def test_rotary_settings_are_read_in_both_spellings() -> None:
@@ -180,7 +249,7 @@ def test_frequencies_equal_those_of_transformers(tmp_path: Path, family: str) ->
     config = checkpoint_config(folder)
     decoder = architectures.family("LlamaForCausalLM").decoder(config)
     expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder)).inv_freq.tolist()
-    assert decoder.rope_inv_freq == pytest.approx(expected, rel=2e-7)
+    assert decoder.rope_inv_freq == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +362,7 @@ def test_phi3_accepts_older_names_of_longrope(name: str) -> None:
     ("architecture", "advice"),
     [
         ("GPTBigCodeForCausalLM", r"supports it from TensorRT-LLM 0\.12: --converter upstream"),
-        ("Gemma4ForCausalLM", r"one of these in its config\.json\. .* --trtllm-script FOLDER\. .* --runtime llmapi"),
+        ("GlmMoeDsaForCausalLM", r"one of these in its config\.json\. .* --trtllm-script FOLDER\. .* --runtime llmapi"),
         ("MambaForCausalLM", r"Choose a model with one of these .* from TensorRT-LLM 0\.12: --converter upstream"),
         ("RwkvForCausalLM", r"Choose a model with one of these .* If TensorRT-LLM has a .* --trtllm-script FOLDER"),
     ],
@@ -303,4 +372,4 @@ def test_unsupported_architecture_error_suggests_alternatives(architecture: str,
         convertible_family({"architectures": [architecture]})
     assert re.search(advice, str(caught.value.hint))
     # A folder has to be named of what no table here has.
-    assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("Gemm", "Rwkv"))
+    assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("GlmM", "Rwkv"))

@@ -19,18 +19,19 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.gateways import settings_of
 from tests.support.scripted_endpoint import complete, endpoint_of, error, events, write_chat_model
 from tests.support.scripted_triton import ScriptedTriton
 from trtserve.cli.gateway import _Front, _running
-from trtserve.client.endpoint import Endpoint
-from trtserve.errors import RequestError, ServerUnreachableError, UsageError
+from trtserve.client.endpoint import Endpoint, refused
+from trtserve.errors import RequestError, ServerUnreachableError, TrtserveError, UsageError
 from trtserve.gateway import replicas
 from trtserve.gateway.app import Gateway
 from trtserve.gateway.balancing import BLOCK, Balancer, BalancerMemory, RequestShare
 from trtserve.gateway.openai import served
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.replicas import Replica, ReplicaAddress, Replicas, SharedState
-from trtserve.gateway.settings import GatewaySettings, write_private
+from trtserve.gateway.settings import write_private
 from trtserve.gateway.triton import TritonHttp
 
 SPEED = 4000.0
@@ -215,6 +216,15 @@ def test_a_busy_replica_shares_its_prefix() -> None:
     assert chosen == {0, 1, 2}
 
 
+def test_what_replicas_did_does_not_count_as_their_load() -> None:
+    balancer, long = Balancer(2), np.zeros(1_000_000, dtype=np.int32)
+    for _ in range(1000):
+        balancer.end(balancer.choose(long))
+    balancer.count = 3
+    shares = [balancer.choose(prompt) for prompt in np.arange(3 * 64, dtype=np.int32).reshape(3, 64)]
+    assert {share.replica for share in shares} == {0, 1, 2}
+
+
 def test_a_replica_that_failed_is_left_alone() -> None:
     now = [0.0]
     balancer, prompt = Balancer(2, clock=lambda: now[0]), [7] * BLOCK * 4
@@ -374,18 +384,7 @@ def test_a_request_is_tried_on_three_servers_that_are_open_and_on_each_once() ->
 
 def _gateway(**settings: Any) -> Gateway:
     """Return a gateway in front of servers that do not answer."""
-    return Gateway(
-        GatewaySettings(
-            name="gateway",
-            host="127.0.0.1",
-            port=1,
-            triton_http="127.0.0.1:1",
-            triton_grpc="127.0.0.1:8001",
-            metrics="127.0.0.1:1",
-            model="m",
-            **settings,
-        )
-    )
+    return Gateway(settings_of(triton_grpc="127.0.0.1:8001", **settings))
 
 
 def test_a_server_that_is_removed_can_be_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,17 +488,25 @@ def test_both_servers_answer(client: TestClient, servers: list[ScriptedTriton]) 
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("failure", [ServerUnreachableError("gone"), refused("Server is stopping")])
 def test_a_request_moves_on_before_its_first_byte(
-    client: TestClient, servers: list[ScriptedTriton], stream: bool
+    client: TestClient, servers: list[ScriptedTriton], stream: bool, failure: TrtserveError
 ) -> None:
-    servers[0].script = (ServerUnreachableError("gone"),)
+    servers[0].script = (failure,)
     for _ in range(3):
         answer = complete(client, stream=stream)
         assert answer.status_code == 200
         assert "Hello" in "".join(each["choices"][0]["text"] for each in events(answer)) if stream else answer.json()
     assert len(servers[0].requests) <= 1
     servers[1].script = servers[0].script
-    assert error(complete(client, stream=stream))[:2] == (503, "gone")
+    assert error(complete(client, stream=stream))[:2] == (503, failure.message)
+
+
+def test_words_of_a_request_do_not_close_a_server(client: TestClient, servers: list[ScriptedTriton]) -> None:
+    for server in servers:
+        server.script = (refused("The guide is invalid: '#/Server is stopping' in 'the server is not ready'"),)
+    assert error(complete(client))[0] == 400
+    assert len(servers[0].requests) + len(servers[1].requests) == 1
 
 
 def test_an_answer_that_has_begun_does_not_move(client: TestClient, servers: list[ScriptedTriton]) -> None:

@@ -79,6 +79,13 @@ def test_access_logs_are_traces(tmp_path: Path) -> None:
     log.write_text('{"prompt_tokens": 7, "completion_tokens": 5}\n', encoding="utf-8")
     with pytest.raises(UsageError, match="no 'time'"):
         read_trace(log)
+    log.write_text('{"time": 0, "prompt_tokens": 7, "completion_tokens": 5}\n' * 2, encoding="utf-8")
+    assert [each.seconds for each in read_trace(log)] == [0, 0]
+    for time in ("1e308", "NaN", "31622401"):
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f'{{"time": {time}, "prompt_tokens": 7, "completion_tokens": 5}}\n')
+        with pytest.raises(UsageError, match="not all within 366 days"):
+            read_trace(log)
 
 
 def test_mooncakes_traces_keep_times_lengths_and_shared_blocks(tmp_path: Path) -> None:

@@ -216,6 +216,15 @@ def test_report_starts_with_upstreams_rows() -> None:
     assert "Delivered / offered rate" in dict(_report([record(scheduled=True)], request_rate=2.0).rows())
 
 
+def test_the_short_table_has_no_percentile_of_too_few_answers_and_each_count_once() -> None:
+    few = _report([record(), record(status="failed")])
+    assert [row[3:] for row in few.short_rows()] == [("–", "–")] * 3
+    assert few.facts()[0].startswith("requests  1 of 2 answered, 1 failed, ")
+    many = _report([record() for _ in range(2000)])
+    assert {row[0]: row[4] for row in many.short_rows()}["whole answer"] == "10.00"
+    assert [row[0] for row in _report([record()], streaming=False).short_rows()] == ["whole answer"]
+
+
 def test_token_times_are_not_available_without_streaming() -> None:
     values = dict(_report([record(arrivals=[(10, 2)])], streaming=False).rows())
     assert values["Avg. TTFT (ms)"].startswith("n/a (not streaming")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from trtserve.bench.records import (
     precision_of_engine,
 )
 from trtserve.bench.traffic import Arrivals, arrival_times, token_norm_dist
+from trtserve.bench.worker import Load, shares
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
 
@@ -170,3 +172,9 @@ def test_ramps_change_the_rate_linearly(first: float, last: float) -> None:
 def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="--"):
         BenchSpec(**wrong)  # type: ignore[arg-type]
+
+
+def test_no_more_users_than_conversations() -> None:
+    target: Any = None
+    load = Load(target=target, requests=token_norm_dist(BenchSpec(num_requests=5), LIMITS).requests, concurrency=10**9)
+    assert [share.load.concurrency for share in shares(load, 2)] == [3, 2]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.support.stages import build_engine
 from trtserve.artifacts import Checkpoint, Engine, Manifest, load_artifact
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.openvino import runtime as openvino
 from trtserve.executor.openvino.memory import weight_bytes
 from trtserve.executor.openvino.paged_model import PagedModel
@@ -191,12 +193,18 @@ def test_dynamic_rope_scaling_is_limited_to_the_models_positions(tmp_path: Path)
         plan_build(checkpoint, BuildSpec(max_seq_len=513))
 
 
-def test_cpu_runtime_refuses_attention_softcap(tmp_path: Path) -> None:
-    checkpoint = convert_tiny(tmp_path, overrides={"family": "gemma2"}, tp_size=2)
-    assert json.loads((checkpoint.path / "config.json").read_text())["attn_logit_softcapping"] == 50.0
-    with pytest.raises(UnsupportedModelError, match=r"caps its attention scores at 50 \(attention soft-cap"):
-        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
-    assert not (tmp_path / "engine").exists()
+@pytest.mark.parametrize(("asked", "cache"), [("auto", "f32"), ("f32", "f32"), ("u8", None)])
+def test_caches_of_capped_scores_have_the_precision_of_arithmetic(
+    asked: Literal["auto", "f32", "u8"], cache: str | None, tmp_path: Path
+) -> None:
+    checkpoint = convert_tiny(tmp_path, overrides={"family": "gemma2"}, dtype="float32")
+    spec = replace(SPEC, kv_precision=asked)
+    if cache is None:
+        with pytest.raises(UnsupportedModelError, match=r"precision of arithmetic, f32; --kv-precision is u8"):
+            plan_build(checkpoint, spec)
+    else:
+        engine = build_engine(checkpoint, spec, out=tmp_path / "engine")
+        assert read_engine_config(engine.path).trtserve.kv_precision == cache
 
 
 @pytest.mark.parametrize(
@@ -213,6 +221,20 @@ def test_cpu_runtime_refuses_attention_softcap(tmp_path: Path) -> None:
 )
 def test_precision_follows_weights_and_machine(dtype: str, kv: str, bfloat16: bool, expected: tuple[str, str]) -> None:
     assert openvino.resolve_precision(dtype, kv, bfloat16=bfloat16)[:2] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "compute"),
+    [("granite_hybrid", "f32"), ("nemotron_h", "f32"), ("falcon_h1", "f32"), ("qwen3_5", "bf16"), ("lfm2", "bf16")],
+)
+def test_states_that_drift_in_bfloat16_have_float32_arithmetic(
+    family: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtserve.host.machine.has_bfloat16", lambda: True)
+    checkpoint = convert_tiny(tmp_path, overrides={"family": family}, dtype="bfloat16")
+    engine = plan_build(checkpoint, SPEC).engine
+    assert isinstance(engine, openvino.OpenvinoPlan)
+    assert (engine.compute_precision, any("Mamba-2" in note for note in engine.notes)) == (compute, compute == "f32")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription
 from trtserve.client.tokenizer import PreparedPrompts
 from trtserve.errors import RequestError, ServerNotFoundError, UsageError
+from trtserve.host.ports import free_ports
 
 
 class ScriptedModel:
@@ -111,7 +112,7 @@ def test_thoughts_are_neither_printed_nor_remembered_but_counted(
     model.context = SimpleNamespace(spec=QuerySpec(), tokenizer=template, prompts=prompts)
     model.answers = [[first, "Hm. ", "So?</th", "ink>", "Hel", "lo"], ["<think>", "cut"]]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/thoughts\n/stats\nMore\n/thoughts\n"))
-    monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_: Endpoint())
+    monkeypatch.setattr("trtserve.cli.chat.find_endpoint", lambda *_, **_options: Endpoint())
     assert run(["chat"]) == 0
     lines = capsys.readouterr().out.split("\n")
     assert lines[:2] == ["Hello", "Hm. So?"]
@@ -162,18 +163,27 @@ def test_a_system_message_that_the_model_has_no_place_for_is_refused_at_once(
     assert len(model.asked) == 1
 
 
+@pytest.mark.parametrize("typed", ["", "/bye\n"])
+def test_a_dead_server_is_an_error_without_a_question_too(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    (port,) = free_ports("127.0.0.1", 1)
+    assert run(["chat", "--url", f"127.0.0.1:{port}"]) == 40
+    assert f"No Triton server answers at 127.0.0.1:{port}" in capsys.readouterr().err
+
+
 def test_lines_of_the_standard_input(
     model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model.answers = [["one"], ["two"]]
-    lines = f"first\n\n/system Be brief\nsecond\n/stats\n/nope\n/save\n/save {tmp_path}/a.md\n/exit\nthird\n"
+    lines = f"first\n\n/system Be brief\nsecond\n/stats\n/nope\n/save {tmp_path}/a.md\n/exit\nthird\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert run(["chat", "--url", "gpu-box:8001", "--max-tokens", "5"]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[:2] == ["one", "two"]
     assert "answer 2: 7 tokens" in captured.out
     assert "There is no command /nope" in captured.err
-    assert "/save needs the name of a file" in captured.err
     assert [spec.system for spec in model.asked] == [None, "Be brief"]
     assert model.asked[0].options["max_tokens"] == 5
     assert (tmp_path / "a.md").exists()
@@ -184,22 +194,44 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
 ) -> None:
     model.answers = [["one"], ["two"], ["three"]]
     lines = (
-        "/retry\nHi\n/set temperature 0.5\n/set --top-k 3\n/set stop_words END\n/set temprature 1\n/set max_tokens x\n"
+        "Hi\n/set temperature 0.5\n/set --top-k 3\n/set stop_words END\n"
         '/set\n/retry\n/set temperature\n/sett\n"""\nfirst\n\n  second """\n'
     )
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert run(["chat", "--url", "gpu-box:8001"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.splitlines()[2:] == [
+    assert captured.out.splitlines()[1:] == [
         *("max_tokens 1024", "temperature 0.5", "top_k 3", "stop_words ('END',)"),
         *("two", "three"),
     ]
-    for said in ("no question to ask again", "'temperature'", "max_tokens is 'x'", "did you mean /set?"):
-        assert said in captured.err
+    assert "did you mean /set?" in captured.err
+    assert captured.err.count("A temperature alone has no effect") == 1
+    assert "/set top_p 0.9" in captured.err
     assert [spec.prompts for spec in model.asked] == [("Hi",), ("Hi",), ("first\n\n  second ",)]
     assert (model.asked[1].history, len(model.asked[2].history)) == ((), 2)
     assert [spec.options.get("temperature") for spec in model.asked] == [None, 0.5, None]
     assert model.asked[2].options["stop_words"] == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("/retry", "no question to ask again"),
+        ("/set temprature 1", "'temperature'"),
+        ("/set max_tokens x", "max_tokens is 'x'"),
+        ("/save", "/save needs the name of a file"),
+        ("/model other", "other"),
+    ],
+)
+def test_a_command_that_fails_ends_a_conversation_without_a_terminal(
+    command: str, said: str, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the model that was there before would get what follows, and nobody would see why."""
+    monkeypatch.setattr(query, "connect", lambda *_: Served(["ensemble", "small", "large"]))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{command}\nHi\n"))
+    assert run(["chat", "small", "--url", "gpu-box:8001"]) != 0
+    assert said in capsys.readouterr().err
+    assert not model.asked
 
 
 def test_a_retry_that_fails_keeps_the_answer_before(model: ScriptedModel, talk: Conversation) -> None:
@@ -218,19 +250,30 @@ def test_another_model_of_the_server_answers(
     served = Served(["ensemble", "small", "large"])
     monkeypatch.setattr(query, "connect", lambda *_: served)
     model.answers = [["one"]]
-    monkeypatch.setattr("sys.stdin", io.StringIO("/model\n/model other\n/model large\nHi\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("/model\n/model large\nHi\n"))
     assert run(["chat", "small", "--url", "gpu-box:8001"]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["* small", "  large", "one"]
-    assert "other" in captured.err
     assert "large answers from now on" in captured.err
     assert model.asked[0].model == "large"
 
 
-def test_an_unknown_server_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("typed", "imported", "started"),
+    [
+        ("smollm2-135m", "smollm2-135m", "smollm2-135m"),
+        ("org/x", "org/x", "x"),
+        ("mine", "MODEL --name mine", "mine"),
+        ("what?", "MODEL --name NAME", "NAME"),
+        ("ensemble", "MODEL --name NAME", "NAME"),
+    ],
+)
+def test_an_unknown_server_is_explained(
+    typed: str, imported: str, started: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
-    assert run(["chat", "smollm2-135m"]) == ServerNotFoundError.code
-    assert "trtserve import smollm2-135m, then trtserve start smollm2-135m --detach" in capsys.readouterr().err
+    assert run(["chat", typed]) == ServerNotFoundError.code
+    assert f"trtserve import {imported}, then trtserve start {started} --detach" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,7 @@ from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import ModelDescription, Reply, Tensor
+from trtserve.client.tensors import ModelDescription, ModelRequest, Reply
 from trtserve.client.tokenizer import (
     TokenizerFiles,
     chat_texts,
@@ -196,9 +196,9 @@ class Preprocessing:
             raise RequestError("no such model")
         return described(model, add_special_tokens=self.adds_special)
 
-    def infer(self, _: ModelDescription, tensors: Sequence[Tensor], **__: Any) -> Iterator[Reply]:
+    def infer(self, request: ModelRequest) -> Iterator[Reply]:
         self.asked += 1
-        ids = self.files.encode(tensors[0].flat()[0], special=True)
+        ids = self.files.encode(request.tensors[0].flat()[0], special=True)
         yield Reply(outputs={"INPUT_ID": np.array([ids]), "REQUEST_INPUT_LEN": np.array([[len(ids)]])})
 
     def sent(self, model: str = "tensorrt_llm_bls", **settings: Any) -> list[int]:

@@ -129,6 +129,7 @@ def test_generate_body_has_scalars_and_lists() -> None:
     [
         ("prompt too long", "prompt too long"),
         ("[request id: 4f-7] Server is stopping", "Server is stopping"),
+        ("in ensemble 'ensemble', Encountered an error when fetching new request: no room", "no room"),
         ("prompt too long\n\nAt:\n  /models/1/model.py(3): execute\n", "prompt too long"),
         ("Traceback (most recent call last):\n  File x\nValueError: too long\n", "ValueError: too long"),
         (

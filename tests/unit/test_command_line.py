@@ -11,12 +11,13 @@ import pytest
 
 from trtserve.cli import import_ as command_line
 from trtserve.cli import run
+from trtserve.errors import UsageError
 from trtserve.pipeline.import_spec import ImportSpec, as_json
 from trtserve.specs import BUILDER_FIELDS, BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.command_line import given_values, import_command, option_words, spec_of
 
 CONVERT = ConvertSpec(
-    tp_size=4, pp_size=2, moe_tp_size=2, moe_ep_size=2, dtype="bfloat16", quantize="fp8", gpu_sm=90,
+    tp_size=4, pp_size=2, moe_tp_size=2, moe_ep_size=2, dtype="bfloat16", quantize="fp8", gpu_sm=90, keep_fp8=True,
     trtllm_version="1.2.1", use_parallel_embedding=True, embedding_sharding_dim=1,
     ignore_tensors=("v_head.*", "score weight"), converter="upstream", trtllm_script="llama", workers=2,
     calib_dataset="my texts", calib_size=8, trtllm_examples=Path("/examples"), converter_flags=("--a", "-v"),
@@ -108,3 +109,15 @@ def test_words_are_quoted() -> None:
         "--builder-flag=--x",
         "--builder-flag=1",
     ]
+
+
+def test_a_name_too_long_for_a_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", "--dry-run", "a" * 5000]) == UsageError.code
+    assert "is no path: File name too long" in capsys.readouterr().err
+
+
+def test_an_integer_beyond_all_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup = tmp_path / "setup.yaml"
+    setup.write_text(f"models: {{demo: {{source: demo}}}}\nservers: {{demo: {{model: demo, http_port: {10**400}}}}}\n")
+    assert run(["diff", str(setup)]) == UsageError.code
+    assert "http_port is 1000000" in capsys.readouterr().err

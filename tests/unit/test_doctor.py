@@ -8,12 +8,15 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trtserve.cli import run
+from trtserve.cli.doctor import _lines
 from trtserve.errors import MachineError, UsageError
 from trtserve.host import machine
 from trtserve.host.machine import install_command
@@ -163,19 +166,29 @@ def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (finding.state, finding.evidence) == ("failed", f"{tmp_path} is not writable")
 
 
-def test_taken_ports_name_their_owner() -> None:
+def test_taken_ports_name_their_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         address = tritonserver.Address(host="127.0.0.1", http_port=port, grpc_port=port, metrics_port=port)
-        finding = system.check_ports(address)
+        finding = system.check_ports(address, store)
     assert finding.state == "warning"
     assert finding.evidence.startswith(f"{port} is taken by process {os.getpid()}")
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         first, second = one.getsockname()[1], two.getsockname()[1]
         address = tritonserver.Address(host="127.0.0.1", http_port=first, grpc_port=second, metrics_port=first)
-        finding = system.check_ports(address)
+        finding = system.check_ports(address, store)
     assert finding.evidence.startswith(f"{first}, {second} are taken by process {os.getpid()}")
     assert finding.evidence.count("taken") == 1
+    with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("127.0.0.1", 0)) as other:
+        first, second = own.getsockname()[1], other.getsockname()[1]
+        server = SimpleNamespace(name="demo", ports={first})
+        monkeypatch.setattr(system, "list_servers", lambda _store: [server])
+        for http, state in ((first, "ok"), (second, "warning")):
+            address = tritonserver.Address(host="127.0.0.1", http_port=http, grpc_port=first, metrics_port=first)
+            finding = system.check_ports(address, store)
+            assert finding.state == state
+            assert f"{first} is taken by your server demo" in finding.evidence
 
 
 class Installed:
@@ -274,6 +287,17 @@ def test_failures_become_one_error_with_every_fix(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MachineError, match=r"glibc: glibc 2\.31; numpy: 2\.1\.0") as caught:
         examination.require_machine(Store(tmp_path))
     assert caught.value.hint == "Newer system.\nOlder NumPy."
+
+
+def test_a_path_stays_whole_on_a_terminal() -> None:
+    path = "/" + "folder/" * 8 + "tritonserver"
+    finding = CheckResult(group="triton", name="tritonserver", state="ok", evidence=path, fix="")
+    assert [line.rstrip() for line in _lines(finding, 15, 79).plain.splitlines()] == [
+        "  ok        tritonserver",
+        f"    {path}",
+    ]
+    short = replace(finding, evidence="/bin/tritonserver")
+    assert _lines(short, 15, 79).plain == "  ok        tritonserver   /bin/tritonserver"
 
 
 @pytest.fixture

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.server_records import proxy_record, server_record
 from trtserve.cli import run
+from trtserve.cli.bench_runs import _require_repository
+from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
+from trtserve.errors import UsageError
 from trtserve.server.state import State, log_file, write_state
 from trtserve.store import Store
 
@@ -71,6 +75,37 @@ def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.Captu
     assert run(["metrics"]) == 34
     said = ["error: 2 servers are running: demo, other.", "next:  Name one of them: trtserve metrics NAME"]
     assert capsys.readouterr().err.splitlines() == said
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(None, 600), (30.0, 30), (900.0, 900)])
+def test_a_port_for_many_models_is_waited_for_as_long_as_loading_takes_or_as_was_asked(
+    asked: float | None, seconds: float
+) -> None:
+    write_state(server_record("many", kept={"one": "unloaded"}), Store())
+    assert find_endpoint(Connection(connect_timeout=asked)).connect_timeout == seconds
+
+
+def test_a_port_for_many_models_is_found_by_its_address_and_has_no_metrics_of_triton(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = {"one": "loaded", "two": "unloaded"}
+    write_state(server_record("many", http_port=9000, grpc_port=0, metrics_port=0, model="", kept=kept), Store())
+    asked = Connection(url="localhost:9000")
+    for found in (
+        find_endpoint(asked),
+        find_endpoint(asked, "http"),
+        find_openai_endpoint("http://localhost:9000/v1", "one"),
+    ):
+        assert found is not None
+        assert (found.http_port, found.grpc_port) == (9000, 0)
+    assert found is not None
+    assert found.model == "one"
+    with pytest.raises(UsageError, match="--diagnose asks the core model itself"):
+        _require_repository(replace(found, repository=Path()))
+    assert run(["metrics"]) == 2
+    said = capsys.readouterr().err
+    assert "many is a port for many models" in said
+    assert "Name a loaded model (one), or read http://127.0.0.1:9000/metrics." in said
 
 
 def test_query_warns_about_a_starting_server(capsys: pytest.CaptureFixture[str]) -> None:

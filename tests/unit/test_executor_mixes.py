@@ -11,7 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.executors import answer_of, collect, executors, is_last, loop_of
-from tests.support.fake_model import HIDDEN, VOCAB, FakeChoosingModel, FakeModel, FakeRepeatingModel
+from tests.support.fake_model import (
+    HIDDEN,
+    VOCAB,
+    FakeChoosingModel,
+    FakeModel,
+    FakeRepeatingChooser,
+    FakeRepeatingModel,
+)
 from trtserve.executor.api import (
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
@@ -183,11 +190,14 @@ class _DraftingConfig(ExecutorConfig):
     ngram_max_draft_len = 6
 
 
+@pytest.mark.parametrize("made", [FakeRepeatingModel, FakeRepeatingChooser])
 @given(values=SETTINGS, mix=st.lists(requests(), min_size=1, max_size=8))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_drafts_from_ngrams_change_no_response(values: dict[str, Any], mix: list[Request]) -> None:
+def test_drafts_from_ngrams_change_no_response(
+    made: type[FakeModel], values: dict[str, Any], mix: list[Request]
+) -> None:
     """Alone and in a mix: the same tokens with the same seed, log-probs and logits, one response per token."""
-    with executors(FakeRepeatingModel) as start:
+    with executors(made) as start:
         drafting, model = start(**_settings(values), config_class=_DraftingConfig)
         plain, _ = start(**_settings(values))
         for requests_at_once in ([each] for each in mix), [mix]:

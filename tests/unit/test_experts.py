@@ -14,7 +14,7 @@ from tests.support.families import FAMILIES
 from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.artifacts.checkpoint_config import CheckpointConfig
+from trtserve.artifacts.checkpoint_config import CheckpointConfig, ParallelMapping
 from trtserve.checkpoint import architectures
 from trtserve.checkpoint.architectures.base import Experts
 from trtserve.checkpoint.sharding import moe_parallel_sizes
@@ -26,7 +26,7 @@ from trtserve.pipeline.build import plan_build
 from trtserve.pipeline.convert import plan_conversion
 from trtserve.specs import BuildSpec, ConvertSpec
 
-WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.experts]
+WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.experts and family.stages]
 
 
 def convert(folder: Path, out: Path, **spec: Any) -> Checkpoint:
@@ -57,10 +57,17 @@ def test_ranks_split_experts(tmp_path: Path, family: str, tp: int, ep: int) -> N
         np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("stated", "ep_size"), [((-1, -1), 1), ((None, -1), 1), ((2, -1), 2), ((4, -1), 1), ((-1, 2), 2)], ids=str
+)
+def test_a_size_of_minus_one_follows_from_the_others(stated: tuple[int | None, int], ep_size: int) -> None:
+    assert ParallelMapping(tp_size=4, moe_tp_size=stated[0], moe_ep_size=stated[1]).moe_ep_size == ep_size
+
+
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_the_router_stays_float32(tmp_path: Path, family: str, source: str) -> None:
-    folder = write_tiny_model(tmp_path / "hf", family, dtype=source)
+    folder = write_tiny_model(tmp_path / "hf", family, dtype=source, num_hidden_layers=2)
     hf = json.loads((folder / "config.json").read_text())
     (whole,) = FAMILIES[family].ranks(read_safetensors(folder / "model.safetensors"), hf, 1)
     expected = whole["transformer.layers.1.mlp.router.weight"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,17 +16,18 @@ from typing import Any, cast
 import pytest
 from starlette.testclient import TestClient
 
+from tests.support.gateways import settings_of
 from trtserve.bench.prompts import read_trace
 from trtserve.client.endpoint import Endpoint
 from trtserve.errors import UsageError
 from trtserve.gateway.admission import Access, Exchange, Gate
 from trtserve.gateway.app import HANG_UP, Gateway
-from trtserve.gateway.asgi import Message, Receive, RefusedError, Scope, Send
+from trtserve.gateway.asgi import MOST_VALUES, Message, Receive, RefusedError, Scope, Send, has_many_values
 from trtserve.gateway.openai.answering import Measures
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
 from trtserve.gateway.request_log import RequestLog
-from trtserve.gateway.settings import GatewaySettings, RequestLimits, write_private
+from trtserve.gateway.settings import RequestLimits, write_private
 from trtserve.gateway.triton import TritonHttp, _model
 from trtserve.specs import ServerSpec
 
@@ -34,16 +37,7 @@ _NOBODY = Backend(Endpoint())
 @pytest.mark.parametrize("path", [str(getattr(each, "path", "")) for each in openai_router(_NOBODY, Measures()).routes])
 def test_every_path_of_an_api_needs_the_key_and_says_so_in_its_form(path: str, tmp_path: Path) -> None:
     write_private(tmp_path / "key", "k" * 16)
-    settings = GatewaySettings(
-        name="gateway",
-        host="127.0.0.1",
-        port=1,
-        triton_http="127.0.0.1:1",
-        triton_grpc="127.0.0.1:1",
-        metrics="127.0.0.1:1",
-        model="m",
-        key_file=tmp_path / "key",
-    )
+    settings = settings_of(key_file=tmp_path / "key")
     client = TestClient(Gateway(settings), base_url="http://localhost")
     for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
         answer = client.post(path, json={}, headers=headers)
@@ -51,22 +45,15 @@ def test_every_path_of_an_api_needs_the_key_and_says_so_in_its_form(path: str, t
         content = answer.json()
         if path.startswith("/v1/messages"):
             assert (content["type"], content["error"]["type"]) == ("error", "authentication_error")
+        elif path.startswith("/api/"):
+            assert isinstance(content["error"], str)
         else:
             assert content["error"]["type"] == "authentication_error"
 
 
 def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last event of a stream waits for its client too, and the server that stops waits for the event."""
-    settings = GatewaySettings(
-        name="gateway",
-        host="127.0.0.1",
-        port=1,
-        triton_http="127.0.0.1:1",
-        triton_grpc="127.0.0.1:1",
-        metrics="127.0.0.1:1",
-        model="m",
-        limits=RequestLimits(stalled_seconds=0.1),
-    )
+    settings = settings_of(limits=RequestLimits(stalled_seconds=0.1))
 
     async def fail(_scope: Scope, _receive: Receive, send: Send, _exchange: object) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
@@ -139,17 +126,7 @@ KEY = {"authorization": "Bearer " + "k" * 16}
 def test_pages_of_a_site_that_is_allowed(tmp_path: Path, allowed: tuple[str, ...]) -> None:
     key = tmp_path / "key"
     write_private(key, "k" * 16)
-    settings = GatewaySettings(
-        name="gateway",
-        host="127.0.0.1",
-        port=1,
-        triton_http="127.0.0.1:1",
-        triton_grpc="127.0.0.1:1",
-        metrics="127.0.0.1:1",
-        model="m",
-        key_file=key,
-        allow_origins=allowed,
-    )
+    settings = settings_of(key_file=key, allow_origins=allowed)
     client = TestClient(Gateway(settings), base_url="http://127.0.0.1")
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
     before = client.options("/v1/chat/completions", headers={**SITE, **asked})
@@ -167,17 +144,7 @@ def test_pages_of_a_site_that_is_allowed(tmp_path: Path, allowed: tuple[str, ...
 @pytest.mark.parametrize("texts", [False, True])
 def test_the_request_log_has_texts_only_when_asked(tmp_path: Path, texts: bool) -> None:
     log = tmp_path / "requests.jsonl"
-    settings = GatewaySettings(
-        name="gateway",
-        host="127.0.0.1",
-        port=1,
-        triton_http="127.0.0.1:1",
-        triton_grpc="127.0.0.1:1",
-        metrics="127.0.0.1:1",
-        model="m",
-        request_log=log,
-        request_log_texts=texts,
-    )
+    settings = settings_of(request_log=log, request_log_texts=texts)
     client = TestClient(Gateway(settings), base_url="http://127.0.0.1")
     with client:
         assert client.get("/version").status_code == 200
@@ -199,6 +166,11 @@ def test_the_request_log_has_texts_only_when_asked(tmp_path: Path, texts: bool) 
     assert len(log.read_text().splitlines()) == 1  # begun again
     with pytest.raises(UsageError, match="cannot be written: Is a directory"):
         Gateway(replace(settings, request_log=tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="cannot be written: No such device"):  # nobody reads it
+        Gateway(replace(settings, request_log=tmp_path / "pipe"))
+    with pytest.raises(UsageError, match="/dev/null is not a file"):
+        Gateway(replace(settings, request_log=Path("/dev/null")))
 
 
 def test_the_request_log_is_a_trace(tmp_path: Path) -> None:
@@ -212,6 +184,42 @@ def test_the_request_log_is_a_trace(tmp_path: Path) -> None:
     found = read_trace(tmp_path / "requests.jsonl")
     assert [(each.input_len, each.output_len) for each in found] == [(30, 7), (50, 7)]
     assert found[1].seconds == pytest.approx(5.0, abs=0.5)
+
+
+def test_a_line_of_the_request_log_that_was_cut_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, scope = RequestLog(tmp_path / "requests.jsonl", texts=False), {"method": "POST", "path": "/v1/completions"}
+    write = os.write
+    for cut in (10, None, None):  # the disk is full, then no more
+        monkeypatch.setattr(os, "write", lambda handle, line, cut=cut: write(handle, line[:cut]))
+        log.add(scope, Exchange(task=cast(Any, None), hang_up=None), 200)
+    _, *others = (tmp_path / "requests.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in others] == [200, 200]
+
+
+_MANY = b",1" * (MOST_VALUES + 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "many"),
+    [
+        (b"[1" + _MANY + b"]", True),
+        (b'["\\"' + _MANY + b'\\\\", "\\\\"]', False),
+        (b'["' + b"\\n" * (2 << 20) + b'"' + _MANY + b"]", True),
+        (b'[""' + b'," "' * (MOST_VALUES + 1) + b"]", True),
+        (b'"' * (4 << 20) + _MANY, True),
+        (b'["' + _MANY, False),
+    ],
+    ids=["numbers", "in a text", "behind escapes", "texts", "quotes", "without an end"],
+)
+def test_values_are_counted_without_those_in_texts_and_in_little_memory(body: bytes, many: bool) -> None:
+    tracemalloc.start()
+    try:
+        assert has_many_values(body) is many
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tritonclient import http as tritonclient
 
 from trtserve.gateway.asgi import RefusedError, inflate
 from trtserve.gateway.guard import CheckedBody, check_control, check_generate, check_infer
-from trtserve.gateway.relay import _BINARY_TYPES, _JSON_TYPES, _require_type
+from trtserve.gateway.relay import _BINARY_TYPES, _JSON_TYPES, _require_type, _status
 from trtserve.gateway.settings import RequestLimits
 from trtserve.gateway.triton import GROUPS, find_target
 
@@ -381,3 +381,19 @@ def test_a_body_of_another_type_is_refused_by_name(given: str, types: tuple[str,
     assert caught.value.status == 415
     for taken in types:
         _require_type({"content-type": f"{taken.upper()}; charset=utf-8"}, types)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "status"),
+    [
+        ("in ensemble 'e', Stub process 'tensorrt_llm_0_0' is not healthy.", 400, 503),
+        ("Encountered an error when fetching new request: The executor has stopped working: boom", 400, 503),
+        ("Encountered an error in forwardAsync function: the step failed: out of memory", 400, 500),
+        ("Maximum queue size of 3 has been reached, please try again later", 400, 400),
+        ("The guide is invalid: '#/The executor has stopped working'", 400, 400),
+        ("Request for unknown model: 'Stub process' is not found", 404, 404),
+    ],
+)
+def test_only_faults_of_the_server_change_the_status(text: str, given: int, status: int) -> None:
+    assert _status(json.dumps({"error": text}).encode(), given) == status
+    assert _status(text.encode(), given) == given

@@ -105,9 +105,9 @@ def test_text_model_keeps_all_tensors(tmp_path: Path) -> None:
 def test_unknown_tensors_next_to_the_text_model_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_vision_model(tmp_path / "model")
     tensors = read_safetensors(folder / "model.safetensors")
-    tensors["audio_tower.weight"] = tensors["multi_modal_projector.mm_soft_emb_norm.weight"]
+    tensors["speech_tower.weight"] = tensors["multi_modal_projector.mm_soft_emb_norm.weight"]
     write_safetensors(folder / "model.safetensors", tensors)
-    with pytest.raises(ConversionError, match=r"not known: audio_tower\.weight"):
+    with pytest.raises(ConversionError, match=r"not known: speech_tower\.weight"):
         convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "a")
 
 
@@ -117,8 +117,8 @@ def test_unknown_tensors_next_to_the_text_model_are_refused(tmp_path: Path) -> N
         (None, "has text_config = None"),
         ("gemma3_text", "has text_config = 'gemma3_text'"),
         ({"num_hidden_layers": "34"}, "num_hidden_layers = '34'"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
-        ({"use_bidirectional_attention": True}, "sets use_bidirectional_attention"),
+        ({"num_hidden_layers": 2, "rms_norm_eps": -1}, "rms_norm_eps = -1"),
+        ({"num_hidden_layers": 2, "use_bidirectional_attention": True}, "sets use_bidirectional_attention"),
     ],
 )
 def test_invalid_text_config_is_refused(text: Any, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.support.stages import convert_model
 from tests.support.tiny_models import read_safetensors
 from trtserve.artifacts import Model
 from trtserve.checkpoint.gguf import BY_NAME, GgufFile
-from trtserve.checkpoint.gguf_model import config_of, tensors_of, tokenizer_of
+from trtserve.checkpoint.gguf_model import config_of, tensors_of
+from trtserve.checkpoint.gguf_tokenizer import tokenizer_of
 from trtserve.errors import CorruptFileError, TrtserveError, UnsupportedModelError
 from trtserve.pipeline.model import plan_model, unfolded
 from trtserve.specs import ConvertSpec
@@ -45,6 +47,40 @@ MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
         {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window_pattern": 6, "layer_types": None},
     ),
     ("phi3", "phi3", "Q8_0", {}),
+    ("phi3_long", "phi3", "Q8_0", {"hidden_size": 64}),
+    ("qwen2_moe", "qwen2moe", "Q8_0", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+    ("granite", "granite", "Q4_0", {}),
+    ("smollm3", "smollm3", "Q8_0", {}),
+    ("glm4", "glm4", "Q8_0", {"head_dim": 32, "attention_bias": True}),
+    ("lfm2", "lfm2", "Q4_0", {"full_attn_idxs": None, "layer_types": ["conv", "full_attention"]}),
+    ("olmo2", "olmo2", "Q8_0", {}),
+    (
+        "exaone4",
+        "exaone4",
+        "Q8_0",
+        {"layer_types": ["sliding_attention", *["full_attention"] * 2, "sliding_attention"]},
+    ),
+    ("exaone4", "exaone4", "Q8_0", {"sliding_window": None, "layer_types": None}),
+    ("seed_oss", "seed_oss", "Q4_0", {"head_dim": 64, "attention_out_bias": True}),
+    ("ernie4_5", "ernie4_5", "Q8_0", {"head_dim": 64, "use_bias": False}),
+    ("hunyuan_v1_dense", "hunyuan-dense", "Q8_0", {"head_dim": 64, "rope_scaling": None}),
+    ("cohere2", "cohere2", "Q8_0", {"attention_bias": False}),
+    (
+        "gpt_oss",
+        "gpt-oss",
+        "Q8_0",
+        {
+            "rope_theta": 150000.0,
+            "rope_parameters": None,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+            "swiglu_limit": 7.0,
+        },
+    ),
 ]
 
 
@@ -68,6 +104,11 @@ def test_checkpoints_are_those_of_the_same_floats(
             assert config.get(key) == content, key
     for rank in range(tp_size):
         found, right = (read_safetensors(each / f"rank{rank}.safetensors") for each in (made, expected))
+        if architecture == "gpt-oss":  # its rows are gates and factors in turn; in the file they are apart
+            right = {
+                name: np.concatenate([values[:, 1::2], values[:, 0::2]], 1) if ".mlp.fc." in name else values
+                for name, values in right.items()
+            }
         assert found.keys() == right.keys()
         for name, values in right.items():
             # Norms of Gemma were stored plus one: a rounding of the last bit.
@@ -102,26 +143,41 @@ def tokenizer(tmp_path: Path, metadata: dict[str, Any]) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-TEXTS = ["Hello world, it's 2026!", "  two  spaces\n\nand\tlines", "Ünïcödé 速い狐 🦊", "x=1234567; f(y)", ""]
+TEXTS = [
+    "Hello world, it's 2026!",
+    "camelCase, THEY'RE/\n",
+    "  two  spaces\n\nand\tlines",
+    "Ünïcödé 速い狐 🦊",
+    "x=1234567; f(y)",
+    "",
+]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "lfm2", "glm4", "gpt-4o", "qwen2", "tekken"])
 def test_bpe_is_that_of_the_original(pre: str, tmp_path: Path) -> None:
     """A tokenizer that the library trains, with the parts that these families publish."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    numbers = {"llama-bpe": "{1,3}", "qwen2": "", "tekken": ""}
+    numbers = dict.fromkeys(("llama-bpe", "lfm2", "glm4", "gpt-4o"), "{1,3}") | {"qwen2": "", "tekken": ""}
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in numbers)
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + numbers.get(pre, "")
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
+    if pre == "gpt-4o":  # words keep their contraction, and a capital begins another one
+        small, large = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+        words = [
+            rf"[^\r\n\p{{L}}\p{{N}}]?{each}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            for each in (f"{large}*{small}+", f"{large}+{small}*")
+        ]
+        rest = r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"
+        pattern = "|".join([*words, *rest])
     from tokenizers import Regex
 
     before: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pre in numbers else []
     before += [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-    original = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    original = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "lfm2")))
     original.pre_tokenizer = pre_tokenizers.Sequence([*before, level])
     original.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -272,21 +328,46 @@ def test_heads_of_keys_that_are_listed_for_each_layer(tmp_path: Path) -> None:
         config_of(found)
 
 
+def test_special_tokens_outside_the_vocabulary_are_none(tmp_path: Path) -> None:
+    file, _ = write_gguf_model(tmp_path, "llama", "llama", "Q8_0", **SIZES)
+    found = GgufFile(file)
+    for key in ("bos", "eos", "eot", "padding", "unknown"):
+        found.metadata[f"tokenizer.ggml.{key}_token_id"] = (1 << 32) - 1
+    config = config_of(found)
+    assert [config[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [None] * 3
+    made = tokenizer_of(found)
+    assert made["generation_config.json"] == {"bos_token_id": None, "eos_token_id": None}
+    assert made["tokenizer.json"]["model"]["unk_token"] is None
+    found.metadata["tokenizer.ggml.tokens"] += ["one more"]
+    with pytest.raises(CorruptFileError, match="has 321 tokens, and embeddings of 320"):
+        config_of(found)
+
+
 def test_models_and_tokenizers_that_are_not_known_are_refused(tmp_path: Path) -> None:
     config = {"max_position_embeddings": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
-    plain = metadata_of(config | {"num_attention_heads": 2, "vocab_size": 320}, "llama")
+    plain, file = metadata_of(config | {"num_attention_heads": 2, "vocab_size": 320}, "llama"), tmp_path / "x.gguf"
     for change, make, message in (
         ({"general.architecture": "mamba"}, config_of, "architecture mamba"),
         ({"split.count": 2}, config_of, "one of 2 parts"),
+        ({"general.architecture": "a" * 2000}, config_of, r"architecture a{80};"),
+        ({"split.count": [2] * 2000}, config_of, r"one of \[[2, ]{79} parts"),
         ({"llama.block_count": "2"}, config_of, "block_count is '2'"),
+        ({"llama.block_count": 2**31 - 1}, config_of, "block_count is 2147483647"),
         ({"llama.attention.head_count_kv": [1, 2]}, config_of, "different numbers of heads"),
         ({"llama.rope.scaling.type": "longrope"}, config_of, "by longrope"),
         ({"tokenizer.ggml.model": "bert"}, tokenizer_of, "kind bert"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "chatglm-bpe"}, tokenizer_of, "as chatglm-bpe"),
         ({"tokenizer.ggml.model": "gpt2"}, tokenizer_of, "no merges"),
         ({"tokenizer.ggml.scores": [1.0]}, tokenizer_of, "no score"),
+        ({"tokenizer.ggml.scores": ["x"] * 320}, tokenizer_of, "no score"),
+        ({"tokenizer.ggml.scores": [math.nan] * 320}, tokenizer_of, "no score"),
+        ({"tokenizer.ggml.tokens": ["x"] * 320}, tokenizer_of, "two of its tokens the same text"),
         ({"tokenizer.ggml.token_type": [1]}, tokenizer_of, "1 kinds"),
     ):
-        file = write_gguf(tmp_path / "x.gguf", plain | change, {})
+        write_gguf(file, plain | change, {})
         with pytest.raises((UnsupportedModelError, CorruptFileError), match=message):
             make(GgufFile(file))
+    frequencies = {"rope_freqs.weight": ((8,), "F32", np.ones(8, "<f4").tobytes())}
+    write_gguf(file, plain | {"llama.rope.freq_base": -1.0}, frequencies)
+    with pytest.raises(CorruptFileError, match=r"rope\.freq_base is -1\.0"):
+        config_of(GgufFile(file))

@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.gateways import settings_of
 from trtserve.errors import ServerUnreachableError
 from trtserve.gateway.admission import Gate
 from trtserve.gateway.grpc_front import serve_grpc
-from trtserve.gateway.settings import GatewaySettings, RequestLimits
+from trtserve.gateway.settings import RequestLimits
 from trtserve.host.ports import free_ports
 
 HOST = "127.0.0.1"
@@ -67,17 +68,7 @@ class Server:
 async def front(server: Server) -> AsyncIterator[tuple[Gate, Callable[..., Any]]]:
     """A gateway's gate, and what calls it."""
     gate, (port,) = Gate(LIMITS), free_ports(HOST, 1)
-    settings = GatewaySettings(
-        name="x",
-        model="m",
-        host=HOST,
-        port=1,
-        triton_http=f"{HOST}:1",
-        triton_grpc=f"{HOST}:1",
-        metrics=f"{HOST}:1",
-        limits=LIMITS,
-        grpc_front_port=port,
-    )
+    settings = settings_of(limits=LIMITS, grpc_front_port=port)
     serving = await serve_grpc(settings, server, gate)  # type: ignore[arg-type]
     async with grpc.aio.insecure_channel(f"{HOST}:{port}") as channel:
 

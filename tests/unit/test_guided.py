@@ -221,10 +221,38 @@ WRONG: dict[str, tuple[GuideType, str, str]] = {
     "grammar with no such character": (GuideType.EBNF_GRAMMAR, r'root ::= "\UFFFFFFFF"', "too large"),
     "grammar with half a character": (GuideType.EBNF_GRAMMAR, r'root ::= "\uD800"', "surrogates not allowed"),
     "grammar of many brackets": (GuideType.EBNF_GRAMMAR, "root ::= " + "(" * 9000, "recursion"),
-    "schema of many brackets": (GuideType.JSON_SCHEMA, "[" * 100_000, "recursion"),
+    "schema of many brackets": (GuideType.JSON_SCHEMA, "[" * 100_000, "nested too deeply"),
+    "schema with a key that changes nothing elsewhere": (GuideType.JSON_SCHEMA, '{"uniqueItems": true}', "uniqueItems"),
     "schema that nothing fits": (GuideType.JSON_SCHEMA, '{"$ref": "#"}', "no text matches it"),
     "structural tag": (GuideType.STRUCTURAL_TAG, "{}", "not supported"),
 }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "password"},  # Pydantic's SecretStr
+        {"type": "string", "format": None},
+        {"type": "string", "format": "email", "pattern": r"^(?!\.)[a-z]+@b\.c$"},  # zod
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},  # zod
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "x-guidance": {"lenient": True}},
+        {"type": "object", "properties": {"format": {"type": "integer"}, "uniqueItems": {"const": False}}},
+    ],
+)
+def test_keys_of_a_schema_that_ask_for_nothing_are_left_out(bytes_alone: Any, schema: dict[str, Any]) -> None:
+    guide = guide_of(factory_of(bytes_alone), params(GuideType.JSON_SCHEMA, json.dumps(schema)))
+    texts = {"string": '"a@b.c"', "array": '["a"]', "object": '{"a": 1}'}
+    text = '{"format": 1, "uniqueItems": false}' if "properties" in schema else texts[schema["type"]]
+    assert accepts(guide, bytes_alone, text)
+
+
+def test_a_schema_that_ends_in_itself_is_named_where_the_text_reaches_it(bytes_alone: Any) -> None:
+    schema = {"properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"], "$defs": {"A": {"$ref": "#/$defs/A"}}}
+    guide = guide_of(factory_of(bytes_alone), params(GuideType.JSON_SCHEMA, json.dumps({"type": "object", **schema})))
+    assert not accepts(guide, bytes_alone, '{"a": 1}')
+    guide.allowed()
+    assert "no text matches it, as where a schema refers only to itself" in str(guide.failure)
 
 
 @pytest.mark.parametrize(("kind", "guide", "reason"), WRONG.values(), ids=WRONG.keys())

@@ -6,7 +6,7 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 from tests.support.certificates import certificates
 from trtserve.client.endpoint import Endpoint, RequestCancelledError, Tls
 from trtserve.client.http_transport import generate_body, http_client, infer_body
-from trtserve.client.tensors import ModelDescription, Tensor, TensorDescription, generate_shape
+from trtserve.client.tensors import ModelDescription, ModelRequest, Reply, Tensor, TensorDescription, generate_shape
 from trtserve.client.transport import TransportClient
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 
@@ -64,7 +64,7 @@ def serving() -> Iterator[Callable[..., TransportClient]]:
 
 
 def texts(client: TransportClient) -> Iterator[str]:
-    for reply in client.infer(MODEL, [], request_id="r", stream=True):
+    for reply in client.infer(ModelRequest(model=MODEL, tensors=[], id="r", stream=True)):
         yield from reply.outputs["text_output"]
 
 
@@ -154,6 +154,20 @@ def test_cancelled_stream_is_not_a_lost_connection(serving: Callable[..., Transp
 def test_cancellation_before_the_request_holds() -> None:
     with closing(http_client(Endpoint(http_port=1), timeout=10)) as client:
         client.cancel()
+        with pytest.raises(RequestCancelledError):
+            next(texts(client))
+
+
+def test_cancellation_while_the_request_is_prepared_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer() -> AsyncGenerator[Reply, None]:
+        yield Reply(outputs={"text_output": np.array(["too late"], object)})
+
+    def cancelled_meanwhile(*_: Any, **__: Any) -> AsyncGenerator[Reply, None]:
+        client.cancel()
+        return answer()
+
+    with closing(http_client(Endpoint(http_port=1), timeout=10)) as client:
+        monkeypatch.setattr(client._transport, "infer", cancelled_meanwhile)
         with pytest.raises(RequestCancelledError):
             next(texts(client))
 
@@ -251,7 +265,7 @@ def infer_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
 
 def test_answer_of_infer_has_shapes() -> None:
     with infer_server() as port, closing(http_client(Endpoint(http_port=port), timeout=10)) as client:
-        (reply,) = client.infer(plain_model(x=(-1, -1)), [], request_id="r", stream=False)
+        (reply,) = client.infer(ModelRequest(model=plain_model(x=(-1, -1)), tensors=[], id="r"))
     assert reply.outputs["text_output"].tolist() == ["hi"]
     assert reply.outputs["x"].tolist() == [[[0, 1, 2], [3, 4, 5]]]
     assert reply.parameters == {"finish_reason": "length"}
@@ -272,7 +286,7 @@ def https() -> Iterator[int]:
 
 def ask(port: int, tls: Tls | None) -> str:
     with closing(http_client(Endpoint(http_port=port, tls=tls), timeout=10)) as client:
-        (reply,) = client.infer(plain_model(x=(-1, -1)), [], request_id="r", stream=False)
+        (reply,) = client.infer(ModelRequest(model=plain_model(x=(-1, -1)), tensors=[], id="r"))
     return str(reply.outputs["text_output"][0])
 
 

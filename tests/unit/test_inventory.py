@@ -402,6 +402,16 @@ def test_prune_removes_what_no_name_reaches(capsys: pytest.CaptureFixture[str]) 
     assert plan_prune().folders == ()
 
 
+def test_prune_works_beside_a_port_for_many_models() -> None:
+    old = _imported("llama", mark="a")
+    _imported("llama", mark="b", at="2026-02-01")
+    store = Store()
+    (store.folder(Engine) / "link").symlink_to(Path(old.engine))
+    write_state(server_record("many", mode="many", repository=store.root), store)
+    assert Path(old.repository) in plan_prune(store).folders
+    assert Path(old.engine) in plan_prune(store).folders
+
+
 def test_prune_removes_no_build_that_a_command_uses() -> None:
     _imported("llama", mark="a")
     _imported("llama", mark="b", at="2026-02-01")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.gateways import settings_of
 from trtserve.errors import ServerStartError
-from trtserve.gateway import keeping
+from trtserve.gateway import keeping, many
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.keeping import ModelKeeper, OneModel
 from trtserve.gateway.many import ManyModels
-from trtserve.gateway.settings import GatewaySettings
-from trtserve.gateway.triton import TritonHttp
+from trtserve.gateway.triton import SilentError, TritonHttp
 
 
 class Pretended:
@@ -154,6 +156,28 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_at_once_again(m
     run(broken())
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"), (OSError("no pipe"), "no pipe")],
+    ids=str,
+)
+def test_a_model_whose_start_the_machine_refuses_says_why(error: OSError, why: str) -> None:
+    async def full() -> None:
+        models = Models()
+
+        async def load() -> Any:
+            models.notes.append("+a")
+            raise error
+
+        models.keeper.models["a"].load = load
+        for _ in range(2):
+            with pytest.raises(RefusedError, match=f"the model a could not be loaded: {why}$"):
+                await models.ask("a")
+        assert models.notes == ["+a"]
+
+    run(full())
+
+
 def test_idle_models_are_unloaded_and_those_that_ended_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "_SWEEP", 0.01)
 
@@ -188,18 +212,38 @@ def test_idle_models_are_unloaded_and_those_that_ended_are_loaded_again(monkeypa
 def test_a_wrong_path_or_method_gets_an_error_in_the_form_of_the_api(
     tmp_path: Path, method: str, path: str, status: int, words: str
 ) -> None:
-    nowhere = "127.0.0.1:1"
-    settings = GatewaySettings(
-        name="models",
-        host="127.0.0.1",
-        port=1,
-        triton_http=nowhere,
-        triton_grpc=nowhere,
-        metrics=nowhere,
-        model="",
-        run_folder=tmp_path,
-    )
+    settings = settings_of(model="", run_folder=tmp_path)
     with TestClient(ManyModels(settings, Models().keeper), base_url="http://127.0.0.1") as client:
         answer = client.request(method, path)
+        unnamed = client.post("/api/show", json={"model": ":latest"})
+    assert (unnamed.status_code, unnamed.json()["error"]) == (400, "you must provide a model parameter")
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, words)
     assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("answering", ["ab", "b", ""])
+def test_a_stored_response_is_asked_for_where_a_model_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answering: str
+) -> None:
+    """Nothing is loaded for it: c has ended by itself, and a does not answer in two of the cases."""
+    models, asked = Models(), list[str]()
+
+    async def ask(http: Any, _scope: object, _body: bytes, send: Any, *, passes: Callable[[int], bool]) -> bool:
+        asked.append(http)
+        if http not in answering:
+            raise SilentError("silent")
+        if http == "b":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+        return passes(200 if http == "b" else 404)
+
+    monkeypatch.setattr(many, "_ask", ask)
+    monkeypatch.setattr(keeping, "_SWEEP", 60.0)
+    for name in "abc":
+        running: Any = Pretended(name, models.notes)
+        running.http, running.lives = name, name != "c"
+        models.keeper.models[name].state, models.keeper.models[name].running = "loaded", running
+    with TestClient(ManyModels(settings_of(run_folder=tmp_path), models.keeper), base_url="http://127.0.0.1") as client:
+        found = client.get("/v1/responses/resp_1")
+        assert models.notes == []
+    assert (asked, found.status_code) == (["a", "b"], 200 if answering else 404)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -172,16 +173,9 @@ def test_tables_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: p
     text = Text.from_ansi(capsys.readouterr().out).plain
     assert any(line.strip() == "tensorrt_llm" for line in text.splitlines())
     row = next(line for line in text.splitlines() if line.startswith("│ tensorrt_llm │ 4"))
-    assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "tensorrt_llm",
-        "4",
-        "3",
-        "-",
-        "-",
-        "-",
-        "12.5",
-        "-",
-    ]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["tensorrt_llm", "4", "3", "-", "-", "12.5", "-"]
+    assert "nv_" not in text  # every metric under its own name: --raw, and what a pipe gets
+    assert re.search(r"^  KV cache +\d+ of \d+ blocks", text, re.MULTILINE)
 
 
 def test_json_and_raw(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,14 @@ from trtserve.client.tokenizer import TokenizerFiles
 from trtserve.errors import MissingDependencyError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.pipeline.model import plan_model
 from trtserve.programs.shared.prepared_tokenizer import PREPARED, PreparedTokenizer, prepare
-from trtserve.programs.shared.tokenizer import decode, encode, load_tokenizer, open_tokenizer, require_bounded
+from trtserve.programs.shared.tokenizer import (
+    configured_end_ids,
+    decode,
+    encode,
+    load_tokenizer,
+    open_tokenizer,
+    require_bounded,
+)
 from trtserve.repository.tokenizer import check_tokenizer
 
 
@@ -35,6 +42,10 @@ def charsmap(text: str) -> dict[str, Any]:
 
 
 _DOUBLED = replace({"Regex": ""}, "b")
+_MANY = {"type": "Sequence", "normalizers": [_DOUBLED] * 100_000}
+_NESTED = _DOUBLED
+for _ in range(400):
+    _NESTED = {"type": "Sequence", "normalizers": [_NESTED]}
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -48,6 +59,10 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
         ({"normalizer": replace({"String": "a"}, "b" * 1000)}, "normalizer may make 1000 characters of one"),
         ({"normalizer": {"type": "Prepend", "prepend": "b" * 1000}}, "normalizer may make 1000 characters of one"),
         ({"normalizer": {"type": "Sequence", "normalizers": [_DOUBLED] * 5}}, "normalizer may make 32 characters"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [_DOUBLED] * 100_000}},
+            "normalizer may make 32 characters",
+        ),
         ({"normalizer": charsmap("b" * 1000)}, "normalizer may make 1000 characters of one; at most 16 are allowed"),
         ({"decoder": {"type": "Sequence", "decoders": [replace({"String": "a"}, "b" * 99)]}}, "decoder may make 99"),
         ({"added_tokens": [{"id": 1, "content": "a"}] * 131_073}, "131073 added tokens; at most 131072 are allowed"),
@@ -94,6 +109,47 @@ def test_large_files_are_not_read(tmp_path: Path) -> None:
 )
 def test_parts_of_published_tokenizers_are_taken(tmp_path: Path, parts: dict[str, Any]) -> None:
     require_bounded(with_parts(tmp_path, **parts))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Replace", "pattern": 5, "content": ["x"]}},
+        {"normalizer": {"type": "Prepend", "prepend": 7}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": {}}},
+        {"decoder": {"type": "Sequence", "decoders": 5}},
+        {"decoder": {"type": "Replace", "pattern": {"String": 1}, "content": " "}},
+        {"added_tokens": 5},
+        {"normalizer": _NESTED},
+    ],
+)
+def test_parts_of_wrong_types_are_an_error(tmp_path: Path, parts: dict[str, Any]) -> None:
+    folder = with_parts(tmp_path, **parts)
+    with pytest.raises(ValueError, match=r"\w"):
+        open_tokenizer(folder)
+    with pytest.raises(RepositoryError, match="cannot be loaded"):
+        check_tokenizer(folder, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [
+        ([2, 3, 2], [2, 3]),
+        (-1, []),
+        (2**31, None),
+        (10**30, None),
+        (list(range(1025)), None),
+        (2.0, None),
+        (True, None),
+    ],
+)
+def test_ids_that_end_an_answer(tmp_path: Path, given: object, ids: list[int] | None) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    if ids is None:
+        with pytest.raises(ValueError, match="expected an id or a list of at most 1024 ids"):
+            configured_end_ids(tmp_path)
+    else:
+        assert configured_end_ids(tmp_path) == ids
 
 
 def test_a_tokenizer_that_panics_is_an_error(tmp_path: Path) -> None:

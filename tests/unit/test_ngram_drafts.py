@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.executors import Start, answer_of, collect, executors, free_blocks
-from tests.support.fake_model import VOCAB, FakeRepeatingModel
+from tests.support.fake_model import VOCAB, FakeRepeatingChooser, FakeRepeatingModel
 from trtserve.executor.api import ExecutorConfig, KvCacheConfig, OutputConfig, Request, SamplingConfig
 from trtserve.executor.engine.drafts import NgramDrafter, best_draft_lengths
 from trtserve.executor.engine.model import StepInputs
@@ -25,9 +25,9 @@ class Drafting(ExecutorConfig):
     ngram_max_draft_len = 6
 
 
-@pytest.fixture
-def repeating() -> Iterator[Start]:
-    with executors(FakeRepeatingModel) as start:
+@pytest.fixture(params=[FakeRepeatingModel, FakeRepeatingChooser])
+def repeating(request: pytest.FixtureRequest) -> Iterator[Start]:
+    with executors(request.param) as start:
         yield start
 
 
@@ -66,12 +66,8 @@ def test_a_draft_is_what_stood_behind_an_earlier_occurrence(tokens: list[int], l
     draft, last = drafter.draft(length), tuple(tokens[-2:])
     places = [end for end in range(2, len(tokens)) if tuple(tokens[end - 2 : end]) == last]
     assert len(draft) == len(drafter.gains(length)) == (length if places else 0)
-    assert not draft or any(_continued(tokens, place, length) == draft for place in places)
-
-
-def _continued(tokens: list[int], place: int, length: int) -> list[int]:
-    period = len(tokens) - place
-    return [tokens[place + number % period] for number in range(length)]
+    continued = [(tokens[place:] * (length + 1))[:length] for place in places]
+    assert not draft or draft in continued
 
 
 def test_after_right_guesses_the_source_moves_along_and_the_drafter_is_surer() -> None:

@@ -10,23 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.counting_vllm import counting_python, nvidia_repository
+from tests.support.counting_vllm import counting_python, nvidia_repository, pooling_repository
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import ModelRepository
 from trtserve.bench.messages import ignores_end, text_tensors
 from trtserve.bench.records import TrafficRequest
+from trtserve.cli import run
 from trtserve.client.inputs import RequestContext
 from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, TensorDescription
 from trtserve.client.tokenizer import PreparedPrompts
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.executor.vllm.installation import VllmInstallation
+from trtserve.executor.vllm.installation import VllmInstallation, any_release
 from trtserve.repository.check import check_repository
+from trtserve.repository.pooling import pools
 from trtserve.repository.served import inspect_repository
 from trtserve.server.plan import plan_server
 from trtserve.server.repositories import named_paths
-from trtserve.specs import ServerSpec
+from trtserve.specs import RepositorySpec, ServerSpec
 from trtserve.store import Store
 
 MODEL = ModelDescription(
@@ -52,7 +54,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRTSERVE_VLLM_PYTHON", raising=False)
     monkeypatch.setattr("trtserve.executor.vllm.installation.find_installation", lambda _=None: None)
     monkeypatch.setattr("trtserve.repository.check.runtimes.find_installation", lambda: None)
-    monkeypatch.setattr("trtserve.executor.vllm.runtime.find_installation", lambda: None)
+    monkeypatch.setattr("trtserve.executor.vllm.runtime.find_installation", lambda _=None: None)
 
 
 def found(path: Path) -> dict[str, str]:
@@ -68,6 +70,58 @@ def test_it_is_served_like_a_model_of_the_vllm_runtime(tmp_path: Path) -> None:
     assert served.starts_workers
     assert named_paths(path) == (model,)
     assert found(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "files", "runner", "expected"),
+    [
+        ("BertModel", (), "auto", True),
+        ("XLMRobertaForSequenceClassification", (), "auto", True),
+        ("Qwen2ForCausalLM", (), "auto", False),  # which vLLM has for vectors too
+        ("Qwen2ForCausalLM", ("modules.json",), "auto", True),
+        ("Qwen2ForCausalLM", ("modules.json",), "generate", False),
+        ("Qwen2ForCausalLM", (), "pooling", True),
+        ("NobodysModel", (), "auto", False),
+    ],
+)
+def test_a_pooling_model_is_known_by_its_files_and_its_architecture(
+    architecture: str, files: tuple[str, ...], runner: str, expected: bool
+) -> None:
+    spec = RepositorySpec(settings={} if runner == "auto" else {"runner": runner})
+    assert pools({"architectures": [architecture]}, files, spec, any_release()) == expected
+
+
+def test_the_import_of_a_pooling_model_is_one_model_in_nvidias_shape(tmp_path: Path) -> None:
+    path = pooling_repository(tmp_path)
+    settings = json.loads((path / "vllm_model" / "1" / "model.json").read_text())
+    assert settings["model"] == "vllm_model/1/model"
+    assert (settings["runner"], settings["max_model_len"]) == ("pooling", 64)
+    assert (path / settings["model"] / "1_Pooling" / "config.json").is_file()
+    assert found(path) == {}
+    served = inspect_repository(ModelRepository(path=path))
+    assert (served.runtime, served.backend, served.model) == ("vllm", "vllm", "vllm_model")
+    with pytest.raises(UsageError, match="does not find the model's folder vllm_model/1/model") as caught:
+        plan_server(ModelRepository(path=path), ServerSpec(container="26.08"), store=Store(tmp_path))
+    assert "--absolute-paths" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-queue-size", "3"], "--max-queue-size has no meaning for a pooling model"),
+        (["--tokenizer", "{model}"], "--tokenizer has no meaning for a pooling model"),
+        (["--set", "pooler_confg={{}}"], "--set pooler_confg: neither a parameter"),
+    ],
+)
+def test_what_means_nothing_for_a_pooling_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    model = write_tiny_model(tmp_path / "model", architectures=["BertModel"])
+    asked = [word.format(model=model) for word in words]
+    assert run(["repo", str(model), "--runtime", "vllm", *asked]) == 2
+    assert message in capsys.readouterr().err
+    assert run(["repo", str(model), "--runtime", "vllm", "--dry-run"]) == 0
+    assert "models    model" in capsys.readouterr().out
 
 
 def test_a_container_has_nvidias_own_backend(tmp_path: Path) -> None:

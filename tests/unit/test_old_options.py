@@ -45,6 +45,7 @@ GUIDES = [
     ("convert m --int8_kv_cache", "option of convert_checkpoint.py", "--converter upstream"),
     ("import m --int8_kv_cache", "option of convert_checkpoint.py", "--converter upstream"),
     ("convert m --qformat fp8", "option of quantize.py", "--quantize"),
+    ("convert m --qformat int4_wo", "Corrected: trtserve convert m --quantize int4", "--quantize"),
     ("convert m --kv_cache_dtype int8", "option of quantize.py", "-- --kv_cache_dtype fp8"),
     ("repo e --gpu_device_ids 0", "fill_template.py", "trtserve repo … --set gpu_device_ids=VALUE"),
     ("repo e --decoding_mode top_k", "fill_template.py", "--set decoding_mode=VALUE"),

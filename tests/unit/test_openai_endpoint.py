@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,16 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.client.metrics import parse
 from trtserve.errors import RequestError
+from trtserve.executor.engine.guide_trial import grammar_of
+from trtserve.executor.engine.requests import GuideType
 from trtserve.gateway.openai.answering import Measures, engine_page
 from trtserve.gateway.openai.answers import Token, TokenLogProb, completion_log_probs, token_log_probs
+from trtserve.gateway.openai.bodies import ChatBody
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("openai") / "model")
-
-
-@pytest.fixture
-def triton(folder: Path) -> ScriptedTriton:
-    return ScriptedTriton(folder)
-
-
-@pytest.fixture
-def client(triton: ScriptedTriton) -> Iterator[TestClient]:
-    with endpoint_of(triton) as client:
-        yield client
 
 
 def test_a_completion(client: TestClient, triton: ScriptedTriton) -> None:
@@ -247,6 +239,8 @@ def test_guides(client: TestClient, triton: ScriptedTriton) -> None:
     chat(client, response_format={"type": "text"}, guided_grammar="start: 'a'")
     chat(client, structured_outputs={"json": schema, "whitespace_pattern": " "})
     chat(client, structured_outputs={"choice": ["x"]})
+    chat(client, response_format={"type": "json_object", "schema": schema})  # llama.cpp's form
+    assert triton.requests.pop()["guided_decoding_guide"][0] == json.dumps(schema)
     kinds = [sent["guided_decoding_guide_type"] for sent in triton.requests]
     guides = [sent["guided_decoding_guide"][0] for sent in triton.requests]
     assert kinds == [
@@ -277,6 +271,11 @@ def test_a_model_without_a_template_gets_schemas_that_end(tmp_path: Path) -> Non
             "kind": {"enum": ["a", {"type": "string"}]},
             "list": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string", "pattern": "a+"}]}},
             "any": {"type": "object"},
+            "id": {"type": "string", "format": "uuid"},
+            "telephone": {"type": "string", "format": "phone"},
+            "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
+            "pair": {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": True},
+            "open": {"type": "object", "properties": {"a": {}}, "required": ["b"]},
         },
         "$defs": {"n": {"type": "integer"}, "small": {"type": "integer", "maximum": 3}},
     }
@@ -287,13 +286,18 @@ def test_a_model_without_a_template_gets_schemas_that_end(tmp_path: Path) -> Non
         complete(client, guided_json=schema)
     made, same = (json.loads(sent["guided_decoding_guide"][0]) for sent in triton.requests[1:])
     assert same == schema
-    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(made)) == ""
+    assert LLMatcher.validate_grammar(grammar_of(GuideType.JSON_SCHEMA, json.dumps(made))) == ""
     properties = made["properties"]
     assert properties["type"] == {"type": "string", "maxLength": 32}
     assert (properties["short"], properties["kind"]) == (schema["properties"]["short"], schema["properties"]["kind"])
     assert (properties["long"]["maxLength"], properties["list"]["maxItems"]) == (50, 4)
     assert properties["list"]["items"] == schema["properties"]["list"]["items"]
     assert properties["any"]["maxProperties"] == 4
+    assert (properties["id"]["maxLength"], properties["telephone"]["maxLength"]) == (64, 64)
+    (count,) = properties["counts"]["patternProperties"].values()
+    assert (count["maximum"], properties["counts"]["additionalProperties"]) == (999_999, False)
+    assert properties["pair"]["additionalProperties"] is False
+    assert properties["open"] == schema["properties"]["open"]
     assert (made["$defs"]["n"]["maximum"], made["$defs"]["small"]) == (999_999, schema["$defs"]["small"])
     assert made["additionalProperties"] is False
 
@@ -414,6 +418,15 @@ def test_a_prescribed_tool_is_a_guide(client: TestClient, triton: ScriptedTriton
     assert (choice["finish_reason"], choice["message"]["tool_calls"][0]["function"]["arguments"]) == ("stop", "{}")
     schema = json.loads(triton.requests[0]["guided_decoding_guide"][0])
     assert schema["anyOf"][0]["properties"]["name"] == {"const": "weather"}
+    streamed: list[dict[str, Any]] = []
+    for shows_ids in (False, True):
+        streamed = events(
+            chat(client, tools=[WEATHER], tool_choice="required", stream=True, return_token_ids=shows_ids)
+        )
+        deltas = [each["choices"][0]["delta"] for each in streamed]
+        assert (deltas[0]["content"] is None) != shows_ids, "an empty text would begin one in the AI SDK"
+    ids = [number for each in streamed for number in each["choices"][0].get("token_ids", ())]
+    assert triton.files.decode(ids) == triton.script[0]
     choice = chat(client, tools=[WEATHER], tool_choice="required").json()["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     triton.script = ('{"name": "weather", "argum',)
@@ -445,6 +458,32 @@ def test_any_arguments_of_a_past_call_are_taken(client: TestClient, arguments: o
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     asked = {"role": "user", "content": "Hi"}
     assert chat(client, messages=[asked, past, refusal, asked]).status_code == 200
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"\\ud800": 1}', '{"a": "b'])
+@pytest.mark.parametrize("former", [False, True])
+def test_arguments_that_no_prompt_can_have_stay_text(arguments: str, *, former: bool) -> None:
+    function = {"name": "f", "arguments": arguments}
+    said = {"function_call": function} if former else {"tool_calls": [{"id": "c", "function": function}]}
+    messages = [{"role": "assistant", "content": None, **said}, {"role": "function", "name": "f", "content": "1"}]
+    made = ChatBody.model_validate({"model": "m", "messages": messages}).messages
+    assert made[0]["tool_calls"][0]["function"] == function
+    assert made[1]["role"] == "tool"
+
+
+def test_only_strict_tools_and_schemas_must_be_kept_to_the_letter() -> None:
+    def options(**asked: Any) -> Any:
+        body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **asked})
+        assert body.guide is not None
+        return json.loads(body.guide[1]).get("x-guidance")
+
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    named: dict[str, Any] = {"name": "n", "schema": {"type": "array", "uniqueItems": True}}
+    assert options(tools=[WEATHER], tool_choice="required") == {"lenient": True}
+    assert options(tools=[WEATHER, strict], tool_choice="required") is None
+    assert options(response_format={"type": "json_schema", "json_schema": named}) is None
+    loose = {"type": "json_schema", "json_schema": {**named, "strict": False}}
+    assert options(response_format=loose, guided_whitespace_pattern=" ") == {"lenient": True, "whitespace_pattern": " "}
 
 
 def test_models_of_nvidias_front_end_are_the_alias(client: TestClient) -> None:
@@ -536,6 +575,7 @@ def test_engines_are_shown_under_the_names_of_vllm() -> None:
         b'nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 7\n'
         b'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"} 25\n'
         b'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 100\n'
+        b'nv_trtserve_queue_seconds_sum{model="tensorrt_llm",version="1"} 3\n'
     )
     found = {sample.name: (sample.labels, sample.value) for sample in parse(page.decode(), ("vllm:",))}
     label = {"model_name": "tensorrt_llm"}
@@ -543,6 +583,7 @@ def test_engines_are_shown_under_the_names_of_vllm() -> None:
         "vllm:num_requests_waiting": (label, 7),
         "vllm:kv_cache_usage_perc": (label, 0.25),
         "vllm:gpu_cache_usage_perc": (label, 0.25),
+        "vllm:request_queue_time_seconds_sum": ({**label, "version": "1"}, 3),
     }
 
 

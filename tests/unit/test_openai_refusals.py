@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from fastapi import Request
 from fastapi.testclient import TestClient
 
 from tests.support.scripted_endpoint import WEATHER, chat, complete, endpoint_of, error, events, write_chat_model
-from tests.support.scripted_triton import NAME, ScriptedTriton, refused
+from tests.support.scripted_triton import NAME, ScriptedTriton
+from trtserve.client.endpoint import refused
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.openai import request
 from trtserve.gateway.openai.other_keys import NEUTRAL, NOT_SET, REFUSED, WITHOUT_EFFECT
@@ -20,17 +20,6 @@ from trtserve.gateway.openai.other_keys import NEUTRAL, NOT_SET, REFUSED, WITHOU
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("openai") / "model")
-
-
-@pytest.fixture
-def triton(folder: Path) -> ScriptedTriton:
-    return ScriptedTriton(folder)
-
-
-@pytest.fixture
-def client(triton: ScriptedTriton) -> Iterator[TestClient]:
-    with endpoint_of(triton) as client:
-        yield client
 
 
 @pytest.mark.parametrize(
@@ -57,7 +46,8 @@ def client(triton: ScriptedTriton) -> Iterator[TestClient]:
         ({"max_tokens": 0}, 400, "max_tokens is 0, which needs echo", None),
         ({"prompt": [5] * 3000}, 400, "3000 tokens, which exceeds the maximum input length", None),
         ({"prompt": "a" * 1_000_000}, 400, "1000000 characters, which exceeds the maximum input length", None),
-        ({"prompt": [5] * 600_000}, 400, "more than 524288 values, counted by its commas", None),
+        ({"prompt": [5] * 600_000}, 400, "more than 524288 values", None),
+        ({"prompt": 'a,",' * 600_000}, 400, "2400000 characters, which exceeds the maximum input length", None),
         ({"metadata": {"a": [[]] * 70_000}}, 400, "more than 65536 objects, lists and keys", None),
         ({"logit_bias": dict.fromkeys(map(str, range(70_000)), 1)}, 400, "more than 65536 objects", None),
         ({"stop": ["a"] * 20_000}, 400, "at most 64 stop strings", "stop"),
@@ -98,8 +88,11 @@ def test_a_wrong_completion(
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
         ({"tools": [{"type": "web_search"}]}, "'function'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "supplied: tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "auto"}}, "Invalid value for 'tool_choice': "),
         ({"response_format": {"type": "json_schema"}}, "needs it"),
         ({"response_format": {"type": "xml"}}, "json_object"),
+        ({"response_format": {"type": "text", "schema": {}}}, "belongs to the type json_object"),
         ({"functions": [{"name": "f"}]}, "replaced by tools"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"audio": {"voice": "x"}}, "text only"),
@@ -146,6 +139,7 @@ def test_keys_that_ask_for_what_happens_anyway_are_taken(client: TestClient) -> 
     assert chat(client, best_of=1, echo=False, logprobs=0, thinking={"type": "auto"}).status_code == 200
     assert complete(client, logprobs=False).json()["choices"][0]["logprobs"] is None
     assert chat(client, top_logprobs=0, logprobs=False).status_code == 200
+    assert chat(client, max_tokens=16.0, n=1.0, top_k=5.0, seed=-0.0).status_code == 200  # languages without integers
     assert complete(client, stream=True, stream_options={"continuous_usage_stats": True}).status_code == 200
 
 
@@ -192,6 +186,7 @@ def test_other_paths(client: TestClient) -> None:
     for path, given in (("embeddings", {"input": "x"}), ("rerank", {"query": "x", "documents": ["y"]})):
         status, message = error(client.post(f"/v1/{path}", json={"model": NAME, **given}))[:2]
         assert (status, "has no embeddings and ranks no documents" in message) == (400, True)
+        assert "docs/how-to/vllm-repositories.md" in message
     wrongs: list[dict[str, object]] = [
         {"input": []},
         {"input": [""]},
@@ -221,8 +216,12 @@ def test_other_paths(client: TestClient) -> None:
     ("text", "status"),
     [
         ("Prompt length (600) exceeds maximum input length (511)", 400),
-        ("Maximum queue size is reached", 429),
+        ("Maximum queue size of 3 has been reached, please try again later", 429),
         ("Stub process 'tensorrt_llm_0_0' is not healthy.", 503),
+        ("Request for unknown model: 'tensorrt_llm' is not found", 503),
+        # What a request contains does not choose the status.
+        ("The guide is invalid: Pointer '/queue' does not exist", 400),
+        ("The guide is invalid: Pointer '/the server is not ready' does not exist", 400),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])

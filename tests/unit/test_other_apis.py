@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from pydantic import TypeAdapter
 
 from tests.support.scripted_endpoint import (
     TEMPLATE,
-    endpoint_of,
     error,
     named_events,
     respond,
     send_message,
     write_chat_model,
 )
-from tests.support.scripted_triton import NAME, ScriptedTriton, refused
+from tests.support.scripted_triton import NAME, ScriptedTriton
+from trtserve.client.endpoint import refused
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.responses import ResponseStore
 
@@ -39,17 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["chat_template"] = TEMPLATE + "{% if enable_thinking | default(true) %}<think>{% endif %}"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.fixture
-def triton(folder: Path) -> ScriptedTriton:
-    return ScriptedTriton(folder)
-
-
-@pytest.fixture
-def client(triton: ScriptedTriton) -> Iterator[TestClient]:
-    with endpoint_of(triton) as client:
-        yield client
 
 
 def prompts(triton: ScriptedTriton) -> list[str]:
@@ -127,6 +115,18 @@ def test_the_store_of_responses_is_bounded() -> None:
             store.find(gone)
 
 
+def test_a_killed_process_leaves_no_half_of_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, name = ResponseStore(folder=tmp_path), f"resp_{'a' * 32}"
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.add(name, {"a": 1}, [])
+    with pytest.raises(ApiError, match="not found"):
+        store.find(name)
+    store.add(name, {"a": 1}, [])
+    assert ResponseStore(folder=tmp_path).find(name).document == {"a": 1}
+
+
 def test_items_of_a_conversation(client: TestClient, triton: ScriptedTriton) -> None:
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "S"}]},
@@ -159,8 +159,12 @@ def test_a_schema_and_tools_of_responses(client: TestClient, triton: ScriptedTri
         ({"input": []}, "no message"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "expected input_text"),
-        ({"input": [{"content": "x"}]}, "no role"),
+        ({"input": [{"content": "x"}], "instructions": "Be brief."}, "item 0 of the input has no role"),
+        ({"input": [{"type": "function_call"}]}, "item 0 of the input has no name"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "reads text only"),
+        ({"tool_choice": "required"}, "asks for a call"),
         ({"tools": [{"type": "web_search"}]}, "'function'"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": []}]}, "'function', not 'namespace'"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"temperature": 3}, "less than or equal to 2"),
@@ -169,9 +173,11 @@ def test_a_schema_and_tools_of_responses(client: TestClient, triton: ScriptedTri
     ],
 )
 def test_a_wrong_response(client: TestClient, triton: ScriptedTriton, body: dict[str, Any], words: str) -> None:
-    status, message, _ = error(client.post("/v1/responses", json={"model": NAME, "input": "Hi", **body}))
+    answer = client.post("/v1/responses", json={"model": NAME, "input": "Hi", **body})
+    status, message, _ = error(answer)
     assert status in (400, 404)
     assert words in message
+    assert (answer.json()["error"]["param"] or "input").partition(".")[0] in {"input", *body}
     assert not triton.requests
 
 
@@ -279,6 +285,9 @@ def test_tokens_of_a_message_are_counted(client: TestClient, triton: ScriptedTri
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, "expected user or assistant"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "needs a content"),
         ({"messages": [{"role": "user", "content": []}]}, 400, "no message"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, 400, "message 0 has a tool_use"),
+        ({"stop_sequences": ["x" * 2000]}, 400, "'stop_sequences'"),
+        ({"tool_choice": {"type": "any"}}, 400, "asks for a call"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "not among the tools"),
@@ -301,7 +310,7 @@ def test_a_message_that_fails(client: TestClient, triton: ScriptedTriton) -> Non
     triton.script = ("He", refused("the engine failed"))
     last = named_events(send_message(client, stream=True))[-1]
     assert (last["type"], last["error"]["message"]) == ("error", "the engine failed")
-    triton.script = (refused("Maximum queue size is reached"),)
+    triton.script = (refused("Maximum queue size of 3 has been reached"),)
     answer = send_message(client)
     assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
 
@@ -328,3 +337,93 @@ def test_tokens_of_texts(client: TestClient, triton: ScriptedTriton) -> None:
     for tokens, words in (([10**6], "beyond the vocabulary"), ([5] * 3000, "exceeds the maximum"), ([-1], "greater")):
         assert words in error(client.post("/detokenize", json={"model": NAME, "tokens": tokens}))[1]
     assert not triton.requests
+
+
+def ollama(client: TestClient, path: str = "chat", **body: Any) -> Any:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]} if path == "chat" else {"prompt": "Hi"}
+    return client.post(f"/api/{path}", json={"model": f"{NAME}:latest", **asked, **body})
+
+
+def test_a_chat_of_ollama(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = (ANSWER,)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    called = [{"function": {"name": "weather", "arguments": {"city": "Ulm"}}}]
+    past = [{"role": "assistant", "tool_calls": called}, {"role": "tool", "tool_name": "weather", "content": "rain"}]
+    asked: dict[str, Any] = {"tools": [tool], "messages": [{"role": "user", "content": "Hi"}, *past]}
+    options = {"temperature": 0.5, "num_predict": 90, "num_ctx": 4096, "repeat_penalty": 1.5, "seed": 3}
+    whole = ollama(client, stream=False, options=options, keep_alive="5m", **asked).json()
+    said = whole["message"]
+    assert (said["content"], said["thinking"], whole["done_reason"]) == ("Well. ", "Hm.", "stop")
+    assert said["tool_calls"][0]["function"] == {"index": 0, "name": "weather", "arguments": {"city": "Ulm"}}
+    assert whole["prompt_eval_count"] == len(triton.requests[0]["input_ids"])
+    sent = triton.requests[0]
+    assert [sent[name][0] for name in ("temperature", "request_output_len", "seed")] == [0.5, 90, 3]
+    assert "[user]Hi[assistant][tool]rain>" in prompts(triton)[0]
+
+    triton.pause = 0.002
+    response = ollama(client, **asked)
+    assert response.headers["content-type"] == "application/x-ndjson"
+    *lines, last = [json.loads(line) for line in response.text.splitlines()]
+    assert "".join(each["message"]["content"] for each in lines) == "Well. "
+    assert "".join(each["message"].get("thinking", "") for each in lines) == "Hm."
+    assert lines[-1]["message"]["tool_calls"] == said["tool_calls"]
+    assert [each["done"] for each in lines] == [False] * len(lines)
+    assert (last["done"], last["eval_count"]) == (True, whole["eval_count"])
+    assert last["total_duration"] == last["prompt_eval_duration"] + last["eval_duration"]
+
+
+def test_texts_and_models_of_ollama(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = ("</think>Well.",)
+    assert ollama(client, "generate", system="Be brief.", stream=False, think=True).json()["response"] == "Well."
+    streamed = ollama(client, "generate", prompt="Once", raw=True, format={"type": "object"}, think=False)
+    assert json.loads(streamed.text.splitlines()[-1])["response"] == ""
+    assert "[system]Be brief.[user]Hi><think>" in prompts(triton)[0]
+    assert prompts(triton)[1].endswith("Once")
+    assert triton.requests[1]["guided_decoding_guide"]
+    (model,) = client.get("/api/tags").json()["models"]
+    assert model["name"] == NAME
+    shown = client.post("/api/show", json={"model": model["name"]}).json()
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert client.post("/api/show", json={"model": "ensemble"}).json() == shown
+    assert client.post("/api/show", json={"name": model["name"], "model": "", "verbose": False}).json() == shown
+    assert client.post("/api/embed", json={"model": NAME, "input": "a", "dimensions": 0}).status_code == 400
+    assert client.get("/api/version").json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"model": "other"}, 404, "does not exist"),
+        ({"options": {"mirostat": 1}}, 400, "mirostat"),
+        ({"options": {"temperature": 9}}, 400, "options.temperature"),
+        ({"options": {"repeat_penalty": -1}}, 400, "options.repeat_penalty"),
+        ({"messages": [{"role": "user", "content": 0}]}, 400, "must be a text"),
+        ({"path": "generate", "raw": True, "system": "Be brief."}, 400, "leave system and images out"),
+        ({"messages": [{"role": "user", "images": [1]}]}, 400, "list of texts"),
+        ({"messages": [{"role": "user", "images": ["QUJD"]}]}, 400, "reads text only"),
+    ],
+)
+def test_what_ollamas_clients_are_told(client: TestClient, body: dict[str, Any], status: int, words: str) -> None:
+    answer = ollama(client, **body)
+    assert (answer.status_code, list(answer.json())) == (status, ["error"])
+    assert words in answer.json()["error"]
+
+
+def test_an_error_ends_a_stream_of_ollama_as_a_line(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script, triton.pause = ("</think>Well. ", refused("the executor has stopped working")), 0.002
+    assert "stopped working" in json.loads(ollama(client).text.splitlines()[-1])["error"]
+    assert client.post("/api/pull", json={}).json()["error"].startswith("Unknown request URL")
+
+
+def test_a_format_belongs_to_texts_where_a_tool_must_be_called(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = ('{"name": "weather", "arguments": {}}',)
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    sent = respond(client, tools=[FUNCTION], tool_choice="required", text=text, client_metadata={"a": "b"})
+    assert sent.json()["output"][0]["name"] == "weather"
+    guide = json.loads(triton.requests[0]["guided_decoding_guide"][0])
+    assert guide["anyOf"][0]["properties"]["name"] == {"const": "weather"}
+
+
+def test_claude_code_hears_in_its_words_that_a_prompt_is_too_long(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = (refused("Prompt length (9) exceeds maximum input length (8)"),)
+    assert send_message(client).json()["error"]["message"].startswith("prompt is too long: Prompt length (9)")

@@ -86,10 +86,19 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
             "1 short and 0 long .* expected 8",
         ),
+        (
+            "phi3_long",
+            {"rope_scaling": {**FAMILIES["phi3_long"].config["rope_scaling"], "factor": 3.0}},
+            "the rotary factor 3 .* expected",
+        ),
         ("starcoder2", {"hidden_act": "gelu"}, "'gelu' is not supported"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("falcon_new", {"parallel_attn": False}, "parallel_attn = false"),
         ("falcon", {"activation": "relu"}, "'relu'"),
+        ("olmo3", {"rope_scaling": FAMILIES["olmo3"].config["rope_scaling"] | {"truncate": False}}, "truncate = false"),
+        ("qwen3_5", {"hidden_act": "relu"}, "Activation 'relu' is not supported"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "Activation 'gelu' is not supported"),
+        ("nemotron_h_moe", {"mlp_bias": True}, "mlp_bias = true; no published Nemotron with experts"),
     ],
 )
 def test_unsupported_features_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:

@@ -6,7 +6,6 @@ import gc
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,8 @@ MIXED: list[dict[str, int]] = [
 ]
 
 
-# PyTorch has no packed weights, but attention soft-caps, which paged attention in OpenVINO has not.
-TORCH_DECODERS = {name: tiny for name, tiny in DECODERS.items() if tiny.packing is None} | {
-    "gemma2, capped scores": tiny_decoder(replace(LLAMA, attention_softcap=0.5, block="sandwich")),
-}
+# PyTorch has no packed weights.
+TORCH_DECODERS = {name: tiny for name, tiny in DECODERS.items() if tiny.packing is None}
 
 
 def _reference(tiny: TinyDecoder) -> ReferenceDecoder:

@@ -130,3 +130,17 @@ def test_models_resaved_by_transformers_convert_to_the_same_weights(family: str,
     expected, actual = converted(plain, tmp_path / "one"), converted(tmp_path / "saved", tmp_path / "two")
     for file in ("rank0.safetensors", "rank1.safetensors"):
         assert actual[file] == expected[file], file
+
+
+def test_experts_stored_one_by_one_convert_like_those_in_one_tensor(tmp_path: Path) -> None:
+    """The files of Qwen3.5 and 3.6 in FP8 have them so."""
+    plain, apart = (write_tiny_model(tmp_path / name, "qwen3_5_moe") for name in ("plain", "apart"))
+    tensors = read_safetensors(plain / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        prefix, _, part = name.rpartition(".")
+        for number, values in enumerate(tensors.pop(name)):
+            halves = np.split(values, 2) if part == "gate_up_proj" else [values]
+            names = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+            tensors |= {f"{prefix}.{number}.{one}.weight": half for one, half in zip(names, halves, strict=True)}
+    write_safetensors(apart / "model.safetensors", tensors)
+    assert converted(apart, tmp_path / "one") == converted(plain, tmp_path / "two")

@@ -20,10 +20,11 @@ from tests.support.quantised_models import (
 )
 from tests.support.stages import convert_model
 from trtserve.artifacts import Model
+from trtserve.checkpoint.gguf import TYPES
 from trtserve.checkpoint.source import SourceTensor, read_source
-from trtserve.checkpoint.supported import source_quantization
+from trtserve.checkpoint.supported import keepable_fp8, source_quantization
 from trtserve.checkpoint.unified import CheckpointReader
-from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError
+from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
 from trtserve.specs import ConvertSpec
 
 STEM = "model.layers.0.mlp.up_proj."
@@ -66,7 +67,11 @@ def test_the_documented_table_is_what_is_tested() -> None:
     for name, read in cells:
         config = {"quantization_config": SCHEMES[name] if name in SCHEMES else FORMS[name].config}
         kept = source_quantization(config)
-        assert read == ("widened" if kept is None else f"kept, {kept.checkpoint_keys()['quant_algo']}"), name
+        demanded = keepable_fp8(config)
+        widened = "widened" if demanded is None else f"kept on demand, {demanded}"
+        assert read == (widened if kept is None else f"kept, {kept.checkpoint_keys()['quant_algo']}"), name
+    blocks = sum(kind.numbers > 1 for kind in TYPES.values())  # tests/unit/test_gguf.py takes each
+    assert f"**{len(cells) + 1 + blocks} quantised forms**: the {len(cells)} of this table, MXFP4 and {blocks}" in text
 
 
 @pytest.mark.parametrize(
@@ -81,6 +86,77 @@ def test_conversions_hold_the_floats(form: str, spec: dict[str, Any], tmp_path: 
     for layer in range(2):
         for part, expected in fused(model, layer).items():
             np.testing.assert_array_equal(reader.merged(f"transformer.layers.{layer}.{part}.weight"), expected)
+
+
+KEPT = [
+    ("fp8, blocks of 128", "FP8_BLOCK_SCALES"),
+    ("fp8, blocks with exponents", "FP8_BLOCK_SCALES"),
+    ("compressed-tensors, float by block", "FP8_BLOCK_SCALES"),
+    ("modelopt, FP8_PB_WO", "FP8_BLOCK_SCALES"),
+    ("fp8, dynamic", "FP8_PER_CHANNEL_PER_TOKEN"),
+    ("fbgemm_fp8", "FP8_PER_CHANNEL_PER_TOKEN"),
+    ("compressed-tensors, float by channel", "FP8_PER_CHANNEL_PER_TOKEN"),
+    ("compressed-tensors, float by tensor, dynamic", "FP8_PER_CHANNEL_PER_TOKEN"),
+    ("modelopt, FP8_PER_CHANNEL_PER_TOKEN", "FP8_PER_CHANNEL_PER_TOKEN"),
+]
+
+
+@pytest.mark.parametrize(("form", "algorithm"), KEPT)
+@pytest.mark.parametrize("spec", [{}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
+def test_kept_codes_stand_for_the_same_numbers(form: str, algorithm: str, spec: dict[str, Any], tmp_path: Path) -> None:
+    model = write_quantised_model(tmp_path, form, num_attention_heads=2, head_dim=128)
+    made = convert_model(Model(path=model.folder), ConvertSpec(keep_fp8=True, **spec), out=tmp_path / "made").path
+    quantization = json.loads((made / "config.json").read_text())["quantization"]
+    assert (quantization["quant_algo"], quantization["exclude_modules"]) == (algorithm, None)
+    reader = CheckpointReader(made)
+    for layer in range(2):
+        for part, expected in fused(model, layer).items():
+            name = f"transformer.layers.{layer}.{part}.weight"
+            assert reader.kind(name) == "fp8"
+            np.testing.assert_array_equal(reader.merged(name), expected)
+
+
+def test_ranks_that_cut_blocks_widen_the_matrix(tmp_path: Path) -> None:
+    """Four ranks have 64 of 256 inputs of `dense`, and as many outputs of `qkv`."""
+    model = write_quantised_model(tmp_path, "fp8, blocks of 128", num_key_value_heads=4)
+    spec = ConvertSpec(keep_fp8=True, tp_size=4, dtype="bfloat16")
+    made = convert_model(Model(path=model.folder), spec, out=tmp_path / "made").path
+    excluded = json.loads((made / "config.json").read_text())["quantization"]["exclude_modules"]
+    assert {f"transformer.layers.*.attention.{part}" for part in ("qkv", "dense")} <= set(excluded)
+    reader, expected = CheckpointReader(made), fused(model, 0)
+    assert reader.kind("transformer.layers.0.mlp.fc.weight") == "fp8"
+    np.testing.assert_array_equal(reader.merged("transformer.layers.0.mlp.fc.weight"), expected["mlp.fc"])
+    dense = reader.merged("transformer.layers.0.attention.dense.weight")
+    np.testing.assert_array_equal(dense, expected["attention.dense"].astype(dense.dtype))
+
+
+@pytest.mark.parametrize(
+    ("form", "spec", "message"),
+    [
+        ("fp8", {}, "keep-fp8 is for models"),
+        ("compressed-tensors, W8A8 by channel", {}, "keep-fp8 is for models"),
+        ("fp8, dynamic", {"dtype": "float32"}, "keep-fp8 is for models"),
+        ("fp8, dynamic", {"quantize": "int8"}, "keep-fp8 is for models"),
+        ("fp8, blocks of 128", {"tp_size": 8}, "no matrix of the model"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(form: str, spec: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = write_quantised_model(tmp_path, form, num_attention_heads=8, num_key_value_heads=8)
+    with pytest.raises(UsageError, match=message):
+        convert_model(Model(path=model.folder), ConvertSpec(keep_fp8=True, **spec), out=tmp_path / "made")
+
+
+@pytest.mark.parametrize(("ending", "value"), [("weight", 0x7F), ("weight_scale_inv", np.float32(np.nan))])
+def test_kept_codes_are_numbers(ending: str, value: Any, tmp_path: Path) -> None:
+    model = write_quantised_model(tmp_path, "fp8, blocks of 128")
+    path = model.folder / "model.safetensors"
+    tensors = read_any_safetensors(path)
+    name = f"model.layers.1.mlp.up_proj.{ending}"
+    damaged = tensors[name].copy()
+    damaged.view(np.uint8 if ending == "weight" else np.float32)[-1, -1] = value
+    write_any_safetensors(path, tensors | {name: damaged})
+    with pytest.raises(ConversionError, match="no numbers"):
+        convert_model(Model(path=model.folder), ConvertSpec(keep_fp8=True), out=tmp_path / "made")
 
 
 def test_what_is_read_as_floats_may_be_quantised_again(tmp_path: Path) -> None:

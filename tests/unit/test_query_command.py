@@ -65,7 +65,7 @@ def test_temperature_without_effect_is_reported(
 ) -> None:
     # Nothing listens on port 1; the note is printed before the connection fails.
     assert run(["query", "hi", "--url", "127.0.0.1:1", "--timeout", "5", *options]) == 40
-    assert ("--temperature has no effect" in capsys.readouterr().err) == reported
+    assert ("A temperature alone has no effect" in capsys.readouterr().err) == reported
 
 
 @pytest.mark.parametrize("words", [["what", "is", "ml"], ["what is ml"]])
@@ -138,6 +138,7 @@ def test_switches_and_inputs_reach_the_spec(monkeypatch: pytest.MonkeyPatch) -> 
         ("[not json\n", ("[not json",)),
         ("[1, 2] Add these.\n{name} is here\n", ("[1, 2] Add these.", "{name} is here")),
         ("[INST] one [/INST]\n[INST] two [/INST]\n", ("[INST] one [/INST]", "[INST] two [/INST]")),
+        ("[[ ## question ## ]]\n", ("[[ ## question ## ]]",)),
     ],
 )
 def test_prompts_are_read_from_a_file(
@@ -152,12 +153,16 @@ def test_prompts_are_read_from_a_file(
     [
         ('["a",\n"b\n', "should be a JSON list of texts but is not"),
         ('[\n  "a" "b"\n]\n', "should be a JSON list of texts but is not"),
+        ("[" * 5000, "should be a JSON list of texts but is not"),
+        ("[[[1, 2], [3", "should be a JSON list of texts but is not"),
         ("[ 'a', 'b' ]", "should be a JSON list of texts but is not"),
         ('{"prompts": ["a"', "should be a JSON list of texts but is not"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', "should be a JSON list of texts but is not"),
         ('{"prompts": ["a"]}', "is a JSON object; expected a JSON list of texts"),
+        ('\ufeff{"prompt": "a"}\r\n', "is a JSON object; expected a JSON list of texts"),
         ('["a", {"text": "b"}]', 'is a JSON list with {"text": "b"} in it'),
         ("[1, 2]", "is a JSON list with 1 in it"),
+        ('{"a": ' + "9" * 5000 + "}", "one of its numbers has thousands of digits"),
     ],
 )
 def test_invalid_json_list_is_not_sent_line_by_line(

@@ -285,7 +285,9 @@ def test_chat_turn_ends_at_its_end_tokens() -> None:
     [
         ({"temperature": -1.0}, "--temperature is -1.0; it must be at least 0"),
         ({"temperature": float("nan")}, "--temperature is nan"),
-        ({"presence_penalty": float("inf")}, "--presence-penalty is inf; it must be a finite number"),
+        ({"presence_penalty": float("inf")}, "--presence-penalty is inf; it must be at most 1000000000"),
+        ({"presence_penalty": -2e9}, "--presence-penalty is -2000000000.0; it must be at least -1000000000"),
+        ({"presence_penalty": float("nan")}, "--presence-penalty is nan; it must be a finite number"),
         ({"top_k": -1}, "--top-k is -1"),
         ({"top_p": 5.0}, "--top-p is 5.0; it must be at least 0 and at most 1"),
         ({"seed": 2**64}, "--seed is"),

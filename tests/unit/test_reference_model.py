@@ -11,7 +11,8 @@ from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, tiny_decoder
 from trtserve.executor.reference_model import ReferenceModel
 
-NAMES = list(DECODERS)[::4]
+# Engines leave the edge of a window to paged attention: only this model has it in its mask.
+NAMES = sorted({*list(DECODERS)[::4], *(name for name in DECODERS if "window" in name)})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -201,3 +201,14 @@ def test_only_the_folder_of_that_mpirun_is_removed(tmp_path: Path, monkeypatch: 
     sweep_session(ProcessId(pid=77, started=0.0))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert left == ["ompi.777", f"ompi.vm.{os.getuid()}", f"ompi.vm.{os.getuid()}/pid.78"]
+
+
+def test_a_summary_has_what_a_person_reads() -> None:
+    assert [server_log.summary(line) for line in server_log.significant(LOG)[:3]] == [
+        "12:14:51  loading: bad:1",
+        "12:14:51  loading: ident:1",
+        "12:14:51  successfully loaded 'ident'",
+    ]
+    error = 'E1120 12:14:51.292462 7022 server.cc:241] "It is \\"odd\\"."'
+    assert server_log.summary(f"[1,3]<stderr>: {error}") == '12:14:51  rank 3: error: It is "odd".'
+    assert server_log.significant("I1120 12:14:51.292462 7022 server.cc:604] \n+---+\n| a |") == []

@@ -175,3 +175,21 @@ def test_models_are_listed_with_what_fits(capsys: pytest.CaptureFixture[str], mo
     assert small["source_bytes"] == 2 * small["parameters"]
     assert listed["llama-3.3-70b-instruct"]["licence"] == "llama3.3"
     assert {each["fits"] for each in listed.values()} <= {"yes", "int8", "int4", "no", None}
+    assert all(bool(each["reason"]) == (each["fits"] in ("no", None)) for each in listed.values())
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda: 0)
+    assert run(["models"]) == 0
+    assert "gated\tno: 32.1 GiB of weights in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("llama3", "llama-3.2-1b-instruct or llama-3.2-3b-instruct or llama-3-8b-instruct?"),
+        ("Gemma", "gemma-3-1b-it or gemma-2-2b-it?"),
+        ("lama-3-8b", "llama-3-8b"),
+    ],
+)
+def test_small_chat_models_are_suggested_first(typed: str, meant: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        parse_source(typed)
+    assert f"Did you mean {meant}" in str(caught.value.hint)

@@ -71,10 +71,11 @@ def test_the_last_import_is_the_default(tmp_path: Path) -> None:
     assert find_repository("first", store=store).path == first
     with pytest.raises(ModelNotFoundError, match="Nothing was imported under the name third") as caught:
         find_repository("third", store=store)
-    assert caught.value.hint == "Imported: second, first. To make it: trtserve import third"
-    with pytest.raises(ModelNotFoundError) as caught:
-        find_repository("llama-2-7b", store=store)
-    assert caught.value.hint == "Import it first: trtserve import llama-2-7b"
+    assert caught.value.hint == "Imported: second, first. To make it: trtserve import MODEL --name third"
+    for name, then in (("llama-2-7b", ""), ("org/x", ", then trtserve start x")):
+        with pytest.raises(ModelNotFoundError, match=f"{name} has not been imported yet") as caught:
+            find_repository(name, store=store)
+        assert caught.value.hint == f"Import it first: trtserve import {name}{then}"
 
 
 def test_a_repository_made_by_repo_is_found_by_name(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_a_repository_made_by_repo_is_found_by_name(tmp_path: Path) -> None:
     assert find_repository("fast", store=store).path.name == "fast-1"
     with pytest.raises(ModelNotFoundError) as caught:
         find_repository("third", store=store)
-    assert caught.value.hint == "Made by `trtserve repo`: fast. To make it: trtserve import third"
+    assert caught.value.hint == "Made by `trtserve repo`: fast. To make it: trtserve import MODEL --name third"
 
 
 @pytest.mark.parametrize(("source", "words"), [("fast", "fast"), ("acme/fast", "acme/fast --name fast")])
@@ -292,7 +293,8 @@ def test_running_already_names_the_model(repository: ModelRepository, tmp_path: 
         (["stop", "demo"], 33, "No server demo is running"),
         (["stop", "demo", "--all"], 2, "give one"),
         (["stop", "--all"], 0, "No server is running"),
-        (["status"], 0, "No server is running"),
+        (["status"], 33, "No server is running"),
+        (["status", "--json"], 33, "No server is running"),
         (["status", "demo"], 33, "No server demo is running"),
         (["logs"], 33, "No server is running"),
         (["logs", "--json", "--follow"], 2, "cannot be combined"),
@@ -304,6 +306,8 @@ def test_without_a_server(arguments: list[str], code: int, words: str, capsys: p
     captured = capsys.readouterr()
     assert words in captured.err
     assert captured.out == "" or "--json" in arguments
+    if arguments == ["status", "--json"]:
+        assert json.loads(captured.out)["result"] == []
 
 
 @pytest.mark.parametrize(("crashes", "starts"), [(0, 1), (2, 3), (3, 3)])

@@ -20,14 +20,18 @@ from trtserve.executor.engine.limits import EngineLimits, state_rows
 from trtserve.executor.engine.states import StateRows
 from trtserve.specs import BuildSpec, ConvertSpec
 
-RUNTIMES = ["openvino", pytest.param("torch", marks=pytest.mark.needs("torch"))]
+RUNTIMES = [
+    pytest.param((runtime, family), id=f"{runtime}-{family}", marks=[pytest.mark.needs("torch")] * (runtime == "torch"))
+    for runtime in ("openvino", "torch")
+    for family in ("lfm2", "falcon_h1")  # states instead of attention, and beside it
+]
 PROMPT = np.random.default_rng(3).integers(3, 259, 150).tolist()
 CHANGED = [*PROMPT[:100], *PROMPT[20:60]]
 NEW = 8
 
 
-def engine(runtime: Literal["openvino", "torch"], folder: Path, **spec: Any) -> Path:
-    model = write_tiny_model(folder / "model", "lfm2", gain=1.0)
+def engine(runtime: Literal["openvino", "torch"], folder: Path, family: str = "lfm2", **spec: Any) -> Path:
+    model = write_tiny_model(folder / "model", family, gain=1.0)
     checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=folder / "checkpoint")
     device: dict[str, Any] = {"device": "cpu"} if runtime == "torch" else {"kv_precision": "f32"}
     build = BuildSpec(runtime=runtime, max_seq_len=256, max_batch_size=4, max_beam_width=3, **device, **spec)
@@ -36,7 +40,8 @@ def engine(runtime: Literal["openvino", "torch"], folder: Path, **spec: Any) -> 
 
 @pytest.fixture(scope="module", params=RUNTIMES)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return engine(request.param, tmp_path_factory.mktemp("states"))
+    runtime, family = request.param
+    return engine(runtime, tmp_path_factory.mktemp("states"), family)
 
 
 def answers(engine: Path, prompts: list[list[int]], *, beams: int = 1, **config: Any) -> tuple[list[Any], int]:

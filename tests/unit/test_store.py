@@ -203,8 +203,8 @@ def test_a_missing_path_is_not_treated_as_a_name(tmp_path: Path) -> None:
     assert caught.value.hint == "Give the folder of a model, or one of these names: none yet."
     with pytest.raises(ModelNotFoundError) as caught:
         find_artifact("./nosuch", store)
-    assert "the folder of a checkpoint or a repository" in str(caught.value.hint)
-    with pytest.raises(ModelNotFoundError, match="the name of a checkpoint or a repository in the store") as caught:
+    assert "the folder of a checkpoint, a repository or an engine" in str(caught.value.hint)
+    with pytest.raises(ModelNotFoundError, match="of a checkpoint, a repository or an engine in the store") as caught:
         find_artifact("nosuch", store)
     assert "trtserve convert MODEL, trtserve import MODEL" in str(caught.value.hint)
 

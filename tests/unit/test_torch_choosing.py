@@ -12,6 +12,7 @@ import pytest
 from tests.support.executors import collect, free_blocks, loop_of
 from tests.support.tiny_decoders import TinyDecoder, tiny_decoder
 from trtserve.executor import api
+from trtserve.executor.engine.drafts import NgramDrafter
 from trtserve.executor.engine.limits import EngineLimits
 
 pytestmark = pytest.mark.needs("torch")
@@ -49,9 +50,16 @@ def _requests(vocabulary: int) -> list[api.Request]:
     return [api.Request(prompt, 14, **kind) for prompt, kind in zip(prompts, kinds, strict=True)]
 
 
-def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list[Any]:
+class _Drafting(api.ExecutorConfig):
+    ngram_max_draft_len = 4
+
+
+def _answers(
+    model: Any, requests: list[api.Request], *, overlaps: bool, made: type[api.ExecutorConfig] = api.ExecutorConfig
+) -> list[Any]:
     vocabulary = [*string.ascii_lowercase, *(f"<{token}>" for token in range(26, model.vocab_size))]
-    config = api.ExecutorConfig(
+    config = made(
+        iter_stats_max_iterations=1000,
         enable_chunked_context=True,
         kv_cache_config=api.KvCacheConfig(max_tokens=320),
         gather_generation_logits=True,
@@ -74,6 +82,8 @@ def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list
         before = free_blocks(executor)
         found = collect(executor, executor.enqueue_requests(requests))
         assert free_blocks(executor) == before
+        records = [record.specdec_stats for record in executor.get_latest_iteration_stats()]
+        assert (sum(each.num_accepted_tokens for each in records if each) > 0) == (made is _Drafting)
     answers = []
     for responses in found.values():
         tokens: dict[int, list[int]] = {}
@@ -85,6 +95,47 @@ def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list
             (tokens, result.finish_reasons, result.log_probs, result.generation_logits, result.context_logits)
         )
     return answers
+
+
+def test_the_model_chooses_the_tokens_of_drafts(tiny: TinyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is guessed: here every fourth guess is wrong."""
+    from tests.support.torch_models import torch_model
+    from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+
+    model = torch_model(tiny, model_class=ChoosingTorchModel, batch=16)
+    assert isinstance(model, ChoosingTorchModel)
+    requests = [_requests(model.vocab_size)[number] for number in (0, 1, 7, 8, 11)]
+    expected = _answers(model, requests, overlaps=True)
+    known = {
+        tuple(request.input_token_ids): [
+            tokens[0 if request.streaming else len(request.input_token_ids) :] for tokens in answer[0].values()
+        ]
+        for request, answer in zip(requests, expected, strict=True)
+    }
+
+    class Told(NgramDrafter):
+        def __init__(self, tokens: Any, **_: Any) -> None:
+            self._answers = known[tuple(tokens)]
+            self._so_far: list[int] = []
+
+        def accept(self, token: int) -> None:
+            self._so_far.append(token)
+
+        def gains(self, length: int) -> list[float]:
+            return [1.0] * min(length, 4)
+
+        def draft(self, length: int) -> list[int]:
+            begin = len(self._so_far)
+            mine = next(each for each in self._answers if each[:begin] == self._so_far)
+            return [token if place % 4 else 9 for place, token in enumerate(mine)][begin : begin + length]
+
+    monkeypatch.setattr("trtserve.executor.engine.admission.NgramDrafter", Told)
+    model = torch_model(tiny, model_class=ChoosingTorchModel, batch=16)
+    assert isinstance(model, ChoosingTorchModel)
+    model.step_costs = model.plain_costs = [1.0] * 16
+    for ours, theirs in zip(_answers(model, requests, overlaps=True, made=_Drafting), expected, strict=True):
+        assert ours[:2] == theirs[:2]
+        np.testing.assert_allclose(np.array(ours[2] or 0), np.array(theirs[2] or 0), atol=1e-4)
 
 
 @pytest.fixture(scope="module")

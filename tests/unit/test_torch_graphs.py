@@ -76,6 +76,7 @@ def test_captured_steps_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -
     expected = _answers(torch_model(tiny, model_class=ChoosingTorchModel, batch=BATCH))
     recorder = _Recorder()
     monkeypatch.setattr(graphs, "GraphRecorder", lambda: recorder)
+    monkeypatch.setattr(graphs, "_replayed", lambda _: 0.005)  # the seconds of every step
     model: Any = torch_model(tiny, model_class=ChoosingTorchModel, batch=BATCH)
     monkeypatch.setattr(model, "warm_up", model._capture)
     eager: list[StepInputs] = []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import convert_tiny
+from tests.support.quantised_models import write_quantised_model
 from tests.support.stages import build_engine
 from trtserve.artifacts import Checkpoint, Engine
 from trtserve.checkpoint.unified import read_config
@@ -30,8 +31,10 @@ from trtserve.errors import (
 from trtserve.executor.loaders import device_of, engine_files, read_engine_config
 from trtserve.executor.torch import runtime as torch
 from trtserve.pipeline.build import plan_build
+from trtserve.pipeline.import_spec import ImportSpec
+from trtserve.pipeline.importing import plan_import
 from trtserve.pipeline.inspect import describe
-from trtserve.specs import BuildSpec
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 needs_torch = pytest.mark.needs("torch")
 
@@ -230,3 +233,35 @@ def test_a_copy_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(DiskSpaceError, match=r"they take 4 KiB, and 100 bytes are free"):
         torch._require_room(tmp_path / "a", elsewhere, ["rank0.safetensors"])  # type: ignore[arg-type]
     torch._require_room(tmp_path / "a", tmp_path, ["rank0.safetensors"])
+
+
+@pytest.mark.parametrize(
+    ("form", "capability", "keep", "kept"),
+    [
+        ("fp8, blocks of 128", "9.0", None, True),
+        ("fp8, blocks of 128", "8.6", None, None),
+        ("fp8, blocks of 128", "9.0", False, False),
+        ("gptq, desc_act", "9.0", None, None),
+    ],
+)
+def test_an_import_for_a_gpu_with_fp8_keeps_the_codes(
+    form: str,
+    capability: str,
+    keep: bool | None,
+    kept: bool | None,
+    installed: Callable[[str | None], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "count_gpus", lambda: 1)
+    monkeypatch.setattr(torch, "visible_gpu", lambda: SimpleNamespace(name="a GPU", capability=capability))
+    spec = ImportSpec(
+        source=str(write_quantised_model(tmp_path, form).folder),
+        convert=ConvertSpec(keep_fp8=keep),
+        build=BuildSpec(runtime="torch"),
+        repository=RepositorySpec(name="tiny"),
+    )
+    plan = plan_import(spec)
+    assert plan.spec.convert.keep_fp8 is kept
+    assert plan.build is not None
+    assert plan.build.engine.weights_precision == ("fp8" if kept else "float16")

@@ -14,17 +14,24 @@ import pytest
 import yaml
 
 from tests.support.bench_records import answered, report_of
+from tests.support.executors import executors
+from tests.support.fake_model import VOCAB
+from tests.support.virtual_replicas import ANSWER, PROMPT, HeldModel, VirtualReplica
+from tests.support.virtual_replicas import SPEED as SPEED_OF_REPLICA
 from trtserve.bench.report import BenchReport
+from trtserve.bench.statistics import percentile
 from trtserve.bench.targets import goal_words, read_goal
 from trtserve.cli import run
 from trtserve.errors import UsageError
+from trtserve.executor.api import KvCacheConfig, Request
 from trtserve.pipeline.setup_file.content import json_schema
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import headline, make_answer, pareto, write_answer
-from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, Offered, SpeedModel
+from trtserve.pipeline.tuning.roofline import MachineSpeed, ModelShape, SpeedModel
 from trtserve.pipeline.tuning.search import Goal, Search
 from trtserve.pipeline.tuning.space import Candidate, Space, Values, find_space
 from trtserve.pipeline.tuning.trials import Bench, Trials, measure_speed
+from trtserve.pipeline.tuning.virtual_engine import Offered, serve
 from trtserve.specs import BenchSpec, ServerSpec
 from trtserve.store import Store
 
@@ -59,8 +66,10 @@ TRUTH = replace(SPEED, step_seconds=0.006, sequence_seconds=0.0009, request_seco
 class MadeUpBench(Bench):
     """Servers whose speed is that of a roofline with other figures, and noise."""
 
-    def __init__(self, shapes: dict[Any, ModelShape], *, noise: float = 0.02, stop_after: int | None = None) -> None:
-        self.shapes, self.noise, self.stop_after = shapes, noise, stop_after
+    def __init__(
+        self, shapes: dict[Any, ModelShape], *, noise: float = 0.02, stop_after: int | None = None, failing: int = 0
+    ) -> None:
+        self.shapes, self.noise, self.stop_after, self.failing = shapes, noise, stop_after, failing
         self.random = np.random.default_rng(7)
         self.measured = 0
 
@@ -72,18 +81,20 @@ class MadeUpBench(Bench):
             raise KeyboardInterrupt
         self.measured += 1
         concurrency = spec.concurrency or 8
-        offered = Offered(input_tokens=16, output_tokens=8, concurrency=concurrency)
-        found = SpeedModel(TRUTH).predict(self.shapes[plan], offered)
-        luck = math.exp(self.noise * self.random.standard_normal())
-        each = luck * 1000 / found.requests_per_second
-        # A closed loop: a request is sent when one of those before it ends.
-        first, step = (found.times_ms[name] * luck for name in ("ttft", "itl"))
-        step = (concurrency * each - first) / 7 if concurrency * each > first else step
-        first = max(1.0, concurrency * each - 7 * step)
+        offered = Offered(input_tokens=16, output_tokens=8, concurrency=concurrency, requests=spec.num_requests)
+        run = SpeedModel(TRUTH).predict(self.shapes[plan], offered).run
+        luck = 1000 * math.exp(self.noise * self.random.standard_normal())
         records = [
-            answered(number, intended=max(0, number - concurrency + 1) * each, first=first, step=step)
-            for number in range(spec.num_requests)
+            answered(
+                number,
+                intended=luck * each.sent,
+                first=luck * (each.first - each.sent),
+                step=luck * (each.end - each.first) / 7,
+            )
+            for number, each in enumerate(run.requests)
         ]
+        if self.shapes[plan].max_batch_size == self.failing:
+            records = [replace(each, status="failed", arrivals=[]) for each in records]
         return report_of(records, spec={"concurrency": concurrency})
 
 
@@ -119,7 +130,7 @@ def best_rate(search: Search) -> float:
     for candidate, load in itertools.product(search.space.candidates, search.space.loads):
         offered = Offered(input_tokens=16, output_tokens=8, concurrency=dict(load)["concurrency"])
         found = SpeedModel(TRUTH).predict(candidate.shape, offered)
-        if search.goal.missed(lambda name, of=found: of.times_ms[name.partition("_")[0]] * 1.03) == 0:  # type: ignore[misc]
+        if search.goal.missed(lambda name, of=found: 1.03 * of.figure(name)) == 0:  # type: ignore[misc]
             rates.append(found.tokens_per_second)
     return max(rates)
 
@@ -144,6 +155,83 @@ def test_predictions_are_corrected_by_trials(tmp_path: Path) -> None:
     first, later = search.model.errors[0]["requests_per_second"], search.model.error("requests_per_second", after=3)
     assert later is not None
     assert later < 0.1 < first
+
+
+@pytest.mark.parametrize("concurrency", [3, 12, 30])
+def test_the_virtual_engine_agrees_with_a_real_one_in_a_closed_loop(concurrency: int) -> None:
+    """Times to the first token and the whole time of 60 requests; the real engine's steps end in virtual time."""
+    random, sent, firsts = np.random.default_rng(1), list[float](), dict[int, float]()
+    with executors(HeldModel) as start:
+        cache = KvCacheConfig(enable_block_reuse=False)
+        executor, model = start(
+            batch=SPEED_OF_REPLICA.slots, seq_len=PROMPT + ANSWER, tokens=2048, kv_cache_config=cache
+        )
+        replica = VirtualReplica(executor, cast(HeldModel, model))
+
+        def send(now: float, count: int) -> None:
+            """Send requests, all before the engine takes its next step."""
+            requests = []
+            for number in range(len(sent), len(sent) + count):
+                replica.left[number] = ANSWER
+                prompt = [*divmod(number, VOCAB), *random.integers(0, VOCAB, PROMPT - 2).tolist()]
+                requests.append(Request(prompt, ANSWER))
+            sent.extend([now] * count)
+            executor.enqueue_requests(requests)
+
+        now = 0.0
+        send(now, concurrency)
+        while replica.left:
+            now = replica.begin(now)
+            for request in replica.step:
+                firsts.setdefault(request, now - sent[request])
+                replica.left[request] -= 1
+            ended = [request for request in replica.step if not replica.left[request]]
+            for request in ended:
+                del replica.left[request]
+            if ended and len(sent) < 60:
+                send(now, min(len(ended), 60 - len(sent)))
+            replica.model.may_end.release()
+
+    def cost(sequences: int, prompt_tokens: int, _: float) -> Any:
+        step = SPEED_OF_REPLICA
+        return np.array([step.step, step.sequence * sequences, step.prompt_token * prompt_tokens, 0.0])
+
+    offered = Offered(input_tokens=PROMPT, output_tokens=ANSWER, concurrency=concurrency, requests=60)
+    run = serve(offered, cost, slots=SPEED_OF_REPLICA.slots, step_tokens=2048, overhead=0.0)
+    assert max(each.end for each in run.requests) == pytest.approx(now, rel=0.05)
+    real = sorted(firsts.values())
+    for quantile in (0.5, 0.9):
+        assert run.figure("ttft", quantile) == pytest.approx(percentile(real, quantile), rel=0.1)
+
+
+def test_a_server_that_answers_nothing_ends_no_search(tmp_path: Path) -> None:
+    search = search_of(tmp_path, "", failing=16)
+    outcome = search.run()
+    assert any(not trial.report.statistics.counts.completed for trial in search.trials.done)
+    assert outcome.best is not None
+    assert dict(outcome.best.candidate.values).get("max_batch_size") != 16
+
+
+def test_answers_of_about_one_token_have_no_time_between_tokens() -> None:
+    model, shape = (
+        SpeedModel(SPEED),
+        ModelShape(weight_bytes=2e7, kv_bytes=1, parameters=1e7, max_batch_size=4, max_num_tokens=2048),
+    )
+    offered = Offered(input_tokens=16, output_tokens=1.3, concurrency=4)
+    model.learn(shape, offered, {"itl_p50": 5.0, "requests_per_second": 50.0})
+    assert model.predict(shape, offered).requests_per_second == pytest.approx(50, rel=0.3)
+
+
+def test_requests_that_come_on_a_schedule_wait_where_the_engine_is_full() -> None:
+    def cost(sequences: int, prompt_tokens: int, _: float) -> Any:
+        return np.array([0.1 if sequences else 0.0, 0.0])
+
+    def first(rate: float) -> float:
+        offered = Offered(input_tokens=8, output_tokens=10, rate=rate, requests=200)
+        return serve(offered, cost, slots=2, step_tokens=2048, overhead=0.05).figure("ttft", 0.5)
+
+    assert first(0.1) == pytest.approx(0.15, abs=0.01)  # the overhead and a step
+    assert first(10.0) > 10  # two requests a second is all that it can do
 
 
 def test_an_interrupted_search_continues(tmp_path: Path) -> None:
@@ -248,7 +336,7 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (speed.bytes_per_second, speed.operations_per_second) == (5e9, 7e11)
     assert speed.step_seconds == pytest.approx(0.004, rel=0.15)
     assert speed.sequence_seconds == pytest.approx(0.0005, rel=0.5)
-    assert speed.request_seconds == pytest.approx(0.030, rel=0.1)
+    assert speed.request_seconds == pytest.approx(0.030 - 0.0045, rel=0.1)  # less the step of its first token
 
 
 def test_doctor_names_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

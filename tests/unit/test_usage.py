@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from trtserve.cli import run
+from trtserve.cli.app import command_tree
+from trtserve.cli.corrections import _OTHER_WORDS
+from trtserve.cli.parser import commands_of
 
 _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of the hub"
+
+
+HOSTED = ("start", "query", "chat", "gateway", "bench")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,42 @@ _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of th
             "It takes TARGET as plain words. `trtserve push -h` lists its options.",
         ),
         (
+            ["import", "demo", "--gpu-memory-utilization=0.5"],
+            "`trtserve import` has no option --gpu-memory-utilization.",
+            "--gpu-memory-utilization is --kv-cache-free-gpu-mem-fraction here.",
+        ),
+        (
+            ["import", "demo", "--int4"],
+            "`trtserve import` has no option --int4.",
+            "--int4 is --quantize int4 here.",
+        ),
+        (
+            ["import", "demo", "--quantize", "int4_wo"],
+            "--quantize is 'int4_wo'; expected one of none, int8, int4, int4_awq, int8_sq, fp8.",
+            "int4_wo is int4 here.",
+        ),
+        (
+            ["import", "demo", "--dtype", "bf16"],
+            "--dtype is 'bf16'; expected one of auto, float32, float16, bfloat16.",
+            "bf16 is bfloat16 here.",
+        ),
+        (
+            ["replicas", "add", "gpu-3:8001"],
+            "`trtserve replicas` takes no such argument: gpu-3:8001.",
+            "Did you mean --add? `trtserve replicas -h` says what it takes.",
+        ),
+        (
+            ["import", "demo", "--host", "0.0.0.0"],
+            "`trtserve import` has no option --host.",
+            f"--host is an option of {', '.join(f'`trtserve {name}`' for name in HOSTED)}.",
+        ),
+        (["start", "--listen", "0.0.0.0"], "`trtserve start` has no option --listen.", "--listen is --host here."),
+        (
+            ["start", "--max-model-len", "4096"],
+            "`trtserve start` has no option --max-model-len.",
+            "--max-model-len is --max-seq-len of `trtserve import` and `trtserve build`.",
+        ),
+        (
             ["start", "--nonsense"],
             "`trtserve start` has no option --nonsense.",
             "`trtserve start -h` lists its options.",
@@ -63,6 +105,11 @@ def test_one_form_of_error(arguments: list[str], message: str, hint: str, capsys
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [f"error: {message}", f"next:  {hint}"]
     assert captured.out == ""
+
+
+def test_the_words_of_other_engines_stand_for_options_that_exist() -> None:
+    known = {option for _, node in commands_of(command_tree()) for each in node.params for option in each.opts}
+    assert {ours.partition(" ")[0] for ours in _OTHER_WORDS} <= known
 
 
 def test_a_wrong_value_names_its_environment_variable(

@@ -50,4 +50,6 @@ def test_the_names_are_all_that_the_code_uses() -> None:
     made, sizes = functions(arguments, "engine_arguments", "_cache_size")
     assert keys(made, "backend", "disable_any_whitespace") | keys(sizes) <= set(ARGUMENTS.split())
     (sampling,) = functions(adapter, "_sampling")
-    assert keys(sampling) <= set(NAMES["sampling_params.py", "SamplingParams"].split())
+    assert {*keys(sampling), *adapter._SAME, *adapter._DRAWN} <= set(
+        NAMES["sampling_params.py", "SamplingParams"].split()
+    )

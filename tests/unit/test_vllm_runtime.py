@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import sys
@@ -33,7 +34,7 @@ from trtserve.executor.vllm import engine_side, installation
 from trtserve.executor.vllm.adapter import PeftAdapters, vllm_request
 from trtserve.executor.vllm.arguments import engine_arguments, gpu_memory_utilization, kv_per_token, shape_of
 from trtserve.executor.vllm.engine import child_environment
-from trtserve.executor.vllm.installation import SomeRelease, VllmInstallation, offer_of, read_releases
+from trtserve.executor.vllm.installation import VllmInstallation, any_release, offer_of
 from trtserve.executor.vllm.runtime import VllmRuntime, vllm_engine_config
 from trtserve.host.gpus import Device
 from trtserve.pipeline.model_files import folder_files
@@ -97,10 +98,10 @@ _OTHER_WORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("words", _OTHER_WORDS.values(), ids=list(_OTHER_WORDS))
 def test_every_architecture_of_vllms_registry_can_be_planned_in_every_models_words(words: dict[str, Any]) -> None:
-    for name in read_releases().architectures:
+    for name in any_release().architectures:
         hf = {"architectures": [name], **words}
         specs = (ConvertSpec(), BuildSpec(device="cuda"))
-        config = vllm_engine_config(hf, 10**9, *specs, {}, SomeRelease(Path(), Path()), named=None)
+        config = vllm_engine_config(hf, 10**9, *specs, {}, any_release(), named=None)
         assert config.model.vocab_size
         heads, size = config.model.num_key_value_heads, config.model.head_size
         assert kv_per_token(config) == 2 * config.model.num_hidden_layers * heads * size * 2 > 0
@@ -156,6 +157,9 @@ def test_on_gpus_vllm_fits_the_longest_sequence_to_the_memory() -> None:
             "--set max_modle_len: neither a parameter of a",
         ),
         ({"settings": {"model": "x"}}, UsageError, "--set model is set by the MODEL argument"),
+        ({"settings": {"block_size": "[1"}}, UsageError, r"--set block_size=\[1: the value is not YAML"),
+        ({"settings": {"block_size": "2001-01-01"}}, UsageError, "the value is a date, a set or bytes"),
+        ({"settings": {"dtype": "auto", "dtype.x": "1"}}, UsageError, "dtype is set to 'auto' and has no parts"),
         ({"convert": ConvertSpec(quantize="int4")}, UsageError, "--quantize int4: vLLM quantises to fp8"),
         ({"build": BuildSpec(max_beam_width=2)}, UsageError, "--max-beam-width has no meaning with --runtime vllm"),
         ({"build": BuildSpec(max_seq_len=9000)}, UsageError, "the model has 8192 positions"),
@@ -187,13 +191,24 @@ def test_without_vllm_here_the_table_of_its_releases_answers(monkeypatch: pytest
     config = serves("Qwen3MoeForCausalLM", kv_cache_dtype="fp8")
     assert (config.trtserve.device, config.trtserve.vllm_python) == ("cuda", "")
     assert serves("AquilaForCausalLM").model.architecture == "AquilaForCausalLM"  # of older releases
-    with pytest.raises(UnsupportedModelError, match="no implementation of BertModel"):
-        serves("BertModel")
+    with pytest.raises(UnsupportedModelError, match="no implementation of NobodysModel"):
+        serves("NobodysModel")
     with pytest.raises(UsageError, match="--set max_modle_len: neither a parameter"):
         serves("LlamaForCausalLM", max_modle_len="9")
     # One that is here, and too old or too new for a model, says which releases have it.
     with pytest.raises(UnsupportedModelError, match=r"no implementation of AquilaForCausalLM. vLLM 0.19 – 0.24 has"):
         COUNTING.require_architecture("AquilaForCausalLM")
+
+
+def test_a_model_with_a_vector_for_each_token_is_refused() -> None:
+    async def tasks() -> tuple[str, ...]:
+        return ("token_embed",)
+
+    side = engine_side.EngineSide(io.BytesIO(), io.BytesIO())
+    side._llm = SimpleNamespace(get_supported_tasks=tasks)
+    for more in ({}, {"ranks": True}, {"query": "a"}):
+        with pytest.raises(ValueError, match="no vectors or scores of whole texts; it is for token_embed"):
+            asyncio.run(side._pooled(1, {"pooling": {}, "text": "a", **more}))
 
 
 def test_settings_of_triton_models_are_told_from_vllms() -> None:
@@ -251,7 +266,7 @@ def test_only_a_seed_that_was_given_makes_vllm_draw_with_one() -> None:
     def words(**given: Any) -> dict[str, Any]:
         sampling = SamplingParameters(**given)
         asked = GenerationRequest(tokens=[1], max_tokens=4, sampling=sampling, num_sequences=3, top_log_probs=2)
-        found: dict[str, Any] = vllm_request(asked, limits, PeftAdapters({}), guides=False)["sampling"]
+        found: dict[str, Any] = vllm_request(asked, limits, PeftAdapters({}), hidden_size=8, guides=False)["sampling"]
         return found
 
     assert words(greedy=False, seed=7, top_k=5)["seed"] == 7
@@ -275,7 +290,7 @@ def test_a_prompt_table_and_the_prompts_log_probs_reach_vllm() -> None:
             return_log_probs=True,
             prompt_log_probs=True,
         )
-        return vllm_request(request, limits, PeftAdapters({}), guides=False)
+        return vllm_request(request, limits, PeftAdapters({}), hidden_size=8, guides=False)
 
     found = asked(limits, 2, 101)
     assert found["table"][:2] == [100, 8]
@@ -283,9 +298,9 @@ def test_a_prompt_table_and_the_prompts_log_probs_reach_vllm() -> None:
     assert found["sampling"]["prompt_logprobs"] == 0
     with pytest.raises(RuntimeError, match="Token id 102 of the prompt is outside the vocabulary"):
         asked(limits, 2, 102)
-    with pytest.raises(RuntimeError, match="has 3 rows; expected at most 2"):
+    with pytest.raises(RuntimeError, match="has 3 rows, but the engine was built for 2 rows"):
         asked(limits, 3, 101)
-    with pytest.raises(RuntimeError, match="needs an import with --max-prompt-embedding-table-size"):
+    with pytest.raises(RuntimeError, match="built without a prompt table"):
         asked(replace(limits, max_prompt_embedding_table_size=0), 2, 101)
 
 
@@ -294,7 +309,7 @@ def test_lora_weights_of_a_request_are_refused_by_name() -> None:
     adapter = AdapterSource(1, np.zeros((1, 1)), np.zeros((1, 1)))
     request = GenerationRequest(tokens=[1], max_tokens=4, sampling=SamplingParameters(), adapter=adapter)
     with pytest.raises(RuntimeError, match="lora_weights are not supported by the vllm runtime, which loads adapters"):
-        vllm_request(request, limits, PeftAdapters({}), guides=False)
+        vllm_request(request, limits, PeftAdapters({}), hidden_size=8, guides=False)
 
 
 def test_images_go_to_models_that_read_them() -> None:
@@ -308,7 +323,7 @@ def test_images_go_to_models_that_read_them() -> None:
     assert engine_arguments(config, options, Path("model"), adapters=0)["skip_tokenizer_init"] is False
     limits = resolve_limits(config, options)
     request = GenerationRequest(tokens=[1], max_tokens=4, sampling=SamplingParameters(), images=(b"GIF89a",))
-    assert vllm_request(request, limits, PeftAdapters({}), guides=False)["images"] == [b"GIF89a"]
+    assert vllm_request(request, limits, PeftAdapters({}), hidden_size=8, guides=False)["images"] == [b"GIF89a"]
     with pytest.raises(RuntimeError, match="images need the vllm runtime"):
         check_outputs(request, limits, generation_logits=False)
 
@@ -336,6 +351,13 @@ def test_vllms_process_keeps_the_folders_of_a_driver(monkeypatch: pytest.MonkeyP
     assert "PYTHONPATH" not in found
     monkeypatch.setenv("LD_LIBRARY_PATH", own[0])
     assert "LD_LIBRARY_PATH" not in child_environment()
+
+
+def test_vllm_reports_its_use_only_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    assert child_environment()["VLLM_NO_USAGE_STATS"] == "1"
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+    assert child_environment()["VLLM_NO_USAGE_STATS"] == "0"
 
 
 def test_pixels_of_all_images_are_bounded_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

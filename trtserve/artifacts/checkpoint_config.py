@@ -16,6 +16,7 @@ T = TypeVar("T", bool, int, float, str)
 _AGAIN = "Convert the model again."
 # Layers and experts are counted one by one, as are ranks.
 Parts = Annotated[int, Meta(ge=0, le=10_000)]
+Heads = Annotated[int, Meta(ge=0, le=65_536)]
 Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _MOST_RANKS = 65_536
 
@@ -28,13 +29,16 @@ class ParallelMapping:
     pp_size: int = 1
     cp_size: int = 1
     moe_tp_size: int | None = None  # None, and -1 in TensorRT-LLM: follows from the others
-    moe_ep_size: int = 1
+    moe_ep_size: int = 1  # -1 in TensorRT-LLM: follows from the others
     gpus_per_node: int = 8
     world_size: int | None = None  # as stated; see `ranks`
 
     def __post_init__(self) -> None:
         """Refuse sizes of which no mapping can be made."""
-        for name in ("tp_size", "pp_size", "cp_size", "gpus_per_node", "world_size"):
+        if self.moe_ep_size == -1:
+            parts = self.tp_size if self.moe_tp_size in (None, -1) else self.moe_tp_size
+            object.__setattr__(self, "moe_ep_size", max(1, self.tp_size // max(1, parts)))
+        for name in ("tp_size", "pp_size", "cp_size", "moe_ep_size", "gpus_per_node", "world_size"):
             size = getattr(self, name)
             if size is not None and not 1 <= size <= _MOST_RANKS:
                 raise ValueError(f"Expected a `{name}` of 1 to {_MOST_RANKS}, got {size}")
@@ -102,9 +106,9 @@ class CheckpointConfig:
     vocab_size: Size = 0
     hidden_size: Size = 0
     num_hidden_layers: Parts = 0
-    num_attention_heads: Size = 0
-    num_key_value_heads: Size = 0
-    head_size: Size = 0
+    num_attention_heads: Heads = 0
+    num_key_value_heads: Heads = 0
+    head_size: Heads = 0
     intermediate_size: Size = 0
     moe_intermediate_size: Size = 0
     moe_shared_expert_intermediate_size: Size = 0
@@ -122,6 +126,12 @@ class CheckpointConfig:
     unrotated_layers: tuple[bool, ...] = ()  # ours: see `Decoder.unrotated`
     dense_layers: tuple[int, ...] = ()  # ours: layers without experts in a model with experts
     mixer_layers: tuple[int, ...] = ()  # ours: layers with a state instead of keys and values
+    mixer_beside: bool = False  # ours: beside them
+    full_head_size: Heads = 0  # ours: of layers without a window, where it differs (Gemma 4)
+    full_num_key_value_heads: Heads = 0  # ours: the same
+    shared_key_layers: Parts = 0  # ours: so many last layers use keys and values of earlier ones
+    shared_wide_mlp: bool = False  # ours: and have an MLP of twice the width
+    layer_input_size: Size = 0  # ours: see `Decoder.layer_inputs`
     mlp_layers: tuple[int, ...] = ()  # ours: layers with an MLP only, see `Decoder.mlp_layers`
     superset: tuple[str, ...] = ()  # ours: what of the model TensorRT-LLM's format does not have, in words
     use_parallel_embedding: bool = False
@@ -158,6 +168,36 @@ class CheckpointConfig:
     def changed(self, **keys: object) -> CheckpointConfig:
         """Return the config with other values for some keys of the file."""
         return self.of({**self.content, **keys})
+
+    def key_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer uses: the last one of its kind with its own."""
+        first = self.num_hidden_layers - self.shared_key_layers
+        if layer < first:
+            return layer
+        return max(other for other in range(first) if self.sees_all(other) == self.sees_all(layer))
+
+    def sees_all(self, layer: int) -> bool:
+        """Return whether a layer has no window."""
+        windows = self.max_attention_window or (None,)
+        return windows[layer % len(windows)] is None
+
+    def of_layer(self, layer: int) -> CheckpointConfig:
+        """Return the config with the sizes of one layer's heads and MLP."""
+        found = self
+        if self.full_head_size and self.sees_all(layer):
+            kv_heads = self.full_num_key_value_heads or self.num_key_value_heads
+            found = replace(found, head_size=self.full_head_size, num_key_value_heads=kv_heads)
+        if self.shared_wide_mlp and self.key_layer(layer) != layer:
+            shared = self.moe_shared_expert_intermediate_size
+            found = replace(
+                found, intermediate_size=2 * self.intermediate_size, moe_shared_expert_intermediate_size=2 * shared
+            )
+        return found
+
+    @property
+    def layers_without_keys(self) -> set[int]:
+        """The layers without attention."""
+        return {*self.mlp_layers, *(() if self.mixer_beside else self.mixer_layers)}
 
     def completed(self) -> CheckpointConfig:
         """Return the config with the sizes that older releases omit, as the file of an engine has them."""

@@ -22,6 +22,7 @@ from trtserve.bench.transport import LoadTarget, OpenAi, openai_headers
 from trtserve.bench.worker import Load
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import grpc_client
+from trtserve.client.http_transport import http_client
 from trtserve.client.query import describe_model
 from trtserve.client.tensors import CORE_MODEL, ModelDescription
 from trtserve.client.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
@@ -235,7 +236,10 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint, *, offline: bool = False
     prompts), UsageError (no vocabulary size, no tokenizer, invalid dataset).
     """
     goals = read_goals(spec.slo)
-    with closing(grpc_client(endpoint, timeout=endpoint.connect_timeout)) as client:
+    if not endpoint.grpc_port:
+        spec = replace(spec, protocol="http")
+    make = grpc_client if endpoint.grpc_port else http_client
+    with closing(make(endpoint, timeout=endpoint.connect_timeout)) as client:
         measured = find_measured(spec, endpoint, client, offline=offline)
     engine = TrafficLimits()
     if measured.limits is not None:

@@ -6,7 +6,7 @@ vl-convert holds Vega and Vega-Lite; it is an optional package (`trtserve[report
 from __future__ import annotations
 
 import html
-import importlib
+import importlib.util
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from trtserve.files import writing
 from trtserve.host.machine import format_bytes, install_command
 
 _ENDINGS = (".html", ".svg", ".png")
+_DRAWING = "vl_convert"  # the module that draws
 _WIDTH, _HEIGHT = 430, 240
 _MOST_POINTS = 4000
 _FEWEST_SAMPLES = 2  # of a line over time
@@ -50,13 +51,18 @@ def check_plots(path: Path) -> Any:
     if path.suffix not in _ENDINGS:
         raise UsageError(f"--html is {path}; its name must end in {', '.join(_ENDINGS)}.")
     try:
-        return importlib.import_module("vl_convert")
+        return importlib.import_module(_DRAWING)
     except ImportError:
         raise MissingDependencyError(
             "Plots need the package vl-convert-python, which is not installed.",
             hint=f"{install_command('report')}, or leave --html out: `trtserve bench report DIR --html FILE` plots a "
             "result later.",
         ) from None
+
+
+def can_plot() -> bool:
+    """Return whether the module that draws is installed."""
+    return importlib.util.find_spec(_DRAWING) is not None
 
 
 _COLOURS = ("#4c9a2a", "#4a86c5", "#dd7d33", "#b0568c", "#7a7a7a")  # read on white and on the dark page
@@ -231,6 +237,7 @@ def _timeline(report: BenchReport) -> Spec | None:
     points = [
         {"s": (each.intended_ns - start) / 1e9, "ms": latency_ms(each), "status": each.status} for each in sent[::step]
     ]
+    legend = {} if len({each.status for each in sent}) > 1 else {"legend": None}
     return _plot(
         "Latency over time, from the intended send",
         points,
@@ -238,7 +245,7 @@ def _timeline(report: BenchReport) -> Spec | None:
         encoding={
             "x": _field("s", "quantitative", "seconds"),
             "y": _field("ms", "quantitative", "latency (ms)"),
-            "color": _field("status", "nominal", ""),
+            "color": _field("status", "nominal", "", **legend),
         },
     )
 
@@ -362,11 +369,11 @@ def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
     for report in reports:
         parts.append(f"<h2>{html.escape(', '.join(filter(None, ('Figures', report.load))))}</h2>")
         parts.append(_table(("Statistic", "avg", "min", "max", *QUANTILES), report.interval_rows()))
+        parts += [f'<p class="soft">{html.escape(FEW_NOTE)}</p>'] if report.few else []
         whole = _table(("Stat", "Value"), report.rows())
         parts.append(f"<details><summary>All figures, with the names of NVIDIA's benchmark</summary>{whole}</details>")
-    remarks = [FEW_NOTE] if any(report.few for report in reports) else []
     for title, lines in (
-        ("Notes", dict.fromkeys([*remarks, *(note for report in reports for note in report.notes)])),
+        ("Notes", dict.fromkeys(note for report in reports for note in report.notes)),
         ("What next", _next_steps(reports)),
     ):
         found = "".join(f"<li>{_with_code(line)}</li>" for line in lines)

@@ -280,6 +280,9 @@ class Arrival:
     """Ids of the prompt's blocks of BLOCK tokens; empty: its tokens are shared with no other prompt."""
 
 
+_LONGEST_TRACE = 366 * 86_400.0
+
+
 def read_trace(path: Path) -> list[Arrival]:
     """Read a trace in order of time; the first request is at 0. Raises UsageError for another form."""
     try:
@@ -295,8 +298,12 @@ def read_trace(path: Path) -> list[Arrival]:
     if not found:
         raise UsageError(f"--trace is {path}, which has no requests.", hint=_TRACES)
     found.sort(key=lambda arrival: arrival.seconds)
-    start = found[0].seconds
-    return [replace(arrival, seconds=arrival.seconds - start) for arrival in found]
+    moved = [replace(arrival, seconds=arrival.seconds - found[0].seconds) for arrival in found]
+    if any(not 0 <= arrival.seconds <= _LONGEST_TRACE for arrival in moved):
+        raise UsageError(
+            f"--trace is {path}, whose times are not all within {_LONGEST_TRACE / 86400:g} days.", hint=_TRACES
+        )
+    return moved
 
 
 def _mooncake(lines: list[str]) -> list[Arrival]:

@@ -27,12 +27,14 @@ from trtserve.errors import UsageError
 from trtserve.files import LARGEST_DATA, decode_as, parse_json, read_json_object, read_text
 
 COLUMNS = ("Stat", "Value")
+SHORT_COLUMNS = ("ms", "mean", "p50", "p90", "p99")
 SCHEMA = 2
 REPORT = "report.json"
 SAMPLES = "samples.jsonl"
 FEW = "*"
 """Behind a percentile that too few answers support, on the terminal and in the page alike."""
 FEW_NOTE = "*: too few answers for a 95 % interval of this percentile; with more (--num-requests) it becomes firm."
+SHORT_FEW_NOTE = FEW_NOTE.replace("*:", "* and –:")
 _SCALES = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _MATERIAL = 0.1  # change of the throughput that is reported
@@ -145,7 +147,7 @@ class BenchReport(RunFacts):
 
     @property
     def answer(self) -> str:
-        """The result in one line: `4.1 requests/s, p99 within 500 ms, limited by the server, valid`."""
+        """The result in one line: `4.1 requests/s, 99 % of answers within 500 ms, limited by the server, valid`."""
         return f"{self.headline}, {self.verdict.judgement}"
 
     @property
@@ -158,7 +160,9 @@ class BenchReport(RunFacts):
             parts = [f"{statistics.requests_per_second:.3g} requests/s"]
             quantile = highest_known([statistics.latency_ms]) or "p50"
             value = getattr(statistics.latency_ms, quantile)
-            parts += [] if value is None or math.isinf(value) else [f"{quantile} within {value:.3g} ms"]
+            parts += (
+                [] if value is None or math.isinf(value) else [f"{quantile[1:]} % of answers within {value:.3g} ms"]
+            )
         if judgement in ("disturbed", "implausible"):
             pass  # the figures do not tell what the limit was
         elif judgement == "client-limited":
@@ -224,6 +228,44 @@ class BenchReport(RunFacts):
             rows.append(("Avg. wait in the server's queue (ms)", _number(self.queue_wait_ms)))
         return rows
 
+    def short_rows(self) -> list[tuple[str, ...]]:
+        """Return the times that a person reads first."""
+        statistics = self.statistics
+        measures = {"whole answer": statistics.latency_ms}
+        if self.streaming:
+            measures = {
+                "first token": statistics.time_to_first_token_ms,
+                "per output token": statistics.time_per_output_token_ms,
+                **measures,
+            }
+        return [
+            (
+                name,
+                _number(each.mean),
+                *(percentile_cell(each, q) if q == "p50" or _is_known(each, q) else "–" for q in SHORT_COLUMNS[2:]),
+            )
+            for name, each in measures.items()
+        ]
+
+    def facts(self) -> list[str]:
+        """Return what stands below the short table: rates and counts, each once."""
+        statistics, counts = self.statistics, self.statistics.counts
+        waits = "" if self.queue_wait_ms is None else f", {self.queue_wait_ms:.2g} ms in the server's queue"
+        others = "".join(
+            f", {number} {name}"
+            for name, number in (("failed", counts.failed), ("cancelled", counts.cancelled))
+            if number
+        )
+        flight, made = f"{statistics.requests_in_flight:.1f}", f"{statistics.output_tokens_per_second:,.0f}"
+        prompt, answer = f"{statistics.input_tokens_per_request:.0f}", f"{statistics.output_tokens_per_request:.0f}"
+        facts = [
+            f"requests  {counts.completed} of {counts.planned} answered{others}, {flight} in flight{waits}",
+            f"tokens    {made}/s generated, {prompt} in a prompt, {answer} in an answer",
+        ]
+        if self.open_loop and statistics.delivered_ratio is not None:
+            facts.append(f"rate      {statistics.delivered_ratio:.1%} of the offered one was sent")
+        return facts
+
     def interval_rows(self) -> list[tuple[str, ...]]:
         """Return genai-perf's table: a row for each measure, with the 95 % interval of its mean and percentiles."""
         statistics = self.statistics
@@ -255,9 +297,16 @@ class BenchReport(RunFacts):
             for record in self.records
             if record.sent_ns is not None and record.arrivals
         ]
-        lines = [("answers", sparkline(ended, total=True)), ("first token", sparkline(latencies))]
         in_flight = [(int(row["time_ns"]), row["in_flight"]) for row in self.samples.rows]
-        return [(name, line) for name, line in [*lines, ("in flight", sparkline(in_flight))] if line]
+        lines = {"answers": sparkline(ended, total=True), "first token": sparkline(latencies)}
+        lines["in flight"] = sparkline(in_flight)
+        peaks = {"first token": (latencies, " ms"), "in flight": (in_flight, "")}
+        tops = {
+            name: f"  up to {max(value for _, value in points):.3g}{unit}"
+            for name, (points, unit) in peaks.items()
+            if points
+        }
+        return [(name, line + tops.get(name, "")) for name, line in lines.items() if line]
 
 
 def sparkline(points: Sequence[tuple[int, float]], *, total: bool = False) -> str:
@@ -442,8 +491,11 @@ def _distribution_rows(name: str, values: Distribution) -> list[Row]:
 
 def percentile_cell(values: Distribution, name: str) -> str:
     """Return a percentile for a table, with the mark FEW where too few answers support it."""
-    known = not values.count or values.intervals.get(name) is not None
-    return f"{_number(getattr(values, name))}{'' if known else FEW}"
+    return f"{_number(getattr(values, name))}{'' if _is_known(values, name) else FEW}"
+
+
+def _is_known(values: Distribution, name: str) -> bool:
+    return not values.count or values.intervals.get(name) is not None
 
 
 def notes_on(statistics: Statistics) -> list[str]:

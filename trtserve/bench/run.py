@@ -33,7 +33,7 @@ from trtserve.bench.transport import LoadTarget
 from trtserve.bench.verdict import Calibration, Machine, find_machine
 from trtserve.bench.worker import Load
 from trtserve.client.grpc_transport import grpc_client
-from trtserve.client.tensors import CORE_MODEL, ModelDescription, Tensor
+from trtserve.client.tensors import CORE_MODEL, ModelDescription, ModelRequest, Tensor
 from trtserve.client.transport import SyncClient
 from trtserve.errors import AnswerMismatchError, ArtifactError
 from trtserve.host.ports import is_here
@@ -331,7 +331,7 @@ def _by_hand(client: SyncClient, models: Mapping[str, ModelDescription], prompt:
         Tensor(name="TOKENS_BATCH", datatype="INT32", shape=tuple(ids.shape), values=ids),
         Tensor(name="SEQUENCE_LENGTH", datatype="INT32", shape=tuple(lengths.shape), values=lengths),
     ]
-    (reply,) = client.infer(after, tensors, request_id="", stream=False, outputs=("OUTPUT",))
+    (reply,) = client.infer(ModelRequest(model=after, tensors=tensors, id="", outputs=("OUTPUT",)))
     return str(reply.outputs["OUTPUT"].reshape(-1)[0])
 
 
@@ -339,7 +339,7 @@ def _call(
     client: SyncClient, model: ModelDescription, values: Mapping[str, Any], outputs: Sequence[str]
 ) -> Mapping[str, Any]:
     tensors = [model.tensor(name, value) for name, value in values.items()]
-    replies = client.infer(model, tensors, request_id=uuid.uuid4().hex, stream=False, outputs=outputs)
+    replies = client.infer(ModelRequest(model=model, tensors=tensors, id=uuid.uuid4().hex, outputs=outputs))
     return next(reply.outputs for reply in replies if reply.outputs)
 
 

@@ -144,8 +144,8 @@ class GrpcLoad(LoadTransport):
         call = self._call(message, timeout=self._timeout, metadata=self._target.endpoint.grpc_metadata)
         try:
             if not self._target.model.decoupled:
-                received.append((0, await call))
-                received[-1] = (time.monotonic_ns(), received[-1][1])
+                response = await call
+                received.append((time.monotonic_ns(), response))
                 return
             while (response := await call.read()) is not grpc.aio.EOF:
                 received.append((time.monotonic_ns(), response))

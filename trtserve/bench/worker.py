@@ -65,6 +65,8 @@ class Share:
 def shares(load: Load, count: int) -> list[Share]:
     """Divide a load among `count` workers, so that together they send exactly its requests at its times."""
     conversations = load.conversations()
+    # More users than conversations would have nothing to do; the warm-up has as many.
+    most = None if load.concurrency is None else min(load.concurrency, max(len(conversations), len(load.warmup)))
     return [
         Share(
             worker=worker,
@@ -75,7 +77,7 @@ def shares(load: Load, count: int) -> list[Share]:
                 warmup=load.warmup[worker::count],
                 offsets=None if load.offsets is None else load.offsets[worker::count],
                 # The first ones have one more where it does not divide evenly.
-                concurrency=None if load.concurrency is None else max(1, len(range(worker, load.concurrency, count))),
+                concurrency=None if most is None else max(1, len(range(worker, most, count))),
             ),
         )
         for worker in range(count)

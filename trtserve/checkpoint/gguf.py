@@ -38,12 +38,15 @@ _AGAIN = "Fetch the file again, or choose another copy of it."
 
 
 class GgufFile(TensorFile):
-    """A GGUF file; the codes of its entries are ggml's types, their shapes have the outermost size first."""
+    """A GGUF file; the codes of its entries are ggml's types, their shapes have the outermost size first.
 
-    def __init__(self, path: Path) -> None:
+    `size` is that of the whole file where only its beginning is here.
+    """
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
         self.path = path
         with open_file(path, CorruptFileError) as handle:
-            size = os.fstat(handle.fileno()).st_size
+            size = size or os.fstat(handle.fileno()).st_size
             header = _Header(path, handle.read(min(size, LARGEST_TEXT)), size)
         self.metadata = header.metadata
         self.entries = header.entries

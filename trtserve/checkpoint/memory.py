@@ -95,12 +95,20 @@ def kv_bytes_per_token(config: CheckpointConfig, precision: str, *, tp_size: int
 
     `precision` is f32, f16 or bf16, u8 (OpenVINO's), or another one of a byte, such as fp8.
     """
-    size = config.head_size
-    keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
-    if precision == "u8":
-        keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
-    layers = -(-(config.num_hidden_layers - len(config.mixer_layers) - len(config.mlp_layers)) // pp_size)
-    return layers * max(1, config.num_key_value_heads // tp_size) * (keys + values)
+    layers = [
+        config.of_layer(layer)
+        for layer in range(config.num_hidden_layers)
+        if layer not in config.layers_without_keys and config.key_layer(layer) == layer
+    ]
+
+    def of_layer(config: CheckpointConfig) -> int:
+        size = config.head_size
+        keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
+        if precision == "u8":
+            keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
+        return max(1, config.num_key_value_heads // tp_size) * (keys + values)
+
+    return sum(sorted(map(of_layer, layers), reverse=True)[: -(-len(layers) // pp_size)])
 
 
 def state_bytes(config: CheckpointConfig) -> int:
@@ -133,13 +141,20 @@ def openvino_step_bytes(config: CheckpointConfig, tokens: int, rows: int, comput
     of q, k and v together. Buffers are shared between operations but never freed.
     """
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    fused = config.head_size * heads
+    fused = max(config.head_size, config.full_head_size) * heads
     inner = config.intermediate_size
     if experts := config.moe.num_experts:  # a step computes all of them
         inner = experts * expert_size(config) + config.moe_shared_expert_intermediate_size
-    wide = 4 * inner + 4 * config.hidden_size
+    wide = 4 * inner + 4 * config.hidden_size + 2 * config.layer_input_size * config.num_hidden_layers
     numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
     return tokens * numbers * item + _logits(config, rows)
+
+
+def capped_score_bytes(config: CheckpointConfig, tokens: int, keys: int) -> int:
+    """Return the bytes of scores with a cap, in three steps of float32; 0 for a model without."""
+    if family(config.architecture).decoder(config).attention_softcap is None:
+        return 0
+    return 3 * 4 * config.num_attention_heads * tokens * keys
 
 
 def _logits(config: CheckpointConfig, rows: int) -> int:

@@ -245,7 +245,10 @@ def excused(name: str, patterns: Sequence[str]) -> bool:
 def _uses(target: Target, sources: Mapping[str, SourceTensor]) -> Iterator[Use]:
     first = 0
     for name, start, count in runs(target):
-        yield Use(source=sources[name], target=target, first_row=first, rows=count, source_row=start)
+        source, shape = sources[name], sources[name].entry.shape
+        if len(target.shape) == 1 and len(shape) == 2 and shape[0] == 1:
+            source = replace(source, entry=replace(source.entry, shape=shape[1:]))  # a row where a list is expected
+        yield Use(source=source, target=target, first_row=first, rows=count, source_row=start)
         first += count
 
 

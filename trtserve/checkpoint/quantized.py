@@ -104,6 +104,11 @@ def _row_order() -> Any:
 
 
 GPTQ, AWQ, FP8 = "W4A16_GPTQ", "W4A16_AWQ", "FP8"
+FP8_ROWS, FP8_BLOCKS = "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES"
+FP8_BY_TOKEN = (FP8_ROWS, FP8_BLOCKS)
+"""FP8 whose inputs are rounded with scales of each token: a scale for each output, or for blocks of FP8_BLOCK²."""
+FP8_BLOCK = 128
+"""Outputs and inputs of a block with a scale."""
 
 # Layout of 4-bit weights when the checkpoint does not name one: Ampere's and Ada's.
 _DEFAULT_GPU_SM = 80
@@ -157,7 +162,7 @@ class Int4Weight:
 class Fp8Weight:
     """FP8 (e4m3) matrix [out, in], or experts [experts, out, in]: weight = codes × scales.
 
-    `codes` holds the bits; `scales` is f32[1, 1] or f32[experts, 1, 1].
+    `codes` holds the bits; `scales` is f32[1, 1], f32[experts, 1, 1], f32[out, 1], or f32[out, in] for blocks.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -221,12 +226,24 @@ def unpack_int4(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, config: Ch
     return _stacked([_gptq(prefix, *parts, sm) for parts in zip(weight, scales, zeros, strict=True)])
 
 
-def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str) -> Fp8Weight:
-    """Unpack one rank's FP8 matrix `prefix` from its `tensors`. Raises CorruptFileError when one is absent."""
+def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, algorithm: str) -> Fp8Weight:
+    """Unpack one rank's matrix `prefix`, in one of the FP8 algorithms, from its `tensors`.
+
+    Raises CorruptFileError when one is absent or has the wrong shape.
+    """
     import numpy as np
 
     weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
     scales = _tensor(tensors, f"{prefix}.weights_scaling_factor").astype(np.float32)
+    if algorithm in FP8_BY_TOKEN:
+        outputs, inputs = weight.shape
+        shape = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK)) if algorithm == FP8_BLOCKS else (outputs,)
+        if scales.shape != shape:
+            raise CorruptFileError(f"{prefix}.weights_scaling_factor is {list(scales.shape)}; expected {list(shape)}.")
+        if algorithm == FP8_ROWS:
+            return Fp8Weight(codes=weight, scales=scales[:, None])
+        tall = np.repeat(scales, FP8_BLOCK, 0)[:outputs]
+        return Fp8Weight(codes=weight, scales=np.repeat(tall, FP8_BLOCK, 1)[:, :inputs])
     _tensor(tensors, f"{prefix}.activation_scaling_factor")  # inputs are not rounded to 8 bits here
     return Fp8Weight(
         codes=weight,

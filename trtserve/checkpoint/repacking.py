@@ -103,9 +103,9 @@ def _write_int4(
     scales, zeros = [], []
     offset = places[name]
     gpu_sm = work.gpu_sm if len(held.shape) == 2 else EXPERTS_GPU_SM
-    for source, rows, columns in _spans(work.target, held.pieces):
+    for source, rows, columns in spans(work.target, held.pieces):
         matrix = _Int4Source(work.sources[source], work.quantization)
-        for block in _blocks(rows, columns):
+        for block in row_blocks(rows, columns):
             packed = to_kernel(matrix.codes(block, columns).astype(np.int8).T - np.int8(8), gpu_sm)
             write_at(file, packed, offset)
             offset += packed.nbytes
@@ -146,7 +146,7 @@ def _write_fp8(work: Repack, held: Shard, places: Mapping[str, int], file: int) 
     shared = {name: (number // each, largest[number // each]) for number, name in enumerate(sources)}
     offset = places[name]
     written: dict[int, float] = {}
-    for source, rows, columns in _spans(work.target, held.pieces):
+    for source, rows, columns in spans(work.target, held.pieces):
         expert, scale = shared[source]
         codes = _values(work.sources[source]["weight"])[rows, columns]
         part = _rescaled(np.ascontiguousarray(codes), own[source], scale)
@@ -169,7 +169,7 @@ def _rescaled(codes: npt.NDArray[np.uint8], own: float, scale: float) -> npt.NDA
     return cast
 
 
-def _spans(target: Target, pieces: Sequence[Piece]) -> Iterator[tuple[str, slice, slice]]:
+def spans(target: Target, pieces: Sequence[Piece]) -> Iterator[tuple[str, slice, slice]]:
     """Return source, rows and columns in the order in which a rank stores them."""
     for piece in pieces:
         first = 0
@@ -181,7 +181,7 @@ def _spans(target: Target, pieces: Sequence[Piece]) -> Iterator[tuple[str, slice
             first += count
 
 
-def _blocks(rows: slice, columns: slice) -> Iterator[slice]:
+def row_blocks(rows: slice, columns: slice) -> Iterator[slice]:
     """Yield runs of a few megabytes of codes at most; AWQ packs 8 outputs per integer, a kernel tile has 4."""
     step = max(8, _BLOCK_BYTES // (columns.stop - columns.start) // 8 * 8)
     for first in range(rows.start, rows.stop, step):

@@ -176,6 +176,11 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, e
             f"--embedding-sharding-dim 1 does not fit: the hidden size {hidden} is not divisible by {tp_size}.",
             hint="Split the vocabulary instead: --embedding-sharding-dim 0.",
         )
+    if pp_size > 1 and (config.shared_key_layers or config.layer_input_size):
+        raise UsageError(
+            f"--pp-size {pp_size} does not fit this model: its layers use what earlier stages have.",
+            hint="Use --tp-size.",
+        )
     layers = config.num_hidden_layers
     if pp_size > layers:
         raise UsageError(
@@ -185,13 +190,14 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, e
 
 
 def _tensor_parallel_problem(config: CheckpointConfig, tp_size: int, ep_size: int) -> str | None:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
     if heads % tp_size:
         return f"its {heads} attention heads do not divide by {tp_size}"
-    if kv_heads >= tp_size and kv_heads % tp_size:
-        return f"its {kv_heads} key/value heads do not divide by {tp_size}"
-    if kv_heads < tp_size and tp_size % kv_heads:
-        return f"its {kv_heads} key/value heads cannot be repeated evenly over {tp_size} ranks"
+    for kv_heads in {config.num_key_value_heads, config.full_num_key_value_heads or config.num_key_value_heads}:
+        if kv_heads >= tp_size and kv_heads % tp_size:
+            return f"its {kv_heads} key/value heads do not divide by {tp_size}"
+        if kv_heads < tp_size and tp_size % kv_heads:
+            return f"its {kv_heads} key/value heads cannot be repeated evenly over {tp_size} ranks"
     if config.moe.num_experts and (problem := _experts_problem(config, tp_size, ep_size)):
         return problem
     inner = 0 if config.moe.num_experts and not config.dense_layers else config.intermediate_size

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.checkpoint.architectures.parts.text_halves import VISION
-from trtserve.checkpoint.encodings import Encoding, StoredTensor, Widening, encoded
+from trtserve.checkpoint.encoded_tensors import encoded
+from trtserve.checkpoint.encodings import Encoding, StoredTensor, Turned
 from trtserve.checkpoint.supported import widened_by
-from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, Entry, PickledFile, TensorFile
+from trtserve.checkpoint.tensor_files import PICKLED_INDEX, PICKLED_SINGLE, PickledFile, TensorFile
+from trtserve.checkpoint.widening import Widening
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
 from trtserve.files import LARGEST_TEXT, is_below, read_json_object
 
@@ -103,7 +105,8 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
     if read is not None and read.method == "gguf" and (folder / GGUF).is_file():
         return _of_gguf(folder / GGUF)
     stored = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
-    tensors = [each for tensor in _widened(stored, read) for each in _of_each_expert(tensor)]
+    apart = _Apart.of(config)
+    tensors = [each for tensor in _widened(stored, read) for each in _of_each_expert(tensor, apart)]
     bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
     named: dict[str, SourceTensor] = {}
     twice = []
@@ -135,6 +138,29 @@ _STACKED = re.compile(
     r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?$"
     r"|(?P<granite>.*\.block_sparse_moe)\.(?P<matrix>input_linear|output_linear)\.weight$"
 )
+# Model types whose files have the experts in one tensor or one by one: Qwen3.5's in FP8 and of fine-tunes are apart.
+_APART = ("qwen3_5_moe", "qwen3_vl_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Apart:
+    """How the tensors of all experts become those of files that have the experts one by one."""
+
+    hidden: int  # inputs of an expert
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> _Apart | None:
+        """Return it for `_APART`; None: gate and factor stay one tensor."""
+        text = config.get("text_config", config)
+        hidden = text.get("hidden_size") if isinstance(text, Mapping) else None
+        apart = str(config.get("model_type")).startswith(_APART)
+        return cls(hidden=hidden) if apart and isinstance(hidden, int) else None
+
+    def turned(self, tensor: SourceTensor, part: str) -> bool:
+        """Return whether the matrices are stored [in, out]: Qwen3-VL's are, unless transformers 5 has saved them."""
+        _, first, last = tensor.entry.shape
+        inputs = first if part == "gate_up_proj" else last
+        return first != last and (inputs == self.hidden)
 
 
 def _widened(tensors: Sequence[SourceTensor], quantization: Widening | None) -> Iterator[SourceTensor]:
@@ -149,27 +175,30 @@ def _widened(tensors: Sequence[SourceTensor], quantization: Widening | None) -> 
             yield tensor
 
 
-def _of_each_expert(tensor: SourceTensor) -> Iterator[SourceTensor]:
-    """Return a tensor of all experts as one of each, with the expert's number in its name; biases are columns."""
+def _of_each_expert(tensor: SourceTensor, apart: _Apart | None) -> Iterator[SourceTensor]:
+    """Return a tensor of all experts as one of each, with the expert's number in its name; biases are columns.
+
+    With `apart` the rows of gate and factor in one tensor become two.
+    """
     found = _STACKED.match(tensor.name)
     if found is None or len(tensor.entry.shape) < 2:
         yield tensor
         return
-    count, *shape = tensor.entry.shape
-    encoding = tensor.encoding
+    count, rows, *columns = tensor.entry.shape
+    entry, encoding = tensor.entry, tensor.encoding
     prefix, part = found["prefix"] or f"{found['granite']}.experts", found["part"] or found["matrix"]
     column, kind = ((1,), "bias") if found["bias"] else ((), "weight")
-
-    def of_expert(entry: Entry, expert: int, shape: tuple[int, ...]) -> Entry:
-        size = entry.size // count
-        return replace(entry, shape=shape, begin=entry.begin + expert * size, size=size)
-
-    for expert in range(count):
+    parts = ("gate_proj", "up_proj") if apart and part == "gate_up_proj" else (part,)
+    if apart and encoding is None and len(tensor.entry.shape) == 3 and apart.turned(tensor, part):
+        encoding = Turned(codes=replace(tensor))
+        entry, (count, rows, *columns) = replace(entry, shape=encoding.shape), encoding.shape
+    rows, size = rows // len(parts), entry.size // (count * len(parts))
+    for number in range(count * len(parts)):
         yield replace(
             tensor,
-            name=f"{prefix}.{expert}.{part}.{kind}",
-            entry=of_expert(tensor.entry, expert, (*shape, *column)),
-            encoding=encoding and replace(encoding, first_row=expert * shape[0]),
+            name=f"{prefix}.{number // len(parts)}.{parts[number % len(parts)]}.{kind}",
+            entry=replace(entry, shape=(rows, *columns, *column), begin=entry.begin + number * size, size=size),
+            encoding=encoding and replace(encoding, first_row=number * rows),
         )
 
 

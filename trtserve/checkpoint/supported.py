@@ -19,8 +19,9 @@ from typing import Any, Literal
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
 from trtserve.checkpoint.architectures.base import Architecture, HfConfig, require_numbers, require_sizes
-from trtserve.checkpoint.encodings import Widening, refused, widening
-from trtserve.checkpoint.quantized import FP8, GPTQ
+from trtserve.checkpoint.architectures.parts.model_keys import require_types
+from trtserve.checkpoint.quantized import FP8, FP8_BLOCK, FP8_BLOCKS, FP8_ROWS, GPTQ
+from trtserve.checkpoint.widening import Widening, refused, widening
 from trtserve.errors import UnsupportedModelError
 
 Method = Literal["awq", "gptq", "fp8"]
@@ -93,6 +94,24 @@ def widened_by(hf: HfConfig) -> Widening | None:
     return widening(config)
 
 
+def keepable_fp8(hf: HfConfig) -> str | None:
+    """Return the algorithm of the FP8 codes of a model that is widened; None for other models."""
+    read = widened_by(hf)
+    if read is None or read.method not in ("fp8", "modelopt", "compressed-tensors"):
+        return None
+    config = hf.get("quantization_config") or hf["text_config"]["quantization_config"]
+    if read.method == "modelopt":
+        fp8 = str(config.get("quant_algo") or config["quantization"]["quant_algo"]).startswith("FP8")
+    elif read.method == "compressed-tensors":
+        weights = [group["weights"] for group in config["config_groups"].values()]
+        fp8 = all((each.get("type"), each["num_bits"]) == ("float", 8) for each in weights)
+    else:
+        fp8 = True
+    if not fp8 or read.block not in (None, (FP8_BLOCK, FP8_BLOCK)):
+        return None
+    return FP8_ROWS if read.block is None else FP8_BLOCKS
+
+
 def _is_static_fp8(config: Mapping[str, Any]) -> bool:
     """Return whether this is TensorRT-LLM's FP8: one scale per matrix, and one calibrated scale for its inputs."""
     method = config.get("quant_method")
@@ -126,10 +145,12 @@ def supported_family(hf: HfConfig) -> Architecture:
     """
     hf = text_model(hf)
     module = family(architecture_of(hf))
+    require_types(hf)
     source_quantization(hf)
-    if hf.get("is_causal") is False:
+    if not hf.get("is_causal", True):
         raise UnsupportedModelError(
-            "config.json has is_causal = false: every token attends to later ones too, so the model cannot generate.",
+            f"config.json has is_causal = {str(hf['is_causal']).lower()}: every token attends to later ones too, so "
+            "the model cannot generate.",
             hint="Choose a model that was trained to generate text.",
         )
     content = module.checkpoint_config(hf)

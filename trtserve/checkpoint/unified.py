@@ -11,7 +11,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.base import Target, require_sizes
 from trtserve.checkpoint.memory import ITEM_SIZE
-from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, unpack_fp8, unpack_int4
+from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BY_TOKEN, GPTQ, Int4Weight, unpack_fp8, unpack_int4
 from trtserve.checkpoint.sharding import matrix, name_in_stage, older_name, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import ArtifactError, CorruptFileError
@@ -111,11 +111,11 @@ class CheckpointReader:
     def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
         """Return how a tensor is stored: as floats, 4-bit codes (see `int4`), or FP8."""
         algorithm = self.config.quantization.algorithm
-        if algorithm not in (GPTQ, AWQ, FP8) or not name.endswith(".weight"):
+        if algorithm not in (GPTQ, AWQ, FP8, *FP8_BY_TOKEN) or not name.endswith(".weight"):
             return "float"
         target = self._targets[name]
         scales = replace(target, name=f"{target.name.removesuffix('weight')}weights_scaling_factor")
-        return ("fp8" if algorithm == FP8 else "int4") if self._holds(scales) else "float"
+        return ("int4" if algorithm in (GPTQ, AWQ) else "fp8") if self._holds(scales) else "float"
 
     def int4(self, name: str) -> Int4Weight:
         """Return an unsharded 4-bit matrix; experts as one [experts · out, in]."""
@@ -136,8 +136,9 @@ class CheckpointReader:
 
     def _fp8(self, target: Target) -> npt.NDArray[np.float32]:
         """Return an unsharded FP8 matrix. Raises CorruptFileError when ranks have different scales."""
-        shards = [unpack_fp8(*self._shard(target, rank)) for rank in range(self.tp_size)]
-        if len(target.shape) == 2 and len({float(part.scales[0, 0]) for part in shards}) > 1:
+        algorithm = str(self.config.quantization.algorithm)
+        shards = [unpack_fp8(*self._shard(target, rank), algorithm) for rank in range(self.tp_size)]
+        if algorithm == FP8 and len(target.shape) == 2 and len({float(part.scales[0, 0]) for part in shards}) > 1:
             raise CorruptFileError(
                 f"{target.name} has different scales on different ranks.", hint="Convert the model again."
             )

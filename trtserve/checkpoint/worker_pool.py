@@ -215,7 +215,10 @@ class _Workers:
 
     def have_failed(self) -> bool:
         """Return whether a process ended with a failure; collects ended processes."""
-        ended, _, _ = select.select(list(self._running.values()), [], [], 0)
+        pipes = select.poll()
+        for read in self._running.values():
+            pipes.register(read)
+        ended = {read for read, _ in pipes.poll(0)}
         for child in [child for child, read in self._running.items() if read in ended]:
             self._collect(child)
         return bool(self.failures)

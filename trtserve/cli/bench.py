@@ -206,7 +206,7 @@ def e2e(
     from trtserve.bench.run import check_pipeline
 
     spec = replace(spec, dataset=dataset, traffic="e2e")
-    plan = plan_benchmark(spec, find_endpoint(connection))
+    plan = plan_benchmark(spec, find_endpoint(connection, model=spec.model))
     if not plan.measured.takes_text:
         raise UsageError(
             f"{plan.measured.name!r} takes token ids; the check compares texts.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -171,12 +172,15 @@ def _row(each: Difference, allowed: float) -> tuple[str, ...]:
     )
 
 
-def print_report(found: BenchReport, *, table: Table) -> None:
-    """Print the table of one result."""
-    from trtserve.bench.report import COLUMNS
+def print_report(found: BenchReport, *, table: Table | None) -> None:
+    """Print the table of one result; None: the short one on a terminal, upstream's elsewhere."""
+    from trtserve.bench.report import COLUMNS, SHORT_COLUMNS
     from trtserve.bench.statistics import QUANTILES
 
-    if table == "upstream":
+    if _is_short(table):
+        output.print_table(SHORT_COLUMNS, found.short_rows())
+        output.print_block("\n".join(found.facts()))
+    elif table != "genai-perf":
         output.print_table(COLUMNS, [*found.rows(), ("Verdict", found.verdict.judgement)])
     else:
         columns = ("Statistic", "avg", "min", "max", *QUANTILES)
@@ -187,12 +191,16 @@ def print_report(found: BenchReport, *, table: Table) -> None:
         output.print_data(f"Verdict: {found.verdict.judgement}")
 
 
-def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None]) -> None:
+def _is_short(table: Table | None) -> bool:
+    return table is None and sys.stdout.isatty()
+
+
+def say_notes(reports: Sequence[BenchReport], say: Callable[[str], None], *, table: Table | None = "upstream") -> None:
     """Tell what a reader of the figures must know, what several runs have in common once, and at the end the result."""
-    from trtserve.bench.report import FEW_NOTE
+    from trtserve.bench.report import FEW_NOTE, SHORT_FEW_NOTE
 
     if any(report.few for report in reports):
-        say(FEW_NOTE)
+        say(SHORT_FEW_NOTE if _is_short(table) else FEW_NOTE)
     common = [note for note in reports[0].notes if all(note in report.notes for report in reports)]
     for note in common:
         say(f"note: {note}")

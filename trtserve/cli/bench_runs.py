@@ -44,13 +44,10 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     _check_combination(spec, runs, connection)
     progress = output.TerminalProgress(quiet=results.quiet)
     served = spec.openai is None and spec.in_process is None
-    endpoint = find_endpoint(connection) if served else _other_endpoint(spec, connection)
+    endpoint = find_endpoint(connection, model=spec.model) if served else _other_endpoint(spec, connection)
     if results.dry_run:
         _describe(spec, endpoint, json=results.json)
         return
-    # Fail before the benchmark rather than after it.
-    if results.out is not None:
-        _make_folder(results.out, "--out")
     if runs.html is not None:
         from trtserve.bench.plots import check_plots
 
@@ -62,7 +59,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
     reports = stages.all(spec, runs)
     _print(spec, runs, reports, stages.found, json=results.json)
-    say_notes(reports, progress.step)
+    say_notes(reports, progress.step, table="upstream" if runs.several else runs.table)
     if stages.found is not None:
         _say_found(stages.found, progress)
     interrupted = any(report.interrupted for report in reports)
@@ -74,7 +71,10 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
         write_plots(reports, runs.html)
         progress.step(f"Written: {runs.html}")
     elif results.out is None and not results.json:
-        progress.step("Next: --html FILE writes a page with plots, --out DIR keeps the result for `bench compare`.")
+        from trtserve.bench.plots import can_plot
+
+        page = "--html FILE writes a page with plots, " if can_plot() else ""
+        progress.step(f"Next: {page}--out DIR keeps the result for `bench compare`.")
     if interrupted:
         raise KeyboardInterrupt
     _require_answers(reports, stages.found, runs)
@@ -148,8 +148,9 @@ def _other_endpoint(spec: BenchSpec, connection: Connection) -> Endpoint:
     """Return what is known of a server that is not asked as a Triton server: tokenizer and key of one started here."""
     from trtserve.client.endpoint import Endpoint
 
-    own = None if spec.openai is None else find_openai_endpoint(spec.openai)
-    return replace(own or Endpoint(), connect_timeout=connection.connect_timeout)
+    own = None if spec.openai is None else find_openai_endpoint(spec.openai, spec.model)
+    own = own or Endpoint()
+    return replace(own, connect_timeout=connection.connect_timeout or own.connect_timeout)
 
 
 def metrics_url(connection: Connection) -> str | None:
@@ -197,6 +198,8 @@ class _Stages:
             from trtserve.bench.run import run_benchmark
 
             plan = plan_benchmark(stage, self._endpoint)
+            if self._out is not None:  # fail before the benchmark rather than after it
+                _make_folder(self._out, "--out")
             report = run_benchmark(plan, progress=progress, metrics=self._metrics)
         self._reports.append(report)
         if self._out is not None:
@@ -276,6 +279,11 @@ def _require_repository(endpoint: Endpoint) -> None:
         raise UsageError(
             "--diagnose needs the server's repository on this machine, whose engine it runs.",
             hint="Run it where the server was started by trtserve.",
+        )
+    if not endpoint.grpc_port:
+        raise UsageError(
+            "--diagnose asks the core model itself, which a port for many models does not pass on.",
+            hint="Start the model as a server of its own: trtserve start NAME --name OTHER.",
         )
 
 

@@ -25,6 +25,7 @@ from trtserve.cli.output import print_block, print_data, print_error, print_piec
 from trtserve.client.spec import QuerySpec, RequestOptions, option_value, request_option
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
 from trtserve.store import Store
+from trtserve.store.sources import import_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -213,9 +214,11 @@ def converse(
     for line in joined(iter(lines)):
         if line.startswith("/"):
             if not talk.obey(line):
-                return
+                break
         elif line.strip():
             talk.ask(partial(conversation.ask, line))
+    if conversation.asked is None and not interactive:
+        conversation.switch(spec.model, server)  # nothing was asked; a server that does not answer is an error anyway
 
 
 def joined(lines: Iterator[str]) -> Iterator[str]:
@@ -234,7 +237,7 @@ def joined(lines: Iterator[str]) -> Iterator[str]:
 def _endpoint(model: str | None, connection: Connection) -> tuple[str | None, Endpoint]:
     """Return the model to ask, or None for the server's own, and the server."""
     if model is None or connection.explicit or connection.server is not None:
-        return model, find_endpoint(connection)
+        return model, find_endpoint(connection, model=model)
     try:
         return None, find_endpoint(replace(connection, server=model))
     except ServerNotFoundError:  # the name of a model of the only server, else of one that could be started
@@ -242,8 +245,9 @@ def _endpoint(model: str | None, connection: Connection) -> tuple[str | None, En
             return model, find_endpoint(connection)
         except ServerNotFoundError as error:
             known = any(record.name == model for record in Store().recorded())
-            first = "" if known else f"trtserve import {model}, then "
-            raise ServerNotFoundError(error.message, hint=f"Start it: {first}trtserve start {model} --detach") from None
+            words, name = (model, model) if known else import_words(model)
+            first = "" if known else f"trtserve import {words}, then "
+            raise ServerNotFoundError(error.message, hint=f"Start it: {first}trtserve start {name} --detach") from None
 
 
 class _Talk:
@@ -282,7 +286,8 @@ class _Talk:
     def name(self) -> str:
         """Name of the model that answers."""
         asked = self._conversation
-        return asked.spec.model or asked.server.model or asked.server.grpc
+        server = asked.server
+        return asked.spec.model or server.model or (server.grpc if server.grpc_port else server.http)
 
     def ask(self, ask: Callable[[Callable[[str], None]], AnswerTimes]) -> None:
         """Print an answer. Ctrl-C stops it, and an error ends it; the conversation goes on in a terminal."""
@@ -352,6 +357,8 @@ class _Talk:
         try:
             actions[command]()
         except TrtserveError as error:
+            if not self._interactive:  # the next line would be asked as if this one had worked
+                raise
             print_error(error)
         return True
 
@@ -374,7 +381,7 @@ class _Talk:
             options.pop(request_option(name).name, None)
         self._conversation.spec = replace(self._conversation.spec, options=options)
         if value:
-            query_output.say_greedy(self._conversation.spec)
+            query_output.say_greedy(self._conversation.spec, "/set top_p 0.9")
         if not name:
             print_data("\n".join(f"{each} {value}" for each, value in options.items()) or "Nothing is set.")
 
@@ -390,7 +397,9 @@ class _Talk:
             known = dict.fromkeys([self.name, *answering, *others])
             print_data("\n".join(f"{'*' if each == self.name else ' '} {each}" for each in known))
             return
-        model, server = (name, self._conversation.server) if name in models else _endpoint(name, Connection())
+        here = self._conversation.server
+        # Models behind one port have repositories of their own.
+        model, server = (name, here) if name in models and here.grpc_port else _endpoint(name, Connection())
         self._conversation.switch(model, server)
         say(f"{self.name} answers from now on.")
 

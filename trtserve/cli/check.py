@@ -33,7 +33,7 @@ def check(
         str,
         typer.Argument(
             metavar="ARTEFACT",
-            help="Folder of a checkpoint or of a model repository, or the name of one made here.",
+            help="Folder of a checkpoint, engine or model repository, or the name of one made here.",
             autocompletion=models,
         ),
     ],
@@ -62,7 +62,9 @@ def check(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Compare a checkpoint with its original, or find what keeps an artefact from loading; exit code 25 if it fails.
+    """Compare a checkpoint or an engine with its original, or find what keeps an artefact from loading.
+
+    The exit code is 25 if it fails. With a checkpoint, the engine that was built from it here is compared too.
 
     With --trtllm-version a checkpoint is judged as that release's loader does, from its files' headers. The comparison
     needs PyTorch (the extra `oracle`) and OpenVINO. A repository needs neither a GPU nor a network.
@@ -72,7 +74,7 @@ def check(
         trtserve check ./checkpoint --trtllm-version 0.16.0
         trtserve check ./repository
     """
-    from trtserve.artifacts import ModelRepository
+    from trtserve.artifacts import Engine, ModelRepository
     from trtserve.pipeline.parity import find_artifact
 
     progress = TerminalProgress(quiet=quiet)
@@ -83,6 +85,11 @@ def check(
         _check_repository(found, machine=machine, trtllm_version=spec.trtllm_version, json=json)
         return
     _refuse_flags(["--machine"] if machine is not None else [], "checkpoint", "model repositories")
+    if isinstance(found, Engine) and spec.trtllm_version is not None:
+        raise UsageError(
+            "--trtllm-version is for checkpoints and model repositories, and this is an engine.",
+            hint="Leave it out to compare the engine with its original.",
+        )
     if spec.trtllm_version is None:
         _check_checkpoint(found, against, spec, json=json, progress=progress)
         return
@@ -117,10 +124,15 @@ def _check_loading(found: Artifact, version: str, *, json: bool) -> None:
 def _check_checkpoint(
     found: Artifact, against: str | None, spec: CheckSpec, *, json: bool, progress: TerminalProgress
 ) -> None:
-    from trtserve.pipeline.parity import check_checkpoint, find_original, require_passed
+    from trtserve.artifacts import Engine
+    from trtserve.pipeline.parity import check_checkpoint, check_engine, engine_made_of, find_original, require_passed
 
     original = find_original(found, against, progress=progress)
-    report = check_checkpoint(found.path, original.path, spec, progress=progress)
+    if isinstance(found, Engine):
+        report = check_engine(found.path, original.path, spec, progress=progress)
+    else:
+        engine = engine_made_of(found)
+        report = check_checkpoint(found.path, original.path, spec, engine=engine, progress=progress)
     if json:
         print_json("check", report.described())
     else:

@@ -14,10 +14,35 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from trtserve.cli.parser import UnknownOptionError, commands_of
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import TrtserveError, UsageError, listing
+from trtserve.specs.options import OTHER_VALUES
 
 if TYPE_CHECKING:
     from trtserve.nvidia.releases.options import BuildFlag, OldOption
+
+
+_OTHER_WORDS = {
+    "--tp-size": ("tensor-parallel-size", "tensor-parallel"),
+    "--pp-size": ("pipeline-parallel-size", "pipeline-parallel"),
+    "--max-seq-len": ("max-model-len", "context-length", "context-size", "ctx-size", "ctx", "num-ctx", "n-ctx"),
+    "--max-batch-size": ("max-num-seqs", "max-running-requests", "parallel"),
+    "--max-num-tokens": ("max-num-batched-tokens", "chunked-prefill-size"),
+    "--quantize": ("quantization", "quantisation", "bits", "weights"),
+    "--quantize int4": ("int4", "load-in-4bit"),
+    "--quantize int8": ("int8", "load-in-8bit"),
+    "--quantize fp8": ("fp8",),
+    "--kv-precision": ("kv-cache-dtype", "kv-cache-type-k", "cache-type-k"),
+    "--kv-cache-free-gpu-mem-fraction": ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-fraction"),
+    "--enable-kv-cache-reuse": ("enable-prefix-caching", "prefix-caching"),
+    "--http-port": ("port",),
+    "--host": ("listen", "listen-address", "bind", "bind-address", "address", "addr"),
+    "--tls-key": ("ssl-keyfile",),
+    "--tls-certificate": ("ssl-certfile",),
+    "--name": ("served-model-name",),
+    "--max-tokens": ("num-predict", "n-predict", "max-new-tokens", "max-completion-tokens"),
+}
+"""Our option → what vLLM, SGLang, llama.cpp and Ollama call it."""
+_OURS = {f"--{other}": ours for ours, others in _OTHER_WORDS.items() for other in others}
 
 
 def explain_unknown(error: UnknownOptionError, tree: Any) -> UsageError:
@@ -135,12 +160,21 @@ def _explain(
         advice = f"{flag.name} is an option of trtllm-build: write it after `--`: `trtserve build … -- {flag.name} …`."
         return UnknownOption(advice=advice, flag=flag)
     spelled = option.replace("_", "-")
+    ours = _OURS.get(spelled, "")
+    name = ours.partition(" ")[0]
+    if name in known:
+        return UnknownOption(advice=f"{option} is {ours} here.")
+    if name in owners and spelled not in owners:
+        return UnknownOption(advice=f"{option} is {ours} of `{'` and `'.join(owners[name][:2])}`.")
     if spelled in owners:
         tail = next((name for name in known if spelled.endswith(name[1:])), None)
         here = f" Here it may be {tail}." if tail else f" {_meant(spelled, known)}".rstrip()
         if not names:
             return UnknownOption(advice=f"Write {option} after a command: `trtserve COMMAND … {option}`.")
-        commands = ", ".join(f"`{owner}`" for owner in owners[spelled])
+        # One name for all kinds of `bench`.
+        commands = listing(
+            [f"`{owner}`" for owner in dict.fromkeys(" ".join(each.split()[:2]) for each in owners[spelled])]
+        )
         return UnknownOption(advice=f"{option} is an option of {commands}.{here}")
     old = old_option_of_any_tool(option)
     if old is not None:
@@ -279,6 +313,8 @@ def _correct(  # noqa: C901 - one branch per kind of option
         elif (new := found.old.replacement(option.value, line.values())) is not None and new[0] in known:
             name, value = new
             own = value is not None and value == option.value
+            if name == "--quantize" and value is not None:
+                value = OTHER_VALUES.get(value, value)
             if name not in typed and (name not in options or (own and not options[name][1])):
                 options[name] = TypedOption(name=name, value=value, known=True), own
                 if found.old.needs is not None and found.old.needs not in typed:

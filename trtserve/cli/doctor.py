@@ -137,8 +137,8 @@ def _lines(finding: CheckResult, names: int, width: int) -> Text:
 
     indent = 2 + _STATE_WIDTH + names
     room = max(_LEAST_WIDTH, width - indent)
-    if width - indent < _LEAST_WIDTH:
-        indent, room = 4, width - 4
+    if width - indent < _LEAST_WIDTH or max(map(len, finding.evidence.split()), default=0) > room:
+        indent, room = 4, width - 4  # a path stays whole
     evidence = wrapped(finding.evidence, room)
     fix = wrapped(finding.fix, room - 2) if finding.fix else []
     text = Text.assemble("  ", (f"{finding.state:<{_STATE_WIDTH}}", _STYLES[finding.state]), f"{finding.name:<{names}}")

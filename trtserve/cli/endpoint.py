@@ -56,8 +56,13 @@ class Connection(Spec):
         help="Host and port of the protocol in one word.",
         panel=CONNECTION,
     )
-    connect_timeout: float = option(
-        CONNECT_TIMEOUT, metavar="SECONDS", help="Longest wait for the first answer.", above=0, panel=CONNECTION
+    connect_timeout: float | None = option(
+        None,
+        metavar="SECONDS",
+        help="Longest wait for the first answer.",
+        unset=f"{CONNECT_TIMEOUT:g}, or what loading a model takes",
+        above=0,
+        panel=CONNECTION,
     )
     api_key: str | None = option(
         None,
@@ -109,11 +114,17 @@ class Connection(Spec):
         )
 
 
+_PORTS = ("host", "http_port", "grpc_port")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def find_endpoint(connection: Connection, protocol: Literal["grpc", "http"] = "grpc") -> Endpoint:
-    """Return the address that was given, or that of a server recorded by `start`."""
+def find_endpoint(
+    connection: Connection, protocol: Literal["grpc", "http"] = "grpc", *, model: str | None = None
+) -> Endpoint:
+    """Return the address that was given, or that of a server recorded by `start`.
+
+    `model` is what a port for many models is asked for.
+    """
     host, http_port, grpc_port = connection.host, connection.http_port, connection.grpc_port
     if connection.explicit and connection.server is not None:
         raise UsageError("--server names a recorded server; it cannot be combined with an address.")
@@ -122,17 +133,24 @@ def find_endpoint(connection: Connection, protocol: Literal["grpc", "http"] = "g
             raise UsageError("--url holds host and port; leave --host, --http-port and --grpc-port out.")
         host, port = split_address(connection.url)
         http_port, grpc_port = (port, None) if protocol == "http" else (None, port)
-    endpoint = _explicit(host, http_port, grpc_port, protocol) if connection.explicit else _recorded(connection.server)
+    if connection.explicit:
+        endpoint = _explicit(host, http_port, grpc_port, protocol, model)
+    else:
+        endpoint = _recorded(connection.server, model)
     return replace(
         endpoint,
         tls=connection.tls() or endpoint.tls,
         api_key=connection.api_key or endpoint.api_key,
-        connect_timeout=connection.connect_timeout,
+        connect_timeout=connection.connect_timeout or endpoint.connect_timeout,
     )
 
 
 def _explicit(
-    host: str | None, http_port: int | None, grpc_port: int | None, protocol: Literal["grpc", "http"]
+    host: str | None,
+    http_port: int | None,
+    grpc_port: int | None,
+    protocol: Literal["grpc", "http"],
+    model: str | None,
 ) -> Endpoint:
     """Return the address, with model and repository if a server that was started here has it."""
     from trtserve.client.endpoint import Endpoint
@@ -144,20 +162,24 @@ def _explicit(
         require_port(endpoint.host, endpoint.http_port, "HTTP")
     else:
         require_port(endpoint.host, endpoint.grpc_port, "gRPC")
-    from trtserve.server.discovery import protected
+    from trtserve.server.discovery import endpoint_of
     from trtserve.server.state import list_servers
 
     for server in list_servers():
         own, front = server.address, server.endpoint
-        ports = (own.http_port, front.http_port) if protocol == "http" else (own.grpc_port, front.grpc_port)
+        speaks_http = protocol == "http" or server.kept is not None
+        ports = (own.http_port, front.http_port) if speaks_http else (own.grpc_port, front.grpc_port)
         asked = endpoint.http_port if protocol == "http" else endpoint.grpc_port
         if own.host in _LOOPBACK and asked in ports:
-            return protected(replace(endpoint, model=server.model, repository=server.repository), server)
+            found = endpoint_of(server, model)
+            if server.kept is not None:
+                return found
+            return replace(found, **{port: getattr(endpoint, port) for port in _PORTS})
     return endpoint
 
 
-def find_openai_endpoint(url: str) -> Endpoint | None:
-    """Return the server that was started here and whose OpenAI API has this address."""
+def find_openai_endpoint(url: str, model: str | None) -> Endpoint | None:
+    """Return the server that was started here and whose OpenAI API has this address; `model`: see `find_endpoint`."""
     from trtserve.server.discovery import endpoint_of
     from trtserve.server.state import list_servers
 
@@ -165,7 +187,7 @@ def find_openai_endpoint(url: str) -> Endpoint | None:
     for server in list_servers():
         ports = server.address.http_port, server.endpoint.http_port
         if asked in {f"{host}:{port}" for host in _LOOPBACK for port in ports}:
-            return endpoint_of(server)
+            return endpoint_of(server, model)
     return None
 
 
@@ -178,7 +200,7 @@ def require_port(host: str, port: int, wanted: Literal["HTTP", "gRPC", "metrics"
     for server in list_servers():
         for ports in _ports_of(server):
             found = next((kind for kind, number in ports.items() if number == port), wanted)
-            if found != wanted and wanted in ports:
+            if found != wanted and ports.get(wanted):  # a port for many models has no others
                 address = f"{host}:{ports[wanted]}"
                 protocol = {"HTTP": "http", "gRPC": "grpc"}.get(found)
                 other = (
@@ -198,13 +220,18 @@ def _ports_of(server: Server) -> Iterator[dict[str, int]]:
         yield {"HTTP": server.proxy.http_port, "gRPC": server.proxy.grpc_port}
 
 
-def _recorded(name: str | None) -> Endpoint:
+def _recorded(name: str | None, model: str | None) -> Endpoint:
+    """Return the endpoint of a server, or of the port for many models that has `name` among them."""
     from trtserve.server.discovery import endpoint_of, find_server
+    from trtserve.server.state import list_servers
 
-    server = find_server(name)
+    port = next((server for server in list_servers() if name in (server.kept or ())), None)
+    server, model = (port, name) if port is not None else (find_server(name), model)
+    if server.kept is not None and server.kept.get(model or "") == "unloaded":
+        TerminalProgress().step(f"{model} is loaded for this request")
     if server.state == "starting":
         TerminalProgress().warn(f"{server.name} is still starting; `trtserve status` says when it runs.")
-    return endpoint_of(server)
+    return endpoint_of(server, model)
 
 
 def split_address(url: str, flag: str = "--url") -> tuple[str, int]:

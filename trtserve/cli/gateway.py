@@ -177,7 +177,9 @@ class ReplicaOptions(Spec):
     """One change of the replicas, and the gateway that makes it."""
 
     add: str | None = option(
-        None, metavar="HOST:PORT", help="Send requests to one more copy, HOST:PORT or HOST:PORT:HTTP."
+        None,
+        metavar="HOST:PORT",
+        help="Send requests to one more running server of the same models, HOST:PORT or HOST:PORT:HTTP.",
     )
     drain: str | None = option(
         None, metavar="HOST:PORT", help="Send no new requests to it, and wait for those that run."
@@ -196,8 +198,9 @@ class ReplicaOptions(Spec):
 def replicas(name: ServerArgument = None, *, change: ReplicaOptions, json: JsonOption = False) -> None:
     """Show the copies of a server behind its gateway; add, drain, resume or remove one while it runs.
 
-    PORT is that of gRPC. Changes are forgotten when the gateway starts again. A copy that is added gets the servers'
-    API key with every request: add only servers that you trust.
+    A copy is a Triton server of the same models that runs already. PORT is that of gRPC. Changes are forgotten when
+    the gateway starts again. An added copy gets the servers' API key with every request: add only servers that you
+    trust.
 
     Examples:
         trtserve replicas demo
@@ -206,7 +209,7 @@ def replicas(name: ServerArgument = None, *, change: ReplicaOptions, json: JsonO
     """
     changes = [(action, address) for action in _CHANGES if (address := getattr(change, action)) is not None]
     if len(changes) > 1:
-        raise UsageError("Change one replica at a time.", hint="Run the command once for each change.")
+        raise UsageError("Change one copy at a time.", hint="Run the command once for each change.")
     front = _front(name, change)
     for action, address in changes:
         front.ask("POST", f"/replicas/{action}", {"address": address})

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 _SOURCE_HELP = (
-    "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, a folder, a GGUF file, or s3://… "
-    "or gs://…"
+    "demo, an alias (`trtserve models`), org/name[@revision][:GGUF] of the hub, a folder, a GGUF file, or s3://… or "
+    "gs://…"
 )
 
 

@@ -11,7 +11,7 @@ import typer
 
 from trtserve.cli.endpoint import require_port, split_address
 from trtserve.cli.options import JsonOption, ServerArgument, ServerOption, one_name
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say, terminal
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, print_table, say, terminal
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trtserve.server.status import MetricsSource, Reading
 
 _CORE_COLUMNS = ("model", "family", "value of", "value")
-_MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pending", "request ms", "queue ms")
+_MODEL_COLUMNS = ("model", "requests", "failed", "pending", "executions", "request ms", "queue ms")
 
 
 def metrics(
@@ -78,7 +78,14 @@ def _source(name: str | None, url: str | None) -> MetricsSource:
     from trtserve.server.status import find_source, remote_source
 
     if url is None:
-        return find_source(name)
+        source = find_source(name)
+        if source.server is not None and source.server.kept is not None:
+            loaded = ", ".join(each for each, state in source.server.kept.items() if state == "loaded")
+            raise UsageError(
+                f"{source.name} is a port for many models; the metrics of Triton are those of each loaded one.",
+                hint=f"Name a loaded model ({loaded or 'none yet'}), or read {source.server.url}/metrics.",
+            )
+        return source
     if name is not None:
         raise UsageError("The name of a server cannot be combined with --url.")
     host, port = split_address(url)
@@ -87,7 +94,7 @@ def _source(name: str | None, url: str | None) -> MetricsSource:
 
 
 def _print(reading: Reading) -> None:
-    """Print two tables on a terminal, one elsewhere: model, family, value of, value."""
+    """Print what a person reads on a terminal; elsewhere one table of all: model, family, value of, value."""
     if not sys.stdout.isatty():
         core = [row for each in reading.core for row in _core_rows(each)]
         counted = [
@@ -103,8 +110,7 @@ def _print(reading: Reading) -> None:
         print_table(_CORE_COLUMNS, [*core, *counted, *gpus])
         return
     for each in reading.core:
-        # With the model above the table, it fits into 80 columns.
-        print_table(_CORE_COLUMNS[1:], [row[1:] for row in _core_rows(each)], title=each.model)
+        print_block("\n".join((each.model, *(f"  {label:<9} {words}" for label, words in _core_lines(each) if words))))
     print_table(_MODEL_COLUMNS, [_model_row(each) for each in reading.models])
     say("Triton counts the time of a streaming model only until the model has taken the request.")
     if reading.gpus:
@@ -117,8 +123,30 @@ def _core_rows(core: CoreMetrics) -> Iterator[tuple[object, ...]]:
             yield core.model, family, kind, _number(value)
 
 
+def _core_lines(core: CoreMetrics) -> Iterator[tuple[str, str]]:
+    """Yield a label and what there is to say of the core model; --raw has every metric under its own name."""
+    from trtserve.client.metrics import GENERAL, KV_BLOCKS, LENGTHS, TOKENS
+
+    yield "requests", _request_words(core)
+    if blocks := core.families.get(KV_BLOCKS):
+        reused = f", {_number(blocks['reused'])} reused" if "reused" in blocks else ""
+        yield "KV cache", f"{_kv_words(core)} of {_number(blocks.get('tokens_per', 0))} tokens{reused}"
+    for label, family in (("tokens", TOKENS), ("drafts", "nv_trtserve_draft_tokens_total")):
+        yield label, ", ".join(f"{_number(value)} {kind}" for kind, value in core.families.get(family, {}).items())
+    means = (
+        f"{values['sum'] / values['count']:.0f} tokens in {words}"
+        for family, words in zip(LENGTHS, ("a prompt", "an answer"), strict=True)
+        if (values := core.families.get(family, {})).get("count")
+    )
+    yield "mean", ", ".join(means)
+    memory = core.families.get("nv_trt_llm_runtime_memory_metrics", {})
+    yield "memory", ", ".join(f"{format_bytes(int(value))} {kind}" for kind, value in memory.items() if value)
+    steps = core.value(GENERAL, "iteration_counter")
+    yield "steps", "" if steps is None else _number(steps)
+
+
 def _model_row(model: ModelMetrics) -> tuple[object, ...]:
-    names = ("request_success", "request_failure", "count", "exec_count", "pending_request_count")
+    names = ("request_success", "request_failure", "pending_request_count", "exec_count")
     means = ("request_duration_us", "queue_duration_us")
     return (
         model.model,

@@ -49,8 +49,15 @@ def models(json: JsonOption = False) -> None:
     found = list(list_known())
     if json:
         keys = ("alias", "repository", "parameters", "source_bytes", "licence", "gated")
-        print_json("models", [{**{key: getattr(each, key) for key in keys}, "fits": fits} for each, fits in found])
+        print_json(
+            "models",
+            [
+                {**{key: getattr(each, key) for key in keys}, "fits": here.fit, "reason": here.reason}
+                for each, here in found
+            ],
+        )
         return
+    shown = sys.stdout.isatty()
     rows: list[tuple[str, ...]] = [
         (
             each.alias,
@@ -58,16 +65,18 @@ def models(json: JsonOption = False) -> None:
             count(each.parameters),
             format_bytes(each.source_bytes),
             f"{each.licence}, gated" if each.gated else each.licence,
-            fits or "unknown",
+            ": ".join(filter(None, (here.fit or "unknown", here.lacks if shown else here.reason))),
         )
-        for each, fits in found
+        for each, here in found
     ]
     columns: tuple[str, ...] = ("alias", "hub id", "size", "download", "licence", "fits here")
-    if sys.stdout.isatty() and get_terminal_size().columns < _ROOM:  # `plan ALIAS` and --json tell where it comes from
+    if shown and get_terminal_size().columns < _ROOM:  # `plan ALIAS` and --json tell where it comes from
         columns, rows = (columns[0], *columns[2:]), [(row[0], *row[2:]) for row in rows]
     print_table(columns, rows)
     say("int8 and int4: with --quantize int8 or int4. Gated: accept the licence on the hub, then `hf auth login`.")
-    small = [(each.source_bytes, each.alias) for each, fits in found if not each.gated and fits == "yes"]
+    if shown and any(here.lacks for _, here in found):
+        say("`trtserve plan ALIAS` says why a model does not fit.")
+    small = [(each.source_bytes, each.alias) for each, here in found if not each.gated and here.fit == "yes"]
     talk = [(size, alias) for size, alias in small if "instruct" in alias or "chat" in alias]
     if talk:
         say(f"Next: trtserve run {min(talk)[1]}")
@@ -218,7 +227,7 @@ def _lines(found: Description) -> list[tuple[str, str]]:
         ("arguments", _pairs(found.arguments)),
         ("built by", _pairs(found.versions) or "unknown"),
         ("built on", _built_on(found)),
-        ("built at", found.created or ""),
+        ("built at", (found.created or "").partition(".")[0].replace("T", " ") + " UTC" * bool(found.created)),
         *(("file", f"{file.name}, {format_bytes(file.size) if file.size else 'MISSING'}") for file in found.files),
     ]
     return [(label, text) for label, text in lines if text]
@@ -255,7 +264,9 @@ def _built_on(found: Description) -> str:
     if found.built_on.get("gpu"):
         return f"{found.built_on['gpu']}, SM {found.built_on.get('sm')}"
     if found.built_on.get("machine"):
-        return _pairs(found.built_on["machine"])
+        machine = found.built_on["machine"]
+        where = f"{machine.get('system', '')} {machine.get('machine', '')}".strip()
+        return f"{where}, {'with' if machine.get('bfloat16') else 'without'} bfloat16 arithmetic"
     return "unknown: no manifest of trtserve" if found.kind == "engine" else ""
 
 

@@ -96,7 +96,7 @@ OutOption = Annotated[
         autocompletion=paths,
     ),
 ]
-VERIFY_HELP = "Compare the checkpoint with the model, as `check` does, and stop if they differ."
+VERIFY_HELP = "Compare what is made with the original, as `check` does, and stop if it differs."
 VerifyOption = Annotated[bool, typer.Option("--verify", help=VERIFY_HELP)]
 ServerArgument = Annotated[
     str | None,

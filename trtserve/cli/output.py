@@ -286,6 +286,8 @@ def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[s
 class TerminalProgress:
     """Progress on a terminal: a bar with rate and remaining time; plain lines elsewhere."""
 
+    _lasting = True  # whether a line stays where a bar was
+
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
 
@@ -312,15 +314,17 @@ class TerminalProgress:
             say(text)
         with _bar(console, unit) as bar:
             yield _BarTask(bar, bar.add_task("" if above else text, total=total, completed=done), "" if above else text)
-        if not above:
+        if not above and self._lasting:
             say(text)
 
 
 class ChangingLine(TerminalProgress):
     """Progress as one line of a terminal, which changes and disappears at the end; plain lines elsewhere.
 
-    Work in bytes or items has its bar.
+    Work in bytes or items has its bar, which disappears too.
     """
+
+    _lasting = False
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)

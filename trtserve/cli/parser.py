@@ -21,12 +21,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from trtserve.errors import UsageError, exit_codes
+from trtserve.errors import UsageError, exit_codes, listing
 from trtserve.specs.options import metavar_of, read_value
 
 PREFIX = "TRTSERVE"
@@ -36,6 +37,8 @@ _GENERAL = ("HOME", "DEBUG", "TRTLLM_VERSION", "TRTLLM_EXAMPLES")
 _CLOSE, _CLOSE_SHORT = 0.85, 0.75
 _WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their own
 _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
+_MOST_PAGES = 8
+_MOST_OWNERS = 4  # commands that the help of a word names for an option
 _MOST_LISTED = 5  # commands of a group that an error lists
 _MOST_OPTIONS = 30  # of a command whose help shows all of them
 _HELP = "trtserve.help"  # in the context: the word that is asked for, or "" for everything
@@ -207,7 +210,9 @@ class ParsedCommand(TyperCommand):
         with _explained(self, ctx, typed):
             extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
-            raise _extra_arguments(ctx.command_path, extra)
+            options = {flag for each in self.params for flag in each.opts}
+            meant = next((f"--{word}" for word in typed if f"--{word}" in options), None)
+            raise _extra_arguments(ctx.command_path, extra, meant)
         return extra
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -316,32 +321,65 @@ def _asked_help(context: Any, args: list[str]) -> list[str]:
 def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
     """Write the commands and options of a command, and of those below it, that have the word in name, text or heading.
 
-    The whole command line also has a table of exit codes, found by that name or by a code. Raises UsageError when there
-    is nothing.
+    For the whole command line, also the exit codes, found by that name or by a code, and the sections of the
+    documentation. Raises UsageError when there is nothing.
     """
-    found, begins = False, re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE)
-    for names, each in commands_of(node, tuple(context.command_path.split())):
+    # Words may be joined in any way: `api key`, `--api-key`. And quantise is quantize.
+    parts = [re.sub(r"i[sz](?=[aei])", "i[sz]", part) for part in re.findall(r"[^\W_]+", word)] or [re.escape(word)]
+    spelled = r"[\W_]+".join(parts)
+    begins = re.compile(rf"(?<![^\W_]){spelled}", re.IGNORECASE)
+    found = _records_about(node, context, begins)
+    if context.parent is None:
+        codes = [(code, meaning) for code, _, meaning in exit_codes() if begins.search("exit-codes") or word == code]
+        found |= {"exit codes": codes, "documentation, in the repository": list(_pages_about(begins, parts))}
+    for title, rows in found.items():
+        if rows:
+            with formatter.section(title):
+                _write_columns(formatter, rows)
+    if not any(found.values()):
+        path = context.command_path
+        raise UsageError(
+            f"The help of `{path}` has no word {word!r}.", hint=f"`{path} -h` shows it; docs/index.md lists all pages."
+        )
+
+
+def _records_about(node: Any, context: Any, begins: re.Pattern[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return what matches of the help of a command and those below it, each once, by the commands that have it."""
+    owners: dict[tuple[str, str], list[str]] = {}  # option → its commands
+    for names, each in commands_of(node):
         if each.hidden:
             continue
-        own = each.make_context(names[-1], [], parent=context, resilient_parsing=True)
-        records = [
-            record
-            for title, records in help_sections(each, own)
-            for record in records
-            if begins.search(" ".join((title, *record))) and "--help [" not in record[0]
-        ]
-        if records:
-            found = True
-            with formatter.section(" ".join(names)):
-                _write_columns(formatter, records)
-    codes = [(code, meaning) for code, _, meaning in exit_codes() if begins.search("exit-codes") or word == code]
-    if codes and context.parent is None:
-        found = True
-        with formatter.section("exit codes"):
-            _write_columns(formatter, codes)
-    if not found:
-        path = context.command_path
-        raise UsageError(f"The help of `{path}` has no word {word!r}.", hint=f"`{path} -h` shows it.")
+        own = each.make_context(names[-1] if names else context.info_name, [], parent=context, resilient_parsing=True)
+        for title, records in help_sections(each, own):
+            named = [record for record in records if begins.search(" ".join(record)) and "--help [" not in record[0]]
+            # A heading stands for all below it where none of them has the word itself.
+            for record in named or (records if begins.search(title) else ()):
+                owners.setdefault(record, []).append(" ".join(names))
+    found: dict[str, list[tuple[str, str]]] = {}
+    for record, commands in owners.items():
+        heading = f"{context.command_path} {listing(commands, most=_MOST_OWNERS)}".rstrip()
+        found.setdefault(heading, []).append(record)
+    return found
+
+
+def _pages_about(begins: re.Pattern[str], parts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield page and headings of the sections of the documentation whose heading, or else whose text has the word.
+
+    `begins` matches one or more words; of a text all are wanted, in any order.
+    """
+    named, told = dict[tuple[str, str], list[str]](), dict[tuple[str, str], list[str]]()
+    each_word = [re.compile(rf"(?<![^\W_]){part}", re.IGNORECASE) for part in parts]
+    for line in Path(__file__).with_name("pages.tsv").read_text(encoding="utf-8").splitlines():
+        page, title, heading, text = line.split("\t")
+        if begins.search(heading or title):
+            named.setdefault((page, title), []).append(heading)
+        elif all(part.search(f"{title} {heading} {text}") for part in each_word):
+            told.setdefault((page, title), []).append(heading)
+    others = sorted((place for place in told if place not in named), key=lambda place: -len(told[place]))
+    found = named | {place: told[place] for place in others[: max(0, _MOST_PAGES - len(named))]}
+    for (page, title), headings in found.items():
+        below = listing(list(filter(None, headings)), most=_MOST_OWNERS)
+        yield page, f"{title}: {below}" if below else title
 
 
 def split_help(text: str | None) -> tuple[str, list[str]]:
@@ -412,7 +450,7 @@ def _with_commas(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _extra_arguments(path: str, words: Sequence[str]) -> UsageError:
+def _extra_arguments(path: str, words: Sequence[str], meant: str | None) -> UsageError:
     message = f"`{path}` takes no such argument: {' '.join(words)}."
     if path == "trtserve repo" and words[0].partition(":")[2]:
         return UsageError(
@@ -420,7 +458,8 @@ def _extra_arguments(path: str, words: Sequence[str]) -> UsageError:
             hint="KEY:VALUE,… is for fill_template.py: `trtserve repo --from-template DIR 'KEY:VALUE,…'`; without "
             "templates it is --set KEY=VALUE.",
         )
-    return UsageError(message, hint=f"`{path} -h` says what it takes.")
+    hint = f"Did you mean {meant}? " if meant else ""
+    return UsageError(message, hint=f"{hint}`{path} -h` says what it takes.")
 
 
 def _no_such_command(word: str, path: str, commands: Sequence[str]) -> UsageError:

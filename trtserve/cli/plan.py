@@ -160,19 +160,25 @@ def _print(needs: ModelNeed) -> None:
         lines.append(f"here        cannot be built: {needs.problem}")
     print_block("\n".join(lines))
     print_data("")
-    print_table(("stage", "disk", "peak memory", "time"), [_row(stage) for stage in needs.stages])
+    columns: tuple[str, ...] = ("stage", "disk", "peak memory", "time")
+    rows = [_row(stage) for stage in needs.stages]
+    if all(stage.seconds is None for stage in needs.stages):  # of this machine: the first import measures it
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    print_table(columns, rows)
     print_data("")
     if needs.machine is not None:
+        most = max((stage.memory for stage in needs.stages if stage.memory is not None), default=0)
+        disk = sum(stage.disk for stage in needs.stages if stage.disk is not None)
+        unknown = "; what the converter needs of memory is not known" if needs.converter else ""
+        print_block(f"needs       {format_bytes(most)} of memory and {format_bytes(disk)} of disk, at most{unknown}")
         print_block("\n".join(_machine_lines(needs.machine)))
     if needs.gpu is not None:
         print_block("\n".join(_gpu_lines(needs.gpu)))
 
 
-def _row(stage: StageNeeds) -> tuple[str, str, str, str]:
-    sizes = ("-" if size is None else format_bytes(size) for size in (stage.disk, stage.memory))
-    time = "not measured yet" if stage.seconds is None else _duration(stage.seconds)
-    disk, memory = sizes
-    return stage.stage, disk, memory, "-" if stage.stage == "repo" else time
+def _row(stage: StageNeeds) -> tuple[str, ...]:
+    sizes = (format_bytes(size) if size else "-" for size in (stage.disk, stage.memory))
+    return stage.stage, *sizes, "-" if stage.seconds is None else _duration(stage.seconds)
 
 
 def _machine_lines(machine: MachineFit) -> list[str]:
@@ -181,7 +187,7 @@ def _machine_lines(machine: MachineFit) -> list[str]:
         f"here        {memory} of memory and {disk} of disk are free",
         f"fits        {machine.tokens} tokens of KV cache: {machine.sequences} sequences of {machine.max_seq_len}"
         if machine.fits
-        else f"fits        no. {machine.hint}",
+        else "fits        no",
     ]
 
 

@@ -125,7 +125,7 @@ def query(
     spec = _complete(spec, request, places, prompt)
     place: AbstractContextManager[Endpoint]
     if found is None:
-        place = nullcontext(find_endpoint(connection, spec.protocol))
+        place = nullcontext(find_endpoint(connection, spec.protocol, model=spec.model))
     else:
         spec, place = replace(spec, tokenizer=found.tokenizer), found.endpoint(timeout=spec.timeout)
     streams = spec.stream and not json
@@ -233,6 +233,8 @@ def _is_batch(path: Path) -> bool:
 
 def _send_batch(path: Path, out: Path | None, endpoint: Endpoint, spec: QuerySpec) -> None:
     """Send a batch file; without a file for the answers they are printed."""
+    import asyncio
+
     from trtserve.client.batch import AnswerFile, read_batch, send_batch
 
     requests = read_batch(path)
@@ -240,7 +242,7 @@ def _send_batch(path: Path, out: Path | None, endpoint: Endpoint, spec: QuerySpe
         done = set() if answers is None else {line["custom_id"] for line in answers.lines}
         left = [request for request in requests if request.custom_id not in done]
         write = answers.write if answers is not None else lambda line: output.print_data(json.dumps(line))
-        failed = send_batch(path, left, endpoint, write, model=spec.model, timeout=spec.timeout)
+        failed = asyncio.run(send_batch(path, left, endpoint, write, model=spec.model, timeout=spec.timeout))
     errors = (
         "it is an error" if len(left) == 1 else f"{failed} of them {'is an error' if failed == 1 else 'are errors'}"
     )
@@ -295,8 +297,8 @@ _STDIN = Path("-")
 _CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query"
 _BINARY = "It looks like a binary file, such as a table or an archive. Give text: one prompt per line, or a JSON list."
 _SPLIT = "Split it (split -l 10000 FILE), or write it in OpenAI's batch format, which is read line by line."
-# Start of a JSON list or object; "[INST] …", "[1] …" and "{name} …" are prompts.
-_LIST = re.compile(r"""\s*(\[\s*(["'{]|$)|\{\s*("|$))""")
+# Start of a JSON list or object; "[INST] …", "[1] …", "[[ ## …" and "{name} …" are prompts.
+_LIST = re.compile(r"""\s*(\[[\s\[]*(["'{]|$)|(\[\s*){3}|\{\s*("|$))""")
 
 
 def read_prompts(
@@ -354,6 +356,8 @@ def _text_hint(content: bytes) -> str:
 
 def _of_file(path: Path) -> Prompts:
     """Return the texts of a JSON list, or the non-empty lines of any other file."""
+    if path.is_dir():
+        raise UsageError(f"--input-file: {path} is a folder; expected a file of prompts.")
     try:
         text = _decoded(_stdin()) if path == _STDIN else read_text(path, UsageError, hint=_SPLIT, pipes=True)
     except FileNotFoundError as error:
@@ -362,6 +366,7 @@ def _of_file(path: Path) -> Prompts:
         if isinstance(damage := error.__cause__, UnicodeDecodeError):
             error.hint = _text_hint(damage.object)
         raise
+    text = text.removeprefix("\ufeff")  # of editors on Windows
     prompts = _json_texts(text, path)
     if prompts is None:
         prompts = tuple(line for line in text.splitlines() if line.strip())
@@ -391,5 +396,7 @@ def _json_texts(text: str, path: Path) -> Prompts | None:
         raise UsageError(f"--input-file: {path} is {kind}; expected a JSON list of texts, or one prompt per line.")
     wrong = [item for item in content if not isinstance(item, str) or not is_unicode(item)]
     if wrong:
-        raise UsageError(f"--input-file: {path} is a JSON list with {json.dumps(wrong[0])} in it; expected only texts.")
+        raise UsageError(
+            f"--input-file: {path} is a JSON list with {json.dumps(wrong[0])[:200]} in it; expected only texts."
+        )
     return tuple(content)

@@ -173,10 +173,12 @@ def _facts(
     return [*lines, "Stopped by --stop-after-ms."] if generation.stopped else lines
 
 
-def say_greedy(spec: QuerySpec) -> None:
-    """Say that a temperature alone changes nothing, which is TensorRT-LLM's rule."""
+def say_greedy(spec: QuerySpec, remedy: str = "--top-p 0.9") -> None:
+    """Say that a temperature alone changes nothing, which is TensorRT-LLM's rule; `remedy` is what to type."""
     if spec.options.get("temperature") and not spec.options.get("top_k") and not spec.options.get("top_p"):
-        output.say("note: without --top-k or --top-p the likeliest token is taken; --temperature has no effect.")
+        output.say(
+            f"note: A temperature alone has no effect: the likeliest token is taken. Add top-k or top-p: {remedy}"
+        )
 
 
 def _ended_early(generation: Generation, spec: QuerySpec) -> bool:
@@ -232,7 +234,8 @@ def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
         described = request_contexts(spec, endpoint, client)
         model = described[0].model
     call = "as a stream" if model.decoupled else "with one response"
-    where = f"at {endpoint.http if spec.protocol == 'http' else endpoint.grpc} over {spec.protocol}"
+    over_grpc = spec.protocol == "grpc" and endpoint.grpc_port
+    where = f"at {endpoint.grpc} over grpc" if over_grpc else f"at {endpoint.http} over http"
     if endpoint.in_process is not None:
         where = "in this process"
     output.say(f"Would ask the model {model.name!r} {where}, {call}:")

@@ -24,6 +24,7 @@ from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.repository.assembling import EngineRepositoryPlan
+    from trtserve.repository.publishing import RepositoryPlan
 
 TOKENIZER_HELP = "Hugging Face folder with the tokenizer, or the name of an imported model."
 
@@ -166,7 +167,7 @@ def _assemble(call: _Call) -> None:
 
 def _assemble_vllm(call: _Call, convert: ConvertSpec) -> None:
     from trtserve.repository.adapters import find_adapters
-    from trtserve.repository.assembling import default_name, plan_vllm_repository
+    from trtserve.repository.assembling import EngineRepositoryPlan, default_name, plan_vllm_repository
     from trtserve.repository.publishing import assemble_repository
 
     if call.parts.draft_engine is not None:
@@ -188,7 +189,8 @@ def _assemble_vllm(call: _Call, convert: ConvertSpec) -> None:
     )
     if not call.dry_run:
         assemble_repository(plan, progress)
-    _print_result(call, plan.path, _described(plan), _lines(plan))
+    lines = _lines(plan) if isinstance(plan, EngineRepositoryPlan) else _first_lines(plan)
+    _print_result(call, plan.path, _described(plan), lines)
 
 
 def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
@@ -221,14 +223,12 @@ def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
         progress.warn(f"The server loads {model} from the hub when it starts.")
     if not call.dry_run:
         assemble_repository(plan, progress)
-    described = {"path": str(plan.path), "reused": plan.reused, "models": list(plan.models), **plan.manifest.facts}
     lines = [
-        f"{_verb(reused=plan.reused, added=plan.added):<9} {plan.path}",
-        f"models    {', '.join(plan.models)}",
+        *_first_lines(plan),
         f"model     {model if isinstance(model, str) else model.path}",
         "ranks     tensor parallel {tp_size}, pipeline parallel {pp_size}".format_map(plan.manifest.facts),
     ]
-    _print_result(call, plan.path, described, lines)
+    _print_result(call, plan.path, _described(plan), lines)
 
 
 def _fill(call: _Call, folder: Path, templates: TemplateOptions, others: list[str]) -> None:
@@ -287,7 +287,7 @@ def say_version_is_unused(version: str | None, progress: TerminalProgress) -> No
         )
 
 
-def _described(plan: EngineRepositoryPlan) -> dict[str, object]:
+def _described(plan: RepositoryPlan) -> dict[str, object]:
     return {
         "path": str(plan.path),
         "reused": plan.reused,
@@ -297,17 +297,16 @@ def _described(plan: EngineRepositoryPlan) -> dict[str, object]:
     }
 
 
-def _verb(*, reused: bool, added: bool) -> str:
-    return "reuse" if reused else "add to" if added else "make"
+def _first_lines(plan: RepositoryPlan) -> list[str]:
+    verb = "reuse" if plan.reused else "add to" if plan.added else "make"
+    return [f"{verb:<9} {plan.path}", f"models    {', '.join(plan.models)}"]
 
 
 def _lines(plan: EngineRepositoryPlan) -> list[str]:
-    verb = _verb(reused=plan.reused, added=plan.added)
     policy = "streaming (decoupled)" if plan.spec.streaming else "one response per request (not decoupled)"
     release = f"{plan.profile.release}, inputs of all releases" if plan.profile.union else plan.profile.release
     lines = [
-        f"{verb:<9} {plan.path}",
-        f"models    {', '.join(plan.models)}",
+        *_first_lines(plan),
         f"release   {release}",
         f"policy    {policy}",
         f"batch     at most {plan.options.max_batch_size} prompts per request",

@@ -125,8 +125,8 @@ def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Benchma
         result = measure(benchmark, find_endpoint(connection), metrics=metrics_url(connection), progress=progress)
         results.append(result)
         if not json:
-            print_report(result.report, table="upstream")
-        say_notes([result.report], progress.step)
+            print_report(result.report, table=None)
+        say_notes([result.report], progress.step, table=None)
         if result.report.interrupted:
             raise KeyboardInterrupt
     return results

@@ -191,6 +191,7 @@ def _serve_many(
         if not call.quiet:
             say(f"{server.name}: {counted(len(plan.models), 'model')}, each loaded at its first request.")
             say(f"  API      export OPENAI_BASE_URL={server.url}/v1 ANTHROPIC_BASE_URL={server.url}")
+            say(f'  try      trtserve query --model {next(iter(plan.models))} "What is ML?"')
             say(f"  stop     {f'trtserve stop {server.name}' if detach else 'Ctrl-C'}")
 
     if detach:

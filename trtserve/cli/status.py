@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import typer
 from trtserve.cli.options import JsonOption, QuietOption, ServerArgument, ServerOption, one_name, servers
 from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
 from trtserve.errors import ServerDiedError, ServerNotFoundError, ServerNotReadyError, UsageError, counted
-from trtserve.server.triton.server_log import described, is_noise, tail
+from trtserve.server.triton.server_log import described, is_noise, significant, summary, tail
 
 if TYPE_CHECKING:
     from trtserve.server.state import Server
@@ -32,14 +33,17 @@ def status(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the servers that were started here; exit with 0 if all are ready, 35 if one has failed, else 37.
+    """Show the servers that were started here.
+
+    Ends with 0 if all are ready, 33 if there is none, 35 if one has failed, else 37.
 
     Examples:
         trtserve status
         trtserve status demo --json
     """
-    from trtserve.server.discovery import chosen_store
+    from trtserve.server.discovery import how_to_start
     from trtserve.server.status import server_status
+    from trtserve.store import Store
 
     found = server_status(name)
     progress = TerminalProgress()
@@ -47,8 +51,8 @@ def status(
         print_json("status", [{**asdict(one), "server": server_record(one.server)} for one in found])
     elif found:
         print_table(_COLUMNS, [_row(one) for one in found])
-    else:
-        progress.step(f"No server is running. Start one: trtserve start{chosen_store()}")
+    if not found:
+        raise ServerNotFoundError("No server is running.", hint=how_to_start(Store()))
     for one in found:
         if one.ignored_parameters:
             progress.step(f"{one.server.name}: parameters ignored on this runtime: {', '.join(one.ignored_parameters)}")
@@ -167,7 +171,7 @@ def logs(
         int, typer.Option("--lines", "-n", "--tail", metavar="N", min=0, help="How many of the last lines.")
     ] = 100,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also lines that only say that this machine has no GPU.")
+        bool, typer.Option("--all", help="Every line as it is: also tables, and that this machine has no GPU.")
     ] = False,
     log_format: Annotated[
         Literal["text", "json"], typer.Option("--log-format", help="json: one JSON object for each line.")
@@ -190,25 +194,33 @@ def logs(
     log = find_log(one_name(name, server))
     position = log.stat().st_size
     last = tail(log, lines)
-    noise = 0 if everything else sum(map(is_noise, last))
-
-    def shown(text: str) -> str:
-        kept = [line for line in text.splitlines() if everything or not is_noise(line)]
-        return "\n".join(dumps(described(line)) if log_format == "json" else line for line in kept)
-
     if json:
         print_json("logs", {"log": log, "lines": last})
-    elif text := shown("\n".join(last)):
-        print_data(text)
-    if noise and not json:
+        return
+    short = sys.stdout.isatty() and log_format == "text" and not everything
+    form = summary if short else _json_line if log_format == "json" else str
+
+    def shown(text: list[str]) -> list[str]:
+        return [form(line) for line in text if everything or (significant(line) if short else not is_noise(line))]
+
+    if text := shown(last):
+        print_data("\n".join(text))
+    if left_out := len(last) - len(text):
+        tables = "are tables, or " if short else ""
         TerminalProgress().step(
-            f"{counted(noise, 'line')} left out that only say that this machine has no GPU, which the CPU runtime does "
-            "not need (--all shows them)."
+            f"{counted(left_out, 'line')} left out that {tables}only say that this machine has no GPU, which the CPU "
+            "runtime does not need (--all shows them)."
         )
+    if short:
+        TerminalProgress().step(f"Log: {log}")
     if follow:
         for added in follow_log(log, position=position, pause=lambda: time.sleep(0.2)):
-            if text := shown(added):
-                print_data(text)
+            if text := shown(added.splitlines()):
+                print_data("\n".join(text))
+
+
+def _json_line(line: str) -> str:
+    return dumps(described(line))
 
 
 def stop(

@@ -180,7 +180,7 @@ def _remove(file: BinaryIO, numbers: set[int], path: Path) -> None:
         staged.unlink(missing_ok=True)
 
 
-def send_batch(
+async def send_batch(
     path: Path,
     requests: Sequence[BatchRequest],
     endpoint: Endpoint,
@@ -194,17 +194,7 @@ def send_batch(
     `model` replaces that of the bodies. A request that the server refuses is an answer too. Raises
     ServerUnreachableError when the server is gone.
     """
-    return asyncio.run(_send_all(path, deque(requests), endpoint, write, model, timeout))
-
-
-async def _send_all(
-    path: Path,
-    waiting: deque[BatchRequest],
-    endpoint: Endpoint,
-    write: Callable[[Line], None],
-    model: str | None,
-    timeout: float,
-) -> int:
+    waiting = deque(requests)
     pool = HttpPool(
         endpoint.host,
         endpoint.http_port,

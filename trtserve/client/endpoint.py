@@ -57,6 +57,7 @@ class Endpoint:
     host: str = "127.0.0.1"
     http_port: int = HTTP_PORT
     grpc_port: int = GRPC_PORT
+    """0: the server speaks HTTP only, as a port for many models does."""
     model: str | None = None
     """The default text model."""
     repository: Path | None = None
@@ -108,7 +109,6 @@ _CONNECTION_LOST = re.compile(
     r"failed to connect|connection (refused|reset)|socket closed|http1|dns resolution|errors resolving|handshake",
     re.IGNORECASE,
 )
-_REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
 # gRPC's words for a server that answers in another protocol.
 _OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
 _HANDSHAKE_FAILED = re.compile(r"ssl|handshake|certificate", re.IGNORECASE)
@@ -119,7 +119,14 @@ _INSTEAD: dict[Spoken, str] = {
     "gRPC": f"Use --protocol grpc (query), or give the HTTP port, which is {HTTP_PORT} by default.",
     "TLS": "Add --ssl (query), and --root-certificates for a certificate that is not publicly signed.",
 }
-_FETCHING = "Encountered an error when fetching new request: "
+_PREAMBLE = re.compile(
+    r"(?:\[request id: [^\]]*\] |in ensemble '[^']*', |Encountered an error when fetching new request: )+"
+)
+# How errors begin that no request causes. What follows may quote a request, so nothing else of an error counts.
+_CANNOT_ANSWER = re.compile(
+    r"The executor has stopped working|Stub process '[^']*' is not healthy|(?:Server|[Tt]he server) is stopping|"
+    r"Server not ready|GRPC server is shutting down|Request for unknown model|Model '[^']*' is not ready"
+)
 # The core model's preamble to an error about inputs.
 _WRONG_INPUT = re.compile(
     r"^An error occurred when processing the input values(?: for request id \S+)?, the error was '(.*)'$", re.DOTALL
@@ -161,6 +168,10 @@ class RequestCancelledError(RequestError):
     """`Client.cancel` ended the request."""
 
 
+class UnavailableError(RequestError):
+    """The server cannot answer at the moment, whatever it is asked; a copy of it may."""
+
+
 def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestError:
     """Return the error for a model that the server does not have."""
     return RequestError(
@@ -173,8 +184,11 @@ def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableErr
     from trtserve.host.ports import is_here, proxied
 
     host = where.rpartition(":")[0]
+    here = is_here(host)
     general = "`trtserve status` lists the running servers, `trtserve start` starts one."
-    if not is_here(host) and (variable := proxied(host)):
+    if not here:
+        general = f"Check the address, and that a server runs on {host} and can be reached from here."
+    if not here and (variable := proxied(host)):
         proxy = f"{variable} is set: gRPC goes through that proxy unless no_proxy has {host}, HTTP never does."
         hint = f"{hint} {proxy}".strip()
     return ServerUnreachableError(
@@ -199,9 +213,14 @@ def other_protocol(where: str, wanted: Spoken) -> ServerUnreachableError | None:
     return ServerUnreachableError(f"{where} is {_PORTS[spoken]}, but was called over {wanted}.", hint=_INSTEAD[spoken])
 
 
+def _without_preamble(message: str) -> str:
+    found = _PREAMBLE.match(message)
+    return _WRONG_INPUT.sub(r"\1", message[found.end() :] if found else message)
+
+
 def plain(message: str) -> str:
     """Strip the request id, the models' preambles and the Python backend's stack from an error text."""
-    message = _WRONG_INPUT.sub(r"\1", _REQUEST_ID.sub("", message).removeprefix(_FETCHING))
+    message = _without_preamble(message)
     if "Traceback (most recent call last)" in message:
         return message.strip().splitlines()[-1].strip()
     return message.split("\n\nAt:\n", maxsplit=1)[0].strip()
@@ -210,7 +229,8 @@ def plain(message: str) -> str:
 def refused(message: str) -> RequestError:
     """Return the error for a request that the server answered with an error text."""
     hint = next((hint for pattern, hint in _HINTS if pattern.search(message)), None)
-    return RequestError(plain(message), hint=hint)
+    kind = UnavailableError if _CANNOT_ANSWER.match(_without_preamble(message)) else RequestError
+    return kind(plain(message), hint=hint)
 
 
 def explain_rpc_error(

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from trtserve.client.endpoint import Endpoint, Tls, other_protocol, refused, silent, unknown_model, unreachable
 from trtserve.client.http_pool import ConnectionEndedError, HttpAnswer, HttpPool, NotHttpError, http_request
-from trtserve.client.tensors import ModelDescription, Reply, Tensor, decoded, generate_shape, text_array
+from trtserve.client.tensors import ModelDescription, ModelRequest, Reply, Tensor, decoded, generate_shape, text_array
 from trtserve.client.transport import TransportClient
 from trtserve.errors import RequestError, UsageError
 from trtserve.files import parse_json
@@ -64,25 +64,16 @@ class HttpTransport:
         assert answer is not None
         return answer.status, _text(answer.body)
 
-    async def infer(
-        self,
-        model: ModelDescription,
-        tensors: Sequence[Tensor],
-        *,
-        request_id: str,
-        stream: bool,
-        outputs: Sequence[str] = (),
-        timeout: float | None = None,
-    ) -> AsyncGenerator[Reply, None]:
-        headers: Mapping[str, str] = {}
+    async def infer(self, request: ModelRequest) -> AsyncGenerator[Reply, None]:
+        model, headers = request.model, dict[str, str]()
         if not model.decoupled:
-            verb, (body, length) = "infer", infer_body(tensors, request_id=request_id, outputs=outputs)
+            verb, (body, length) = "infer", infer_body(request.tensors, request_id=request.id, outputs=request.outputs)
             headers = {JSON_LENGTH: str(length)}
-        elif outputs:
+        elif request.outputs:
             raise UsageError("--requested-outputs needs --protocol grpc: the HTTP generate endpoint sends all outputs.")
         else:
-            verb = "generate_stream" if stream else "generate"
-            body = json.dumps(generate_body(tensors, request_id=request_id, model=model)).encode()
+            verb = "generate_stream" if request.stream else "generate"
+            body = json.dumps(generate_body(request.tensors, request_id=request.id, model=model)).encode()
         path = f"{model_path(model.name)}/{verb}"
         message = http_request(self._where, path, body, {**self._endpoint.http_headers, **headers})
         arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -92,7 +83,7 @@ class HttpTransport:
             return False
 
         sending = asyncio.ensure_future(
-            self._pool.send(message, on_event if verb == "generate_stream" else None, timeout=timeout)
+            self._pool.send(message, on_event if verb == "generate_stream" else None, timeout=request.timeout)
         )
         sending.add_done_callback(lambda _: arrived.put_nowait(None))
         try:

@@ -15,17 +15,19 @@ from trtserve.client.answer import Answer, Generation
 from trtserve.client.endpoint import Endpoint, RequestCancelledError
 from trtserve.client.grpc_transport import grpc_client
 from trtserve.client.inputs import RequestContext
-from trtserve.client.request import request_tensors
+from trtserve.client.request import model_request
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription
+from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription, stop_request
 from trtserve.client.tokenizer import core_name, messages, prepare_prompts
-from trtserve.client.transport import STOP_TIMEOUT, SyncClient, stop_request
+from trtserve.client.transport import STOP_TIMEOUT, SyncClient
 from trtserve.errors import RequestError, TrtserveError, UsageError
 
 # The models of TensorRT-LLM's repository; any other model in it is the alias.
 STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
 
 STOP_INTERVAL = 0.25
+# On a busy machine it takes seconds to reach the server.
+_STOPPED_WITHIN = 5.0
 
 OnText = Callable[[str], None]
 OnStart = Callable[[RequestContext], None]
@@ -80,7 +82,7 @@ def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) 
     if server.in_process is not None:
         return server.in_process
     seconds = spec.timeout if timeout is None else timeout
-    if spec.protocol == "http":
+    if spec.protocol == "http" or not server.grpc_port:
         from trtserve.client.http_transport import http_client
 
         return http_client(server, timeout=seconds)
@@ -96,7 +98,10 @@ def describe_model(client: SyncClient, name: str | None) -> ModelDescription:
         standard = [each for each in ("tensorrt_llm_bls", "ensemble") if each in names]
         if len(aliases) != 1 and not standard:
             served = ", ".join(sorted(names)) or "no models"
-            raise UsageError(f"Choose the model to query with --model; this server has {served}.")
+            raise UsageError(
+                f"Choose the model to query with --model; this server has {served}.",
+                hint=f"For example: --model {min(names)}" if names else None,
+            )
         name = aliases[0] if len(aliases) == 1 else standard[0]
     model = client.describe(name)
     if not model.has(TEXT_INPUT, IDS_INPUT):
@@ -113,14 +118,12 @@ def stream(context: RequestContext, server: Endpoint, client: SyncClient, *, num
     Several sequences are not mixed: they come with the answer alone. Closing the generator, an interrupt or a timeout
     cancels the call and stops the request in the engine. `number` keeps the ids of several requests apart.
     """
-    tensors = request_tensors(context)
     request_id = request_id_of(context.spec, number)
+    request = model_request(context, request_id)
     answer = Answer(context)
     with _stop_later(context, server, client, request_id) as stopped:
         try:
-            for reply in client.infer(
-                context.model, tensors, request_id=request_id, stream=context.streams, outputs=context.spec.outputs
-            ):
+            for reply in client.infer(request):
                 if text := answer.add(reply):
                     yield text
                 if answer.stopped:
@@ -198,8 +201,9 @@ def stop_in_engine(
     context: RequestContext, server: Endpoint, request_id: str, core: ModelDescription | None = None
 ) -> None:
     """Stop the request by its id, within a time limit; errors are ignored, since the server may be gone."""
-    with suppress(TrtserveError), closing(connect(context.spec, server, timeout=STOP_TIMEOUT)) as client:
-        stop_request(client, core or client.describe(core_name(context.model)), request_id)
+    with suppress(TrtserveError), closing(connect(context.spec, server, timeout=_STOPPED_WITHIN)) as client:
+        for _ in client.infer(stop_request(core or client.describe(core_name(context.model)), request_id)):
+            pass
 
 
 @dataclass(frozen=True, kw_only=True)

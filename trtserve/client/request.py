@@ -18,7 +18,7 @@ from trtserve.client.inputs import (
     vocab_size,
 )
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec, is_direct, tensors_of
-from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, VLLM_INPUT, Tensor
+from trtserve.client.tensors import IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelRequest, Tensor
 from trtserve.client.tokenizer import require_tokenizer
 from trtserve.errors import UsageError
 
@@ -42,6 +42,18 @@ def request_tensors(context: RequestContext) -> list[Tensor]:
             raise UsageError(f"The input {name!r} is given twice.", hint="Remove one of the two options.")
         given[name] = input_tensor(model, name, text, rows=context.prompts.rows)
     return list({**values, **given}.values())
+
+
+def model_request(context: RequestContext, request_id: str) -> ModelRequest:
+    """Return the request to the model with those inputs."""
+    return ModelRequest(
+        model=context.model,
+        tensors=request_tensors(context),
+        id=request_id,
+        stream=context.streams,
+        outputs=context.spec.outputs,
+        timeout=context.spec.timeout,
+    )
 
 
 def _prompt_inputs(context: RequestContext) -> Values:

@@ -170,12 +170,31 @@ def _tensor_descriptions(entries: Sequence[Mapping[str, Any]]) -> dict[str, Tens
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """One request to a model."""
+
+    model: ModelDescription
+    tensors: Sequence[Tensor]
+    id: str
+    stream: bool = False
+    outputs: Sequence[str] = ()
+    """The outputs that the answer has; empty: all."""
+    timeout: float | None = None
+    """Seconds until the answer must be there, instead of the client's own limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reply:
     """One response."""
 
     outputs: Mapping[str, npt.NDArray[Any]]
     """Output name → array; strings in object arrays. Triton's generate endpoint has no shapes: its arrays are flat."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def numbers(self, name: str) -> list[int]:
+        """Return the values of an output of whole numbers."""
+        values: list[int] = self.outputs[name].reshape(-1).tolist()
+        return values
 
 
 def decoded(datatype: str, shape: Sequence[int], content: bytes) -> npt.NDArray[Any]:
@@ -219,7 +238,12 @@ def generate_shape(dims: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(reversed(shape))
 
 
-def stop_tensors(core: ModelDescription) -> list[Tensor]:
-    """Return the inputs, as far as the core model has them, of a request that stops those with its id."""
+def stop_request(core: ModelDescription, request_id: str, *, timeout: float | None = None) -> ModelRequest:
+    """Return a request to the core model that stops those with this id, as NVIDIA's client does.
+
+    Needed when a cancelled call does not reach the engine (ensembles check for it only between their steps). An
+    unknown id is not an error, so this is harmless when the cancellation came first.
+    """
     values: dict[str, list[Any]] = {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
-    return [core.tensor(name, value) for name, value in values.items() if name in core.inputs]
+    tensors = [core.tensor(name, value) for name, value in values.items() if name in core.inputs]
+    return ModelRequest(model=core, tensors=tensors, id=request_id, stream=core.decoupled, timeout=timeout)

@@ -17,7 +17,7 @@ from typing import Any
 
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.spec import QuerySpec
-from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription
+from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription, ModelRequest
 from trtserve.client.transport import SyncClient
 from trtserve.errors import MissingDependencyError, RequestError, TrtserveError, UsageError
 from trtserve.files import LARGEST_TEXT, optional_json_object, read_text
@@ -455,10 +455,8 @@ def _encoder(client: SyncClient, preprocessing: str, files: TokenizerFiles) -> E
 
     def encode(text: str) -> list[int]:
         tensors = [model.row_tensor("QUERY", [[text]]), model.row_tensor("REQUEST_OUTPUT_LEN", [[1]])]
-        replies = client.infer(
-            model, tensors, request_id=uuid.uuid4().hex, stream=False, outputs=("INPUT_ID", "REQUEST_INPUT_LEN")
-        )
-        (reply,) = list(replies)
+        outputs = ("INPUT_ID", "REQUEST_INPUT_LEN")
+        (reply,) = client.infer(ModelRequest(model=model, tensors=tensors, id=uuid.uuid4().hex, outputs=outputs))
         length = int(reply.outputs["REQUEST_INPUT_LEN"].reshape(-1)[0])
         ids: list[int] = reply.outputs["INPUT_ID"].reshape(-1)[:length].tolist()
         return ids

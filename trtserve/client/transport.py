@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from trtserve.client.endpoint import RequestCancelledError
-from trtserve.client.tensors import ModelDescription, Reply, Tensor, stop_tensors
+from trtserve.client.tensors import ModelDescription, ModelRequest, Reply
 
 STOP_TIMEOUT = 2.0
 _END_TIMEOUT = 1.0
@@ -32,20 +32,10 @@ class Transport(Protocol):
     async def model_names(self) -> list[str]:
         """Return the names of all models that are ready."""
 
-    def infer(
-        self,
-        model: ModelDescription,
-        tensors: Sequence[Tensor],
-        *,
-        request_id: str,
-        stream: bool,
-        outputs: Sequence[str] = (),
-        timeout: float | None = None,
-    ) -> AsyncGenerator[Reply, None]:
+    def infer(self, request: ModelRequest) -> AsyncGenerator[Reply, None]:
         """Send one request and yield its responses; a task that is cancelled cancels the request.
 
-        `outputs` limits the outputs; empty: all. `timeout` replaces the transport's own limit for an answer. Raises
-        RequestError when the server refuses the request, ServerUnreachableError when it does not answer.
+        Raises RequestError when the server refuses the request, ServerUnreachableError when it does not answer.
         """
 
     async def close(self) -> None:
@@ -57,15 +47,7 @@ class SyncClient(Protocol):
 
     def describe(self, model: str) -> ModelDescription: ...
     def model_names(self) -> list[str]: ...
-    def infer(
-        self,
-        model: ModelDescription,
-        tensors: Sequence[Tensor],
-        *,
-        request_id: str,
-        stream: bool,
-        outputs: Sequence[str] = (),
-    ) -> Iterator[Reply]:
+    def infer(self, request: ModelRequest) -> Iterator[Reply]:
         """Send one request and yield its responses; closing the client ends a running request."""
 
     def cancel(self) -> None:
@@ -105,33 +87,27 @@ class TransportClient:
     def model_names(self) -> list[str]:
         return self._run(self._transport.model_names())
 
-    def infer(
-        self,
-        model: ModelDescription,
-        tensors: Sequence[Tensor],
-        *,
-        request_id: str,
-        stream: bool,
-        outputs: Sequence[str] = (),
-    ) -> Iterator[Reply]:
-        if self._cancelled.is_set():
-            raise RequestCancelledError("The request was cancelled.")
+    def infer(self, request: ModelRequest) -> Iterator[Reply]:
         arrived: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
-        replies = self._transport.infer(model, tensors, request_id=request_id, stream=stream, outputs=outputs)
+        replies = self._transport.infer(request)
 
         async def read() -> None:
+            if self._cancelled.is_set():
+                raise asyncio.CancelledError
             async with aclosing(replies):
                 async for reply in replies:
                     arrived.put(reply)
 
-        self._request = request = asyncio.run_coroutine_threadsafe(read(), self._loop)
-        request.add_done_callback(lambda _: arrived.put(None))
+        self._request = reading = asyncio.run_coroutine_threadsafe(read(), self._loop)
+        reading.add_done_callback(lambda _: arrived.put(None))
+        if self._cancelled.is_set():  # after the task began, before `cancel` could find it
+            reading.cancel()
         while (reply := arrived.get()) is not None:
             yield reply
         # A connection may end just before the cancellation: what the caller asked for is what counts.
-        if request.cancelled() or (self._cancelled.is_set() and request.exception() is not None):
+        if reading.cancelled() or (self._cancelled.is_set() and reading.exception() is not None):
             raise RequestCancelledError("The request was cancelled.")
-        request.result()
+        reading.result()
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -162,13 +138,3 @@ class TransportClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-def stop_request(client: SyncClient, core: ModelDescription, request_id: str) -> None:
-    """Ask the core model to stop the requests with this id, as NVIDIA's client does for `--stop-after-ms`.
-
-    Needed when a cancelled call does not reach the engine (ensembles check for it only between their steps). An
-    unknown id is not an error, so this is harmless when the cancellation came first.
-    """
-    for _ in client.infer(core, stop_tensors(core), request_id=request_id, stream=core.decoupled):
-        pass

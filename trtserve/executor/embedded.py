@@ -105,6 +105,12 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
     Rules are those of `trtllm-build`. Raises UsageError where it refuses, or where its engine would fail to load.
     """
     _require_no_builder_options(spec)
+    if spec.max_prompt_embedding_table_size and config.layer_input_size:
+        raise UsageError(
+            f"--max-prompt-embedding-table-size {spec.max_prompt_embedding_table_size}: {config.architecture} makes an "
+            "input to each layer of the token, which rows of a prompt table are not.",
+            hint="Leave it out.",
+        )
     mode, mode_notes = _resolve_mode(spec)
     modules, lora_notes = _resolve_modules(config, spec)
     lora_type = str(config.dtype) if spec.lora_plugin == "auto" else spec.lora_plugin
@@ -190,6 +196,12 @@ def _require_module(config: CheckpointConfig, name: str) -> None:
         raise UsageError(
             f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because its attention "
             "makes keys and values of a latent vector.",
+            hint="Leave out --lora-plugin and --lora-target-modules.",
+        )
+    if config.full_head_size or decoder.layer_inputs:
+        raise UsageError(
+            f"--lora-target-modules {name}: adapters of {config.architecture} are not supported, because its layers "
+            "have matrices of different sizes.",
             hint="Leave out --lora-plugin and --lora-target-modules.",
         )
     if decoder.mixer is not None:

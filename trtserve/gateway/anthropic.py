@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic_core import to_json
 
-from trtserve.files import parse_json
 from trtserve.gateway.openai.answering import Form, Sequenced
-from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece
+from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, arguments_of
 from trtserve.gateway.openai.bodies import Body, ChatBody, Thinking, chat_body
 from trtserve.gateway.openai.errors import MESSAGES, ApiError, error_event
 from trtserve.gateway.openai.reading import Part
@@ -118,6 +116,13 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """`POST /v1/messages`."""
 
+    fields: ClassVar = {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+    }
+    """Field of the chat → the one here."""
+
     max_tokens: int = Field(ge=1, lt=2**31)
     stream: bool = False
     stop_sequences: list[str] = Field(default_factory=list)
@@ -160,8 +165,7 @@ def _said(number: int, message: dict[str, Any]) -> Iterator[Json]:
         if kind == "tool_result" and role == "user":
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(where, block)}
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(_call(where, block))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
@@ -170,6 +174,13 @@ def _said(number: int, message: dict[str, Any]) -> Iterator[Json]:
         more: Json = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
         yield {"role": role, "content": _joined(parts, "\n\n" if role == "user" else ""), **more}
+
+
+def _call(where: str, block: dict[str, Any]) -> Json:
+    if not isinstance(name := block.get("name"), str):
+        raise ApiError(f"{where} has a tool_use without a name.", param="messages")
+    function = {"name": name, "arguments": block.get("input") or {}}
+    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _joined(parts: Sequence[Json], separator: str) -> str | list[Json]:
@@ -268,7 +279,7 @@ class MessagesForm(Form[Message]):
 
     def _block(self, block: AnswerBlock, *, empty: bool = False) -> Json:
         if block.call is not None:
-            arguments = {} if empty else _object(block.call.arguments)
+            arguments = {} if empty else arguments_of(block.call.arguments)
             return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": "" if empty else block.text, "signature": ""}
@@ -295,12 +306,3 @@ class MessagesForm(Form[Message]):
 
 def _event(kind: str, **content: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **content}) + b"\n\n"
-
-
-def _object(arguments: str) -> Json:
-    """Return the arguments of a call; those of one that was cut are none."""
-    try:
-        found = parse_json(arguments or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {"value": json.loads(arguments)}

@@ -32,7 +32,7 @@ from trtserve.gateway.asgi import (
     send_answer,
 )
 from trtserve.gateway.openai.answering import Measures, engine_page
-from trtserve.gateway.openai.errors import TOKENS, error_content, error_event
+from trtserve.gateway.openai.errors import asks_model, error_content, error_event
 from trtserve.gateway.openai.images import ImageSources
 from trtserve.gateway.openai.router import openai_router
 from trtserve.gateway.openai.served import Backend
@@ -52,7 +52,7 @@ LET_IN = "trtserve.let_in"
 _LOG = logging.getLogger(__name__)
 _READY = TritonPath(operation="ready", path="/v2/health/ready", model=None)
 _GRPC_GRACE = 1.0
-_EVENTS = b"text/event-stream"
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
 # Sent before the whole body was read: what is left of it must not be taken for the next request.
 _BEFORE_BODY = (401, 408, 413, 421)
 
@@ -181,7 +181,7 @@ class Gateway(Entrance):
         if path in OPEN_PATHS:
             await self._routes(scope, replayed(b"", receive), send)
             return
-        if path.startswith("/v1/") or path in TOKENS:
+        if asks_model(path):
             exchange.needs = self._needed
             self._health.require(exchange.needs)
         with self.gate.memory() as reserve:
@@ -319,7 +319,7 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._begun, self.status = True, message["status"]
             self._events = any(
-                name.lower() == b"content-type" and value.startswith(_EVENTS) for name, value in message["headers"]
+                name.lower() == b"content-type" and value.startswith(_STREAMS) for name, value in message["headers"]
             )
         self._exchange.sending_since = time.monotonic()
         await self._send(message)

@@ -17,6 +17,8 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 SMALL = 1 << 15
 """Bytes of a body that is read and checked in some milliseconds; larger ones are in a thread, beside other requests."""
+MOST_VALUES = 1 << 19
+"""Values of a JSON body; reading more takes too long."""
 _PLAIN = ("", "identity")
 
 
@@ -46,6 +48,16 @@ class RefusedError(Exception):
         self.status = status
         self.text = text
         self.headers = dict(headers or {})
+
+
+def has_many_values(body: bytes) -> bool:
+    """Return whether JSON has more than MOST_VALUES values, by the commas between them."""
+    if body.count(b",") <= MOST_VALUES:
+        return False
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 4 * MOST_VALUES:  # a value has at most two texts: its key and itself
+        return True
+    return sum(part.count(b",") for part in plain.split(b'"')[::2]) > MOST_VALUES
 
 
 async def receive_body(

@@ -23,7 +23,8 @@ BLOCK = 64
 MOST_REPLICAS = 4096
 _MOST_BLOCKS = 128  # of one prompt: what is behind 8,192 shared tokens changes the choice no more
 _REMEMBERED = 1 << 20  # blocks, of 16 bytes each
-_WAYS = 4  # replicas that are remembered for a block, the latest first
+_WAYS = 4  # replicas that are remembered for a block, the latest first, in one number
+_BITS = np.uint64(64 // _WAYS)
 _SLIGHTLY = 1e-6
 _USUAL_ANSWER = 128.0  # tokens; nobody knows before
 _WAIT = 0.5  # of a token that a replica has to work on before: it works on several requests at once
@@ -56,8 +57,8 @@ class BalancerMemory:
     def __init__(self, *, processes: int = 1, remembered: int = _REMEMBERED) -> None:
         """`remembered` is a power of two. A block is kept in one place only, so new ones replace some of the old."""
         self.keys = shared_array((remembered,), np.uint64)
-        self.places = shared_array((remembered, _WAYS), np.uint16)
-        """Numbers of the replicas that had a block last, from 1; 0: none."""
+        self.rows = shared_array((remembered,), np.uint64)
+        """The replicas that had a block last: four numbers of 16 bits, from 1, the latest in the lowest; 0: none."""
         self.loads = shared_array((processes, MOST_REPLICAS), np.float64)
         """Tokens that each replica has to work on for each process."""
 
@@ -86,6 +87,7 @@ class Balancer:
         self._loads = memory.loads[process]
         self._order = np.zeros(MOST_REPLICAS)
         """Own load of each, and a little of what it has done, which decides between replicas with as little to do."""
+        self._done = np.zeros(MOST_REPLICAS)
         self._others = np.zeros(MOST_REPLICAS) if len(memory.loads) > 1 else None
         self._others_at = -_OTHERS_SECONDS
         self._until: dict[int, float] = {}
@@ -119,20 +121,24 @@ class Balancer:
         candidates = [(idlest, 0)]
         if len(keys) and len(found := (self._memory.keys[slots] == keys).nonzero()[0]):
             deepest = int(found[-1]) + 1
-            places = self._memory.places[slots[found]]
-            own = (places.reshape(-1) == idlest + 1).nonzero()[0]
+            places = self._memory.rows[slots[found]].view(np.uint16)
+            own = (places == idlest + 1).nonzero()[0]
             candidates = [(idlest, int(found[own[-1] // _WAYS]) + 1 if len(own) else 0)]
             limit = _UNEVEN * total / self.count + len(ids) + _USUAL_ANSWER
             candidates += [
                 (each - 1, deepest)
-                for each in places[-1].tolist()
+                for each in places[-_WAYS:].tolist()
                 if 0 < each <= self.count and each - 1 != idlest and loads[each - 1] <= limit
             ]
         replica, depth = min(candidates, key=lambda each: _WAIT * loads[each[0]] - each[1] * BLOCK)
         cached = min(depth * BLOCK, max(0, len(ids) - 1))
         share = RequestShare(replica=replica, cached=cached, cost=len(ids) - cached + _USUAL_ANSWER)
         self._count(replica, share.cost)
+        self._done[replica] += share.cost * _SLIGHTLY
         self._order[replica] += share.cost * _SLIGHTLY
+        if self._done[replica] > 1:  # a little stays little, so that old replicas do not look busy
+            self._order -= self._done
+            self._done[:] = 0
         if depth < len(keys):
             self._remember(keys[depth:], slots[depth:], deepest - depth, replica + 1)
         return share
@@ -149,7 +155,7 @@ class Balancer:
 
     def forget(self, replica: int) -> None:
         """Forget what the cache of a replica had."""
-        places = self._memory.places
+        places = self._memory.rows.view(np.uint16)
         places[places == replica + 1] = 0
 
     def answered(self, replica: int) -> None:
@@ -164,16 +170,17 @@ class Balancer:
         """Return the loads, endless for replicas that should not be asked."""
         open_loads = loads.copy()
         open_loads[list(self.closed)] = np.inf
-        if np.isinf(open_loads).all():
+        if open_loads.min() == np.inf:
             raise ServerUnreachableError(
                 "Every copy of the server is drained.", hint="Open one: trtserve replicas resume HOST:PORT"
             )
         open_loads[list(without)] = np.inf
-        if np.isinf(open_loads).all():
+        if open_loads.min() == np.inf:
             raise ServerUnreachableError("No copy of the server that is open can take this request.")
+        down = [each for each in self._until if each < self.count and self.is_down(each)]
         best = open_loads.copy()
-        best[[each for each in self._until if each < self.count and self.is_down(each)]] = np.inf
-        return open_loads if np.isinf(best).all() else best
+        best[down] = np.inf
+        return open_loads if best.min() == np.inf else best
 
     def _others_now(self) -> NDArray[Any]:
         """Return the loads that other processes make, as they were a moment ago."""
@@ -190,17 +197,14 @@ class Balancer:
 
     def _remember(self, keys: NDArray[Any], slots: NDArray[Any], known: int, number: int) -> None:
         """Note that a replica has blocks; others may have the first `known` of them."""
-        keys_now, places_now = self._memory.keys, self._memory.places
+        memory, latest = self._memory, np.uint64(number)
         if known > 0:
-            rows = places_now[slots[:known]]
-            rows[keys_now[slots[:known]] != keys[:known]] = 0
-            places_now[slots[:known], 1:] = rows[:, :-1]
-            new = slots[known:]
-        else:
-            new = slots
-        places_now[new] = 0
-        places_now[slots, 0] = number
-        keys_now[slots] = keys
+            places = slots[:known]
+            rows = memory.rows[places]
+            rows[memory.keys[places] != keys[:known]] = 0
+            memory.rows[places] = (rows << _BITS) | latest
+        memory.rows[slots[known:] if known > 0 else slots] = latest
+        memory.keys[slots] = keys
 
 
 def _chain(ids: Ids) -> NDArray[Any]:
@@ -208,6 +212,9 @@ def _chain(ids: Ids) -> NDArray[Any]:
     whole = min(len(ids) // BLOCK, _MOST_BLOCKS)
     if not whole:
         return _NONE
-    pairs = np.ascontiguousarray(ids[: whole * BLOCK], dtype=np.int32).view(np.uint64).reshape(whole, BLOCK // 2)
+    tokens = ids[: whole * BLOCK]
+    if not (isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.flags.c_contiguous):
+        tokens = np.ascontiguousarray(tokens, dtype=np.int32)  # of a list it takes longer than all the rest
+    pairs = tokens.view(np.uint64).reshape(whole, BLOCK // 2)
     hashes: NDArray[Any] = (pairs.dot(_FACTORS) * _SALTS[:whole]).cumsum()
     return hashes

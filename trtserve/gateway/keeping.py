@@ -69,6 +69,11 @@ class OneModel:
     task: asyncio.Task[None] | None = field(default=None, repr=False)
     """What loads or unloads it now."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether a request is answered at once."""
+        return self.state == "loaded" and not self.leaving and self.running is not None and self.running.alive()
+
 
 class ModelKeeper:
     """Loads and unloads models, for one event loop."""
@@ -142,8 +147,9 @@ class ModelKeeper:
             model.failure, model.used_at = None, time.monotonic()
             _LOG.info("%s is loaded after %.1f s", model.name, time.monotonic() - began)
             self._change(model, "loaded")
-        except TrtserveError as error:
-            model.failure = time.monotonic(), f"the model {model.name} could not be loaded: {error.message}"
+        except (TrtserveError, OSError) as error:  # a full disk, no more processes
+            why = error.message if isinstance(error, TrtserveError) else error.strerror or error
+            model.failure = time.monotonic(), f"the model {model.name} could not be loaded: {why}"
             _LOG.error("%s", model.failure[1])
             raise _refused(model.failure[1]) from error
         finally:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime, timezone
 from http import HTTPStatus
+from operator import attrgetter
 
 from multidict import CIMultiDict
 from pydantic import BaseModel, ValidationError
@@ -24,19 +25,22 @@ from trtserve._version import __version__
 from trtserve.gateway.admission import ADMIN_PATHS, OPEN_PATHS, Exchange, Gate
 from trtserve.gateway.app import Entrance
 from trtserve.gateway.asgi import (
+    MOST_VALUES,
     SMALL,
     Message,
     Receive,
     RefusedError,
     Scope,
     Send,
+    has_many_values,
     headers_of,
     receive_body,
     replayed,
 )
 from trtserve.gateway.keeping import ModelKeeper, OneModel
+from trtserve.gateway.ollama import tags, without_tag
 from trtserve.gateway.openai.answers import Json
-from trtserve.gateway.openai.errors import TOKENS, error_content
+from trtserve.gateway.openai.errors import OLLAMA, asks_model, error_content
 from trtserve.gateway.relay import NOT_PASSED_ON, end_with_client
 from trtserve.gateway.settings import GatewaySettings
 from trtserve.gateway.standstill import GatewayBeat
@@ -44,13 +48,21 @@ from trtserve.gateway.triton import SilentError, TritonHttp, find_target
 from trtserve.programs.shared.run_folder import DRAINING
 
 _BEAT, _STOP_SECONDS = 0.5, 3.0
-_MOST_VALUES = 1 << 19
 # Hop by hop, or about the connection to this server: a page's origin has been judged here, and bodies are sent as they
 # are inside their encoding.
 _KEPT_HERE = frozenset(
     (b"host", b"origin", b"content-length", b"content-encoding", b"expect", b"te", b"trailer", b"upgrade")
 ) | frozenset(NOT_PASSED_ON)
-_PAGES = (*OPEN_PATHS, "/version", "/metrics", "/v1/models", "/v2/repository/index")
+_PAGES = (
+    *OPEN_PATHS,
+    "/version",
+    "/metrics",
+    "/v1/models",
+    "/api/version",
+    "/api/tags",
+    "/api/ps",
+    "/v2/repository/index",
+)
 
 
 class _Named(BaseModel):
@@ -71,6 +83,9 @@ class ManyModels(Entrance):
                 *(Route(path, _say_ready) for path in OPEN_PATHS if path != "/"),
                 Route("/version", _say_version),
                 Route("/metrics", self._metrics),
+                Route("/api/version", _say_version),
+                Route("/api/tags", self._tags),
+                Route("/api/ps", self._tags),
                 Route("/v1/models", self._listed),
                 Route("/v1/models/{name:path}", self._described),
                 Route("/v2/repository/index", self._index, methods=["POST"]),
@@ -93,14 +108,14 @@ class ManyModels(Entrance):
         limits = self.settings.limits
         with self.gate.memory() as reserve:
             body = await receive_body(headers_of(scope), receive, limits, reserve)
-            if path.startswith("/v1/responses/"):
-                await self._find_response(scope, send)
-                return
-            model = await self._named(scope, body)
-            exchange.needs = (model.name,)
+            model = None if path.startswith("/v1/responses/") else await self._named(scope, body)
             watch = asyncio.create_task(end_with_client(receive, exchange.task))
             try:
-                await self._pass_on(model, scope, body, send)
+                if model is None:
+                    await self._find_response(scope, send)
+                else:
+                    exchange.needs = (model.name,)
+                    await self._pass_on(model, scope, body, send)
             finally:
                 watch.cancel()
 
@@ -112,22 +127,23 @@ class ManyModels(Entrance):
             if target.model is None:
                 raise RefusedError(404, "this port has many models: ask for one of them, /v2/models/NAME")
             return self._model(target.model)
-        if not (path.startswith("/v1/") or path in TOKENS):
+        if not asks_model(path):
             raise RefusedError(404, f"{path[:200]} is not a path of this server")
         if not body:
             raise RefusedError(400, f"{scope['method']} {path[:200]} has no body: send JSON that names a model")
         if len(body) > self.settings.limits.json_bytes:
             raise RefusedError(413, f"the body has more than {self.settings.limits.json_bytes} bytes")
-        if body.count(b",") > _MOST_VALUES:
-            raise RefusedError(400, f"the body has more than {_MOST_VALUES} values, counted by its commas")
+        if len(body) > SMALL and await asyncio.to_thread(has_many_values, body):
+            raise RefusedError(400, f"the body has more than {MOST_VALUES} values")
         try:
             read: Callable[[bytes], _Named] = _Named.model_validate_json
             named = await asyncio.to_thread(read, body) if len(body) > SMALL else read(body)
         except ValidationError as error:
             raise RefusedError(400, f"the body does not name a model: {error.errors()[0]['msg'][:200]}") from None
-        if not named.model and len(self._keeper.models) > 1:
+        name = without_tag(named.model) if path.startswith(OLLAMA) else named.model
+        if not name and len(self._keeper.models) > 1:
             raise RefusedError(400, "you must provide a model parameter")
-        return self._model(named.model or next(iter(self._keeper.models)))
+        return self._model(name or next(iter(self._keeper.models)))
 
     def _model(self, name: str) -> OneModel:
         """Return the model with this name, or with an adapter of this name."""
@@ -143,30 +159,33 @@ class ManyModels(Entrance):
 
         One that ends before its answer begins, because somebody stopped it, is started again once.
         """
-        begun = False
-
-        async def to_client(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
+        to_client = _ToClient(send)
         for last in (False, True):
             async with self._keeper.use(model) as running:
                 try:
                     await _ask(running.http, scope, body, to_client)
                 except SilentError:
-                    if last or begun or running.alive():
+                    if last or to_client.begun or running.alive():
                         raise
                 else:
                     return
 
     async def _find_response(self, scope: Scope, send: Send) -> None:
-        """Ask the models that are loaded for a stored response: its id does not say whose it is."""
-        for model in self._keeper.held:
-            if model.state == "loaded":
-                async with self._keeper.use(model) as running:
-                    if await _ask(running.http, scope, b"", send, passes=lambda status: status != HTTPStatus.NOT_FOUND):
+        """Ask the models that are loaded for a stored response: its id does not say whose it is.
+
+        None is loaded for it, as what a model has stored ends with it, and one that does not answer has no say.
+        """
+        to_client = _ToClient(send)
+        for model in filter(attrgetter("ready"), self._keeper.held):
+            async with self._keeper.use(model) as running:
+                try:
+                    if await _ask(
+                        running.http, scope, b"", to_client, passes=lambda status: status != HTTPStatus.NOT_FOUND
+                    ):
                         return
+                except SilentError:
+                    if to_client.begun:
+                        raise
         raise RefusedError(404, "no model that is loaded has this response")
 
     @asynccontextmanager
@@ -216,6 +235,11 @@ class ManyModels(Entrance):
         pages = {"has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
         return JSONResponse({"object": "list", "data": entries, **pages})
 
+    async def _tags(self, request: Request) -> Response:
+        entries = self._entries().values()
+        every = request.url.path == "/api/tags"
+        return JSONResponse(tags([each for each in entries if every or each["status"]["value"] == "loaded"]))
+
     async def _described(self, request: Request) -> Response:
         self._model(name := request.path_params["name"])
         return JSONResponse(self._entries()[name])
@@ -252,6 +276,17 @@ class ManyModels(Entrance):
                 f'trtserve_model_{name}{{model="{each.name}"}} {value(each)}' for each in self._keeper.models.values()
             ]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+class _ToClient:
+    """Sends an answer, and knows whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.begun = send, False
+
+    async def __call__(self, message: Message) -> None:
+        self.begun = True
+        await self._send(message)
 
 
 async def _ask(

@@ -8,12 +8,15 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Final
 
 from aiohttp import ClientResponse
 
+from trtserve.client.endpoint import refused
 from trtserve.client.http_transport import JSON_LENGTH
 from trtserve.errors import ServerUnreachableError
+from trtserve.files import parse_json
 from trtserve.gateway import guard
 from trtserve.gateway.admission import Exchange, Gate, stop_until_ended
 from trtserve.gateway.asgi import (
@@ -28,6 +31,7 @@ from trtserve.gateway.asgi import (
     send_answer,
 )
 from trtserve.gateway.openai.answering import Measures, Stopwatch
+from trtserve.gateway.openai.errors import api_error
 from trtserve.gateway.replicas import Replica, Replicas, UnansweredError
 from trtserve.gateway.settings import GatewaySettings
 from trtserve.gateway.triton import SilentError, TritonHealth, TritonHttp, TritonPath, find_target
@@ -43,12 +47,7 @@ NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"co
 _OWN_ID = "gateway-"
 _STREAM = "text/event-stream"
 _EVENTS = re.compile(rb"^data:(?! *{\"error\")", re.MULTILINE)
-# Words of errors that the request did not cause → status. Triton 2.51 answers most errors of models with 400.
-_SERVER_ERRORS = (
-    (re.compile(rb"executor has stopped working|Stub process '[^']*' is not healthy"), 503),
-    (re.compile(rb"in forwardAsync function: the step failed"), 500),
-)
-_ERROR, _UNAVAILABLE = 400, 503
+_ERROR, _FAILED, _UNAVAILABLE = 400, 500, 503
 _MAX_DIGITS = 19
 _LONGEST_REASON = 500
 _STOP_SECONDS = 10.0
@@ -217,7 +216,7 @@ async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: 
         first = whole.replace(added, b"") if own_id else whole
         length = None if length is None else length - len(whole) + len(first)
     if status >= _ERROR:
-        status = next((code for pattern, code in _SERVER_ERRORS if pattern.search(first)), status)
+        status = _status(first, status)
         headers += [(b"retry-after", b"1")] if status == _UNAVAILABLE else []
     if length is not None:
         headers.append((b"content-length", str(length).encode()))
@@ -231,6 +230,19 @@ async def _answer(response: ClientResponse, own_id: str, send: Send, stopwatch: 
         body = chunk.replace(added, b"") if own_id else chunk
         await send({"type": "http.response.body", "body": body, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _status(answer: bytes, given: int) -> int:
+    """Return the status of an error, of which the request may not be the cause: Triton 2.51 gives 400 for most."""
+    if given == HTTPStatus.NOT_FOUND:  # of a model that the client named
+        return given
+    try:
+        content = parse_json(answer.decode())
+    except ValueError:
+        return given
+    text = content.get("error") if isinstance(content, dict) else None
+    status = api_error(refused(text)).status if isinstance(text, str) else given
+    return status if status in (_FAILED, _UNAVAILABLE) else given
 
 
 async def _reason(response: ClientResponse) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from trtserve.client.endpoint import Endpoint
+from trtserve.client.endpoint import Endpoint, UnavailableError
 from trtserve.client.grpc_transport import GrpcTransport
 from trtserve.errors import ServerUnreachableError, TrtserveError, UsageError
 from trtserve.files import locked, read_as, write_json
@@ -210,7 +210,7 @@ class Replicas:
             self._count(replica, 1)
             try:
                 return await (attempt(replica) if len(self._all) == 1 else _unless_lost(attempt, replica, begun))
-            except (ServerUnreachableError, UnansweredError) as error:
+            except (ServerUnreachableError, UnavailableError, UnansweredError) as error:
                 self.balancer.failed(share.replica)
                 tried.append(share.replica)
                 others_left = len({*tried, *unfit, *self.balancer.closed}) < self.balancer.count

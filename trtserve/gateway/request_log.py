@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,19 @@ class RequestLog:
     def __init__(self, path: Path, *, texts: bool) -> None:
         """Raises UsageError for a file that cannot be written."""
         self._path, self.texts = path, texts
+        self._torn = False
+        """Whether the disk had room for a part of the last line only; the next one begins on a line of its own."""
         try:
-            os.close(self._open())
+            handle = self._open()
         except OSError as error:
             raise UsageError(f"--request-log {path} cannot be written: {error.strerror}.") from error
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise UsageError(
+                    f"--request-log {path} is not a file.", hint="Name a file, or one that does not exist."
+                )
+        finally:
+            os.close(handle)
 
     def add(self, scope: Scope, exchange: Exchange, status: int | None) -> None:
         """Write what became of a request; `status` is None if its client left before the answer began."""
@@ -43,14 +53,17 @@ class RequestLog:
         try:
             handle = self._open()
             try:
-                os.write(handle, to_json(entry, bytes_mode="utf8", inf_nan_mode="strings") + b"\n")
+                line = to_json(entry, bytes_mode="utf8", inf_nan_mode="strings") + b"\n"
+                line = b"\n" + line if self._torn else line
+                self._torn = os.write(handle, line) < len(line)
             finally:
                 os.close(handle)
         except OSError:  # a full disk is no fault of the request
             return
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        # A pipe that nobody reads would hold up the gateway.
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
 
     @staticmethod
     def body(content: bytes) -> Any:

@@ -25,7 +25,7 @@ from yarl import URL
 from trtserve.client.endpoint import SECRET_NAME, Tls
 from trtserve.client.http_transport import JSON_LENGTH, generate_body, infer_body, model_path, tls_context
 from trtserve.client.metrics import read_heartbeats
-from trtserve.client.tensors import ModelDescription, stop_tensors
+from trtserve.client.tensors import ModelDescription, stop_request
 from trtserve.gateway.admission import Gate
 from trtserve.gateway.asgi import RefusedError
 from trtserve.gateway.standstill import GatewayBeat, Halts, Hangs, python_stubs, tritonservers
@@ -244,7 +244,7 @@ class TritonHttp:
         model = (await self.model(core)).description
         if "stop" not in model.inputs:
             return
-        tensors = stop_tensors(model)
+        tensors = stop_request(model, request_id).tensors
         if model.decoupled:
             verb, headers = "generate_stream", {"Content-Type": "application/json"}
             body = to_json(generate_body(tensors, request_id=request_id, model=model))

@@ -7,6 +7,7 @@ shows no GPU.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -46,11 +47,25 @@ _FIELDS = (
 
 
 def list_gpus() -> tuple[Device, ...]:
-    """Return the GPUs of this machine in nvidia-smi's order, or () without a driver."""
+    """Return the GPUs of this machine in nvidia-smi's order, or () without a driver.
+
+    nvidia-smi takes up to seconds, so a process asks once; `gpus_now` knows what is free now.
+    """
     try:
-        return query_nvidia_smi()
+        return _asked_once()
     except MachineError:
         return ()
+
+
+def gpus_now() -> tuple[Device, ...]:
+    """Return those GPUs with the memory that is free and used now."""
+    _asked_once.cache_clear()
+    return list_gpus()
+
+
+@functools.cache
+def _asked_once() -> tuple[Device, ...]:
+    return query_nvidia_smi()
 
 
 def count_gpus() -> int:

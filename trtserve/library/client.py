@@ -14,7 +14,7 @@ from trtserve.client.endpoint import Endpoint, Tls
 from trtserve.client.grpc_transport import GrpcTransport
 from trtserve.client.inputs import RequestContext
 from trtserve.client.query import Pieces, connect, generate, request_contexts, request_id_of, stop_in_engine, stream
-from trtserve.client.request import request_tensors
+from trtserve.client.request import model_request
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec
 from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import RequestError, UsageError
@@ -212,14 +212,7 @@ class AsyncClient(Asker):
         request_id = request_id_of(spec)
         self._connection = self._connection or GrpcTransport(self._server, timeout=spec.timeout)
         answer = Answer(context)
-        replies = self._connection.infer(
-            context.model,
-            request_tensors(context),
-            request_id=request_id,
-            stream=context.streams,
-            outputs=spec.outputs,
-            timeout=spec.timeout,
-        )
+        replies = self._connection.infer(model_request(context, request_id))
         try:
             async with aclosing(replies):
                 async for reply in replies:

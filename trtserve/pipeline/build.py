@@ -46,7 +46,7 @@ class BuildPlan:
     def manifest(self) -> Manifest:
         """Manifest of the engine; a run adds what it measures."""
         engine, known = self.engine, self.checkpoint.manifest.facts if self.checkpoint.manifest else {}
-        parameters = {"parameters": known["parameters"]} if "parameters" in known else {}
+        kept = {key: known[key] for key in ("parameters", "model") if key in known}
         return Manifest(
             kind="engine",
             name=self.name,
@@ -57,7 +57,7 @@ class BuildPlan:
             facts={
                 "checkpoint": str(self.checkpoint.path.absolute()),
                 "built_with": given_values(self.spec, without=PLACE),
-                **parameters,
+                **kept,
                 **engine.facts(),
             },
         )

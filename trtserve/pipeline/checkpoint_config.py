@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint import architectures
-from trtserve.checkpoint.architectures.base import HfConfig
+from trtserve.checkpoint.architectures.base import HfConfig, superset
 from trtserve.checkpoint.quantized import require_gpu_sm
 from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
-from trtserve.checkpoint.supported import SourceQuantization, source_quantization, widened_by
+from trtserve.checkpoint.supported import SourceQuantization, keepable_fp8, source_quantization, widened_by
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.nvidia.releases.converters import convertible_family
 from trtserve.nvidia.releases.installed import require_engine_path
@@ -71,6 +71,15 @@ def checkpoint_config(hf: HfConfig, spec: ConvertSpec) -> CheckpointConfig:
     if spec.embedding_sharding_dim and not (spec.use_parallel_embedding or own.get("use_parallel_embedding")):
         raise UsageError("--embedding-sharding-dim needs a split embedding; add --use-parallel-embedding.")
     quantization = _quantization(stored, spec, hf)
+    if spec.keep_fp8:
+        if (algorithm := fp8_to_keep(hf, spec)) is None:
+            raise UsageError(
+                "--keep-fp8 is for models without experts whose FP8 codes have a scale for each channel or block of "
+                "128 × 128, in 16 bits and without --quantize.",
+                hint="Omit --keep-fp8: the codes are widened, or kept where they have one scale for a matrix.",
+            )
+        quantization = {"quant_algo": algorithm}
+        own = {**own, **superset(*own.get("superset", ()), "FP8 codes with a scale for each channel or block")}
     architecture = architectures.architecture_of(hf)
     content = _complete_config(
         own,
@@ -94,6 +103,15 @@ def checkpoint_config(hf: HfConfig, spec: ConvertSpec) -> CheckpointConfig:
         error = UsageError if found[0].option else UnsupportedModelError
         raise error(f"The checkpoint would not load in TensorRT-LLM {release}: {found[0].what}.", hint=found[0].fix)
     return config
+
+
+def fp8_to_keep(hf: HfConfig, spec: ConvertSpec) -> str | None:
+    """Return the algorithm of FP8 codes that --keep-fp8 keeps instead of widening them; None where it cannot."""
+    hf = architectures.text_model(hf)
+    moe = convertible_family(hf).checkpoint_config(hf).get("moe") or {}
+    if spec.upstream or moe.get("num_experts") or spec.quantize != "none" or resolve_dtype(spec, hf) == "float32":
+        return None
+    return keepable_fp8(hf)
 
 
 def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: HfConfig) -> dict[str, Any]:

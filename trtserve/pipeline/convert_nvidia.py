@@ -50,7 +50,7 @@ class NvidiaConversion:
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the checkpoint, besides the model."""
-        where = ("container", "container_flags", "trtllm_version", "trtllm_examples", "ignore_tensors")
+        where = ("container", "container_flags", "trtllm_version", "trtllm_examples", "ignore_tensors", "keep_fp8")
         settings = {key: value for key, value in all_settings(self.spec).items() if key not in where}
         return {"spec": {**settings, "trtllm_examples": None}, "tool": self.toolkit.version}
 
@@ -164,6 +164,8 @@ def plan_nvidia_conversion(model: Model, spec: ConvertSpec, hf: Mapping[str, Any
             "--ignore-tensors is for our own converter; NVIDIA's skip every tensor that they do not know.",
             hint="Leave it out.",
         )
+    if spec.keep_fp8:
+        raise UsageError("--keep-fp8 is for our own converter; NVIDIA's decides itself.", hint="Leave it out.")
     toolkit = find_toolkit(
         calibrated=needs_calibration(spec),
         examples=spec.trtllm_examples,

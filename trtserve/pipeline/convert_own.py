@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 # Fields of ConvertSpec that decide what our own converter writes.
 _OWN_SETTINGS = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
 # These count only where they are set, so that checkpoints from before they existed are found again.
-_LATER_SETTINGS = ("trtllm_version", "use_parallel_embedding", "embedding_sharding_dim", "ignore_tensors")
+_LATER_SETTINGS = ("trtllm_version", "use_parallel_embedding", "embedding_sharding_dim", "ignore_tensors", "keep_fp8")
 
 # Anonymous memory, measured (Python 3.11, NumPy 1.26, PyTorch 2.13): the first process, and each further one's private
 # copy of pages that it writes to.
@@ -218,7 +218,9 @@ def plan_own_conversion(
     hf = architectures.text_model(read_hf_config(files))
     base_prefix = convertible_family(hf).BASE_PREFIX
     stored = source_quantization(hf)
-    spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
+    spec = replace(
+        spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec), keep_fp8=spec.keep_fp8 or None
+    )
     if stored is None or stored.method == "fp8":
         # The GPU decides the order of 4-bit weights only: a checkpoint without them is the same for all.
         spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
@@ -308,6 +310,11 @@ def _split_targets(
             sizes = spec.tp_size, config.mapping.moe_ep_size
             require_divisible((work.target for work in quantised), stored.group_size, *sizes)
         config = config.changed(quantization={**config.content["quantization"], "exclude_modules": excluded})
+    if spec.keep_fp8:
+        from trtserve.checkpoint.kept_fp8 import keep_fp8
+
+        targets, kept, sources, config = keep_fp8(targets, sources, config, spec.pp_size)
+        packed += kept
     if any(target.factor is not None for target in targets):
         from trtserve.checkpoint.products import split_products
 

@@ -17,7 +17,7 @@ from trtserve.checkpoint.source import read_hf_config
 from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
 from trtserve.executor.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
 from trtserve.files import is_weights
-from trtserve.host.machine import available_memory, free_disk, require_disk
+from trtserve.host.machine import available_memory, format_bytes, free_disk, require_disk
 from trtserve.nvidia.gpu_findings import FIRST_BFLOAT16, FIRST_FP8, capability_words, kernels_note, missing_arithmetic
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert_own import OwnConversion, plan_own_conversion
@@ -122,7 +122,9 @@ def plan_needs(source: str, question: Question, *, progress: Progress = SILENT) 
         converter = "NVIDIA ModelOpt, on a machine with an NVIDIA GPU"
     serving = question.gpu is None and need is not None
     stages = _stages(model, conversion, need if serving else None, store)
-    if serving and name is None:  # an imported model has its files already
+    machine = _machine(model, question, need, store) if serving and need else None
+    # An imported model has its files already; what does not fit into memory needs no word about disk.
+    if machine is not None and machine.fits and name is None:
         try:
             disk = sum(stage.disk or 0 for stage in stages)
             require_disk(store.root, disk, f"The files of {model.name}", option="TRTSERVE_HOME")
@@ -141,7 +143,7 @@ def plan_needs(source: str, question: Question, *, progress: Progress = SILENT) 
         engine_bytes=need.engine.disk_bytes if serving and need else None,
         kv_bytes_per_token=need.engine.kv_bytes_per_token if serving and need else None,
         stages=stages,
-        machine=_machine(model, question, need, store) if serving and need else None,
+        machine=machine,
         gpu=_gpu_answer(conversion, question),
         shipped_shapes=known is not None,
         problem=problem if question.gpu is None else None,
@@ -276,7 +278,7 @@ def _stages(
     runs, engine = read_rates(store), need.engine
     small = sum(file.size for file in model.files if not is_weights(file.name))
     return (
-        replace(pull, memory=need.build),
+        pull,
         convert,
         StageNeeds(
             stage="build",
@@ -337,9 +339,18 @@ _PRECISIONS: tuple[tuple[Literal["none", "int8", "int4"], Fit, float], ...] = (
 )
 
 
-def list_known() -> Iterator[tuple[KnownModel, Fit | None]]:
-    """Yield every model that has an alias, with the first precision that this machine can serve; None: unknown."""
-    known: dict[str, Fit | None] = {}
+@dataclass(frozen=True, kw_only=True)
+class KnownFit:
+    """The first precision in which this machine can serve a model, and why there is none."""
+
+    fit: Fit | None  # None: unknown
+    lacks: Literal["memory", "runtime", "GPU"] | None = None  # what does not suffice, in a word
+    reason: str | None = None  # the same in a sentence
+
+
+def list_known() -> Iterator[tuple[KnownModel, KnownFit]]:
+    """Yield every model that has an alias, with what this machine can serve."""
+    known: dict[str, KnownFit] = {}
     for model in known_models():
         shape = repr(sorted(model.config.items()))  # several models differ in their weights alone
         if shape not in known:
@@ -347,19 +358,24 @@ def list_known() -> Iterator[tuple[KnownModel, Fit | None]]:
         yield model, known[shape]
 
 
-def _fit(model: KnownModel) -> Fit | None:
+def _fit(model: KnownModel) -> KnownFit:
     # Weights beyond the memory need no estimate, which would search long for what fits.
     limit = available_memory().free if automatic_runtime()[0] == CPU_RUNTIME else None
     for quantize, fit, size in _PRECISIONS:
         if limit is not None and model.source_bytes * size > limit:
             continue
         try:
-            require_fit(plan_needs(model.alias, Question(convert=ConvertSpec(quantize=quantize), build=BuildSpec())))
+            need = plan_needs(model.alias, Question(convert=ConvertSpec(quantize=quantize), build=BuildSpec()))
+            if need.problem:
+                return KnownFit(fit="no", lacks="runtime", reason=need.problem)
+            require_fit(need)
         except MemoryLimitError:
             continue
-        except UsageError:  # a GPU that nothing is known about
-            return None
-        except TrtserveError:
-            return "no"
-        return fit
-    return "no"
+        except UsageError as error:  # a GPU that nothing is known about
+            return KnownFit(fit=None, lacks="GPU", reason=error.message)
+        except TrtserveError as error:
+            return KnownFit(fit="no", lacks="runtime", reason=error.message)
+        return KnownFit(fit=fit)
+    precision, _, size = _PRECISIONS[-1]
+    weights = format_bytes(int(model.source_bytes * size))
+    return KnownFit(fit="no", lacks="memory", reason=f"{weights} of weights in {precision}")

@@ -20,7 +20,7 @@ from trtserve.checkpoint.quantized_tensors import is_packed, require_divisible
 from trtserve.checkpoint.sharding import check_parallel_sizes
 from trtserve.errors import MemoryLimitError, UnsupportedModelError, UsageError, counted
 from trtserve.executor.runtimes import RUNTIMES, step_flags, usual_steps
-from trtserve.host.gpus import list_gpus, visible_devices, visible_gpu
+from trtserve.host.gpus import gpus_now, list_gpus, visible_devices, visible_gpu
 from trtserve.host.machine import format_bytes
 from trtserve.nvidia.gpu_findings import capability_words, kernels_note, larger_than_a_gpu
 from trtserve.nvidia.releases.loaders import superset_problem
@@ -300,7 +300,7 @@ def own_gpu(ranks: int) -> Gpu | None:
     gpu, devices = visible_gpu(), visible_devices()
     if gpu is None or not devices:
         return None
-    taken = [each.free for each in list_gpus() if each.memory and each.index in devices[:ranks]]
+    taken = [each.free for each in gpus_now() if each.memory and each.index in devices[:ranks]]
     if not taken:
         return None
     sm = int(float(gpu.capability) * 10)

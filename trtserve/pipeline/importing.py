@@ -10,13 +10,13 @@ from trtserve.artifacts import Artifact, Engine, Model, ModelRepository, load_ar
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import parameter_count
 from trtserve.checkpoint.tensor_files import CODES, numpy_dtype
-from trtserve.errors import DiskSpaceError, MemoryLimitError, UnsupportedModelError
+from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, UnsupportedModelError
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime, draft_memory
 from trtserve.host.machine import format_bytes, require_disk, require_memory
 from trtserve.nvidia.releases.converters import require_converter
 from trtserve.pipeline import inventory
 from trtserve.pipeline.build import BuildPlan, plan_build
-from trtserve.pipeline.checkpoint_config import checkpoint_config
+from trtserve.pipeline.checkpoint_config import checkpoint_config, fp8_to_keep
 from trtserve.pipeline.convert import ConversionPlan, plan_conversion
 from trtserve.pipeline.gpu_fit import require_gpu_memory
 from trtserve.pipeline.import_spec import (
@@ -47,7 +47,7 @@ from trtserve.repository.settings import resolve_settings, settings_of, spelled_
 from trtserve.repository.tokenizer import check_tokenizer, own_tokenizer_files
 from trtserve.server.engine_fit import server_needs
 from trtserve.specs.runtime import Runtime
-from trtserve.store import Store, reusable
+from trtserve.store import Store, reusable, withdraw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +163,8 @@ def plan_import(
         any_architecture=spec.any_architecture,
         progress=progress,
     )
+    if spec.convert.keep_fp8 is None and runtime.keeps_fp8 and fp8_to_keep(model.config, spec.convert) is not None:
+        spec = replace(spec, convert=replace(spec.convert, keep_fp8=True))
     plan = ImportPlan(spec=spec, store=store, runtime=runtime.name, model=model)
     if not plan.has_engine and any(file.name == GGUF for file in model.files):
         raise UnsupportedModelError(
@@ -171,7 +173,12 @@ def plan_import(
         )
     if runtime.folder_as_engine:
         made = require_vllm_serves(
-            model.config, model.weight_bytes, spec.repository, convert=spec.convert, build=spec.build
+            model.config,
+            model.weight_bytes,
+            spec.repository,
+            files=[file.name for file in model.files],
+            convert=spec.convert,
+            build=spec.build,
         )
         plan = replace(plan, hugging_face=made)
     elif not plan.has_engine:
@@ -392,7 +399,7 @@ def run_import(plan: ImportPlan, *, record: bool = True, progress: Progress = SI
 
 
 def _make_engine(plan: ImportPlan, conversion: ConversionPlan, model: Model, progress: Progress) -> Engine:
-    """Convert and build. An existing engine needs no checkpoint unless `--verify` compares it."""
+    """Convert and build. An existing engine needs no checkpoint unless `--verify` compares both."""
     spec, build = plan.spec, plan.build
     if build is not None and build.reused and spec.verify is None:
         progress.step(
@@ -406,4 +413,14 @@ def _make_engine(plan: ImportPlan, conversion: ConversionPlan, model: Model, pro
     if build is None or (conversion.by_nvidia and not conversion.reused):
         # Use the config that NVIDIA's converter wrote; it may differ from the prediction.
         build = plan_build(checkpoint, spec.build, name=spec.name, out=spec.engine_out, store=plan.store)
-    return replace(build, checkpoint=checkpoint).run(progress)
+    engine = replace(build, checkpoint=checkpoint).run(progress)
+    if spec.verify is not None:
+        from trtserve.pipeline.parity import verify_engine  # loads the runtimes
+
+        try:
+            verify_engine(engine, model, spec.verify, progress=progress)
+        except TrtserveError:
+            if not build.reused:
+                withdraw(engine)
+            raise
+    return engine

@@ -235,8 +235,9 @@ def _model(config: CheckpointConfig, manifest: Manifest | None) -> dict[str, Any
     if manifest is not None and manifest.facts.get("parameters"):
         model["parameters"] = manifest.facts["parameters"]
         return model
-    with suppress(UnsupportedModelError, KeyError, TypeError):
-        model["parameters"] = parameter_count(config)
+    if config.head_size and config.num_key_value_heads:
+        with suppress(UnsupportedModelError, KeyError, TypeError):
+            model["parameters"] = parameter_count(config)
     return model
 
 

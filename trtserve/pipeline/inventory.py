@@ -89,7 +89,8 @@ def plan_prune(store: Store | None = None) -> Removal:
     store = store or Store()
     kept = {path for record in store.recorded() for path in _artifacts_of(record)}
     kept |= {artefact.path for kind in _KINDS for artefact in store.by_name(kind).values()}
-    kept |= {server.repository for server in list_servers(store)}
+    # Not the store itself, which a port for many models names: their imports are recorded.
+    kept |= {server.repository for server in list_servers(store)} - {store.root}
     links = {Path(os.path.realpath(path)) for folder in kept for path in folder.rglob("*") if path.is_symlink()}
     resolved = {folder.resolve() for folder in kept} | {above for link in links for above in link.parents}
     made = [artefact.path for kind in _KINDS for artefact in store.complete(kind)]

@@ -15,10 +15,10 @@ from trtserve.checkpoint.architectures import checkpoint_targets, described, tex
 from trtserve.checkpoint.placement import source_shapes
 from trtserve.checkpoint.source import INDEX
 from trtserve.errors import CorruptFileError, UnsupportedModelError
-from trtserve.files import is_weights
+from trtserve.files import LARGEST_TEXT, is_weights
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.model import ModelPlan
-from trtserve.pipeline.model_files import CONFIG, SINGLE, ModelFiles, stored_files
+from trtserve.pipeline.model_files import CONFIG, GGUF, SINGLE, ModelFiles, stored_files
 from trtserve.progress import Progress
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store, hub
@@ -75,7 +75,7 @@ def plan_known_model(source: Source, store: Store) -> ModelPlan | None:
     Returns None for one without an alias, with a revision, or in the store already.
     """
     known = next((each for each in known_models() if each.repository == source.location), None)
-    if source.kind != "hub" or source.revision is not None or known is None:
+    if source.kind != "hub" or source.revision or source.gguf or known is None:
         return None
     if stored_files(source, store, offline=True) is not None:
         return None
@@ -112,6 +112,14 @@ def outline_model(plan: ModelPlan, folder: Path, progress: Progress) -> None:
     (folder / CONFIG).write_text(json.dumps(dict(plan.config)), encoding="utf-8")
     if (revision := plan.revision) is None:
         _write_outline(folder / SINGLE, tensor_table(plan.config))
+        return
+    if plan.gguf is not None:
+        begun = hub.cached_file(revision, plan.pulled[0]) or hub.pull_beginning(
+            revision, plan.pulled[0], plan.store.download(revision.repository, revision.commit), token=plan.token
+        )
+        with (folder / GGUF).open("wb") as handle, begun.open("rb") as beginning:
+            handle.write(beginning.read(LARGEST_TEXT))
+            handle.truncate(plan.pulled[0].size)
         return
     places: dict[str, str] = {}
     weights = [file for file in plan.files if is_weights(file.name)]

@@ -68,7 +68,12 @@ def plan_adapter(
     if storage_type not in get_args(StorageType):
         raise UsageError(f"--storage-type is {storage_type!r}; expected one of {', '.join(get_args(StorageType))}.")
     store = Store()
-    source = parse_source(str(adapter), name=name)
+    try:
+        source = parse_source(str(adapter), name=name)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            error.message.replace("a model", "an adapter"), hint="Give a PEFT folder, or org/name of the hub."
+        ) from None
     if source.kind == "demo":
         raise ModelNotFoundError("demo is a model, not an adapter.", hint="Give a PEFT folder, or org/name of the hub.")
     if source.kind == "bucket":

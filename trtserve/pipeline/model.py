@@ -8,14 +8,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from trtserve.artifacts import Model
 from trtserve.checkpoint.gguf import GgufFile
-from trtserve.checkpoint.gguf_model import config_of, tokenizer_of
+from trtserve.checkpoint.gguf_model import config_of
+from trtserve.checkpoint.gguf_tokenizer import tokenizer_of
 from trtserve.errors import CorruptFileError, LockedError, UnsupportedModelError, listing
 from trtserve.files import is_weights, locked
 from trtserve.host.machine import format_bytes, require_disk
-from trtserve.pipeline.model_files import CONFIG, GGUF, ModelFiles, folder_files, planned_files, stored_files
+from trtserve.pipeline.model_files import (
+    CONFIG,
+    GGUF,
+    ModelFiles,
+    chosen_gguf,
+    folder_files,
+    planned_files,
+    stored_files,
+)
 from trtserve.pipeline.stages import MANIFEST_BYTES, StageNeeds, StageSummary, destination, summary
 from trtserve.progress import SILENT, Progress, Task
 from trtserve.store import Store, hub, link_or_copy, publish, remote, reusable
@@ -68,8 +78,10 @@ class ModelPlan(ModelFiles):
                     _pull_all(self, self.revision, folder, progress)
 
             def link(staging: Path) -> None:
-                for file in self.files:
-                    link_or_copy(folder / file.name, staging / file.name)
+                for name, content in self.made.items():
+                    (staging / name).write_bytes(content)
+                for file in self.pulled:
+                    link_or_copy(folder / file.name, staging / (GGUF if file.name == self.gguf else file.name))
 
             model = publish(Model, self.path, self.manifest, link)
             self.store.remove_folder(folder)
@@ -89,11 +101,11 @@ def plan_model(
 ) -> ModelPlan:
     """Plan a model without its weights: commit, files, sizes, architecture, destination.
 
-    `source` is `demo`, an alias, a hub id `org/name[@revision]`, a folder or a GGUF file. From the hub only
-    `config.json` and the index of the weights are pulled; its revision is pinned to a commit. `token` None uses the
-    usual places of huggingface_hub. `own_tokenizer` False: another tokenizer is served with the model.
-    `any_architecture`: NVIDIA's tools convert or load the model, so ours need not know it. Raises
-    UnsupportedModelError for a model that cannot be converted here, or without the tokenizer that it needs.
+    `source` is `demo`, an alias, a hub id `org/name[@revision][:GGUF]`, a folder or a GGUF file. From the hub only
+    `config.json` and the index of the weights are pulled, or the beginning of a GGUF file; its revision is pinned
+    to a commit. `token` None uses the usual places of huggingface_hub. `own_tokenizer` False: another tokenizer is
+    served with the model. `any_architecture`: NVIDIA's tools convert or load the model, so ours need not know it.
+    Raises UnsupportedModelError for a model that cannot be converted here, or without the tokenizer that it needs.
     """
     store, parsed = store or Store(), parse_source(source, name=name)
     if (other := other_meaning(parsed)) is not None:
@@ -109,7 +121,7 @@ def plan_model(
     missing = 0
     if found.revision is not None and found.folder is None and not reused:
         downloads = store.download(found.revision.repository, found.revision.commit)
-        missing = sum(file.size - hub.pulled_bytes(file, downloads) for file in found.files)
+        missing = sum(file.size - hub.pulled_bytes(file, downloads) for file in found.pulled)
     return ModelPlan(**vars(found), store=store, path=path, reused=reused, missing_bytes=missing, token=token)
 
 
@@ -128,23 +140,37 @@ def _remote_files(
     # The commit may have been pulled before, under another name or from another branch.
     if (stored := stored_files(replace(source, revision=revision.commit), store, offline=False)) is not None:
         return replace(stored, source=source)
-    with download_folder(store, revision, progress) as folder:
+    chosen = chosen_gguf(source.location, revision.files, source.gguf) if source.kind == "hub" else None
+    listed, made = revision.files, dict[str, bytes]()
+    with download_folder(store, revision, progress) as folder, TemporaryDirectory() as unfolded:
+        if chosen is not None:
+            begun = hub.cached_file(revision, chosen) or hub.pull_beginning(revision, chosen, folder, token=token)
+            made = _unfold(GgufFile(begun, chosen.size), tokenizer=needs["own_tokenizer"])
+            listed = (replace(chosen, name=GGUF), *(_made_file(*each) for each in made.items()))
 
         def read(file: hub.RemoteFile) -> Path:
-            return _fetch(revision, file, folder, token, progress)
+            if file.name not in made:
+                return _fetch(revision, file, folder, token, progress)
+            (path := Path(unfolded) / file.name).write_bytes(made[file.name])
+            return path
 
-        files, config = planned_files(source.location, revision.files, read, **needs)
+        files, config = planned_files(source.location, listed, read, **needs)
     if source.kind == "hub":
         hub.require_pullable(source.location, files)
-    return ModelFiles(source=source, revision=revision, files=files, config=config)
+    gguf = chosen.name if chosen else None
+    return ModelFiles(source=source, revision=revision, files=files, config=config, gguf=gguf, made=made)
+
+
+def _made_file(name: str, content: bytes) -> hub.RemoteFile:
+    return hub.RemoteFile(name=name, size=len(content), digest=f"sha256:{hashlib.sha256(content).hexdigest()}")
 
 
 def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, progress: Progress) -> None:
-    done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
-    require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}", option="TRTSERVE_HOME")
-    text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(plan.total_bytes - done)}"
-    with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
-        for file in plan.files:
+    done, total = sum(hub.pulled_bytes(file, folder) for file in plan.pulled), sum(file.size for file in plan.pulled)
+    require_disk(folder, total - done, f"The files of {revision.repository}", option="TRTSERVE_HOME")
+    text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(total - done)}"
+    with progress.task(text, total=total, unit="bytes", done=done) as task:
+        for file in plan.pulled:
             _fetch(revision, file, folder, plan.token, progress, task)
 
 
@@ -219,18 +245,23 @@ def gguf_file(source: Source) -> Path | None:
     return found[0].resolve() if found else None
 
 
+def _unfold(content: GgufFile, *, tokenizer: bool) -> dict[str, bytes]:
+    """Return the small files of a Hugging Face folder, by their names."""
+    made = {CONFIG: config_of(content)} | (tokenizer_of(content) if tokenizer else {})
+    return {name: (json.dumps(value, ensure_ascii=False) + "\n").encode() for name, value in made.items()}
+
+
 def unfolded(file: Path, store: Store, *, tokenizer: bool) -> Path:
     """Make the folder of a GGUF file among the store's downloads, and return it. It holds no weights of its own.
 
     Without `tokenizer` another one is served. Raises what reading the file raises.
     """
-    content = GgufFile(file)
-    made = {CONFIG: config_of(content)} | (tokenizer_of(content) if tokenizer else {})
+    made = _unfold(GgufFile(file), tokenizer=tokenizer)
     folder = store.download("gguf", hashlib.sha256(str(file).encode()).hexdigest())
     with locked(store.lock_of(folder)):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, value in made.items():
-            (folder / name).write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+        for name, content in made.items():
+            (folder / name).write_bytes(content)
         link = folder / GGUF
         link.unlink(missing_ok=True)
         link.symlink_to(file)

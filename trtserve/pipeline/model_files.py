@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,9 +17,17 @@ from trtserve.errors import (
     MissingDependencyError,
     ModelNotFoundError,
     UnsupportedModelError,
+    listing,
 )
 from trtserve.executor.vllm.installation import offer_of
-from trtserve.files import LARGEST_TEXT, is_weights, read_json_object, require_own
+from trtserve.files import (
+    LARGEST_TEXT,
+    SENTENCE_TRANSFORMERS,
+    SUBFOLDERS,
+    is_weights,
+    read_json_object,
+    require_own,
+)
 from trtserve.host.machine import format_bytes
 from trtserve.programs.shared.tokenizer import require_bounded, require_packages
 from trtserve.store import Store, hub
@@ -49,7 +58,6 @@ SMALL_FILES = frozenset(
         "chat_template.json",
     }
 )
-_TEMPLATES = "additional_chat_templates/*.jinja"
 # Small files of a model that NVIDIA's tools load: configs, tokenizers, and the model's own code.
 _SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -65,6 +73,8 @@ class ModelFiles:
     config: Mapping[str, Any]  # content of config.json
     revision: Revision | None = None  # of the hub
     folder: Path | None = None  # where the files are, if they are on this machine
+    gguf: str | None = None  # name on the hub of the file that becomes model.gguf
+    made: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # of its beginning, by their names in `files`
 
     @property
     def name(self) -> str:
@@ -74,6 +84,12 @@ class ModelFiles:
     def architecture(self) -> str:
         """Class name that `config.json` gives the model."""
         return str(self.config["architectures"][0])
+
+    @property
+    def pulled(self) -> tuple[RemoteFile, ...]:
+        """The files that the hub has, under their names there."""
+        files = (file for file in self.files if file.name not in self.made)
+        return tuple(replace(file, name=self.gguf) if self.gguf and file.name == GGUF else file for file in files)
 
     @property
     def weight_bytes(self) -> int:
@@ -109,7 +125,8 @@ class ModelFiles:
                 "location": self.source.location,
                 "revision": self.source.revision,
                 "commit": self.revision.commit if self.revision else None,
-            },
+            }
+            | ({"gguf": self.source.gguf} if self.source.gguf else {}),
             facts={
                 "architecture": self.architecture,
                 "weight_bytes": self.weight_bytes,
@@ -171,9 +188,12 @@ def planned_files(
             raise missing_packages(path.parent, error) from None
         except ValueError as error:
             raise MissingDependencyError(str(error), hint="Install versions that work together.") from None
-    small = SMALL_FILES if known else {name for name in by_name if Path(name).suffix in _SMALL and "/" not in name}
-    templates = {name for name in by_name if PurePosixPath(name).match(_TEMPLATES) and name.count("/") == 1}
-    wanted = (small | templates | weights) - {MANIFEST}  # ours is written there
+    vectors = any_architecture and SENTENCE_TRANSFORMERS in by_name
+    every = vectors or not known
+    small = {name for name in by_name if Path(name).suffix in _SMALL and "/" not in name} if every else SMALL_FILES
+    patterns = SUBFOLDERS if vectors else SUBFOLDERS[:1]
+    inner = {name for name in by_name if name.count("/") == 1 and any(map(PurePosixPath(name).match, patterns))}
+    wanted = (small | inner | weights) - {MANIFEST}  # ours is written there
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
 
 
@@ -223,6 +243,34 @@ def _weight_names(
     )
 
 
+def chosen_gguf(label: str, files: Sequence[RemoteFile], choice: str | None) -> RemoteFile | None:
+    """Return the GGUF file that `choice` names, or its last part (`Q4_K_M`); without a choice the only one.
+
+    Returns None for a repository with other weights. Raises ModelNotFoundError or UnsupportedModelError, with the list,
+    when none or several fit.
+    """
+    # Beside the text model such a repository may have the part for images.
+    found = [file for file in files if file.name.endswith(".gguf") and "mmproj" not in file.name]
+    if choice is None and (not found or {SINGLE, INDEX, _PICKLED, _PICKLED_INDEX} & {file.name for file in files}):
+        return None
+    ends = re.compile(rf"(.*[-./])?{re.escape((choice or '').removesuffix('.gguf'))}\.gguf", re.IGNORECASE)
+    fit = [file for file in found if file.name == choice] or [
+        file for file in found if choice is None or ends.fullmatch(file.name)
+    ]
+    if len(fit) == 1:
+        return fit[0]
+    listed = listing([f"{file.name} ({format_bytes(file.size)})" for file in fit or found]) or "none"
+    if not fit:
+        raise ModelNotFoundError(
+            f"{label} has no GGUF file {choice!r}.",
+            hint=f"GGUF files there: {listed}. Name one, or its last part: {label}:Q4_K_M",
+        )
+    raise UnsupportedModelError(
+        f"{label} has several GGUF files{f' that end with {choice}' if choice else ''}: {listed}.",
+        hint=f"Name one of them, or its last part: {label}:{fit[0].name}",
+    )
+
+
 def _config(path: Path) -> dict[str, Any]:
     return read_json_object(path, CorruptFileError, hint=_AGAIN)
 
@@ -239,7 +287,7 @@ def folder_files(source: Source, *, own_tokenizer: bool = True, any_architecture
         pass  # none, or that of another tool
     else:
         load_artifact(Model, folder)  # raises for a checkpoint, engine or repository of ours
-    found = (*folder.iterdir(), *folder.glob(_TEMPLATES))
+    found = (*folder.iterdir(), *(path for pattern in SUBFOLDERS for path in folder.glob(pattern)))
     names = sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
     listed = [RemoteFile(name=name, size=(folder / name).stat().st_size, digest="") for name in names]
     files, config = planned_files(
@@ -285,7 +333,9 @@ def stored_files(source: Source, store: Store, *, offline: bool) -> ModelFiles |
     matching = [
         (manifest, path)
         for manifest, path in pulled
-        if manifest.spec.get("location") == source.location and manifest.spec.get(wanted[0]) == wanted[1]
+        if manifest.spec.get("location") == source.location
+        and manifest.spec.get(wanted[0]) == wanted[1]
+        and manifest.spec.get("gguf") == source.gguf
     ]
     if not matching:
         return None

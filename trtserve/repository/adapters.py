@@ -20,7 +20,6 @@ from trtserve.executor.loaders import embedded_runtime, read_engine_config
 from trtserve.executor.runtimes import RUNTIMES
 from trtserve.executor.vllm.arguments import ADAPTER_FOLDER, ADAPTERS_FILE
 from trtserve.files import child, is_below, locked, read_json_object, write_json, writing
-from trtserve.programs.shared.arrays import read_array
 from trtserve.repository.engines import own_files
 from trtserve.repository.profiles import CORE
 from trtserve.repository.programs import VERSION, lora_table, model_names
@@ -201,10 +200,10 @@ def write_adapters(
 
     Those in PEFT's format stay as they are, and the executor gets a table of its own.
     """
-    import numpy as np
-
     if not adapters:
         return
+    import numpy as np
+
     # Triton takes every top-level folder for a model, so the adapters are stored in the core model's.
     place, table = f"{model_names(suffix)[CORE]}/{VERSION}/{ADAPTER_FOLDER}", {}
     for adapter in adapters:
@@ -243,6 +242,8 @@ def _of_peft(name: str, folder: Path) -> tuple[Array, Array]:
 def _read(name: str, folder: Path) -> tuple[Array, Array]:
     """Return weights FP16 [1, rows, width], as Triton's input has them, and config INT32 [1, rows, 3]."""
     import numpy as np
+
+    from trtserve.programs.shared.arrays import read_array
 
     if missing := [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]:
         if (folder / PEFT_CONFIG).is_file():

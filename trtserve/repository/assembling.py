@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import CorruptFileError, UsageError
 from trtserve.executor.loaders import embedded_runtime, is_embedded, is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES
-from trtserve.executor.vllm.installation import SomeRelease, find_installation
+from trtserve.executor.vllm.installation import any_release, find_installation
 from trtserve.executor.vllm.runtime import vllm_engine_config
 from trtserve.files import read_json_object
 from trtserve.progress import Progress
@@ -31,6 +31,7 @@ from trtserve.repository.engines import (
 )
 from trtserve.repository.llmapi import require_weights
 from trtserve.repository.options import resolve_options
+from trtserve.repository.pooling import PoolingRepositoryPlan, plan_pooling_repository, pools
 from trtserve.repository.profiles import (
     BLS,
     CORE,
@@ -296,7 +297,7 @@ def plan_vllm_repository(
     out: Path | None = None,
     into: Path | None = None,
     store: Store | None = None,
-) -> EngineRepositoryPlan:
+) -> EngineRepositoryPlan | PoolingRepositoryPlan:
     """Plan the repository of a Hugging Face model for vLLM.
 
     Settings that are no parameters of the Triton models are arguments of vLLM's engine. Raises UsageError for those
@@ -304,13 +305,19 @@ def plan_vllm_repository(
     MissingDependencyError for a `--vllm-python` without vLLM, and what `plan_repository` raises.
     """
     require_weights(model.path)
-    hf = read_json_object(model.path / "config.json", CorruptFileError)
-    weights = sum(path.stat().st_size for path in own_files(model.path) if path.suffix in _WEIGHTS)
+    hf, files = read_json_object(model.path / "config.json", CorruptFileError), own_files(model.path)
+    weights = sum(path.stat().st_size for path in files if path.suffix in _WEIGHTS)
+    config, pooled = _config(hf, weights, spec, [path.name for path in files], convert, build)
+    if pooled:
+        for flag, value in (("--tokenizer", tokenizer), ("--into", into)):
+            if value is not None:
+                raise UsageError(f"{flag} has no meaning for a pooling model: its repository has one model.")
+        return plan_pooling_repository(model, spec, config, build, out=out, store=store)
     return plan_repository(
         Engine(path=model.path, manifest=model.manifest),
         tokenizer or model.path,
         replace(spec, settings=split_settings(spec.settings)[0]),
-        hugging_face=_config(hf, weights, spec, convert, build),
+        hugging_face=config,
         out=out,
         into=into,
         store=store,
@@ -318,25 +325,40 @@ def plan_vllm_repository(
 
 
 def require_vllm_serves(
-    hf: Mapping[str, Any], weights: int, spec: RepositorySpec, *, convert: ConvertSpec, build: BuildSpec
+    hf: Mapping[str, Any],
+    weights: int,
+    spec: RepositorySpec,
+    *,
+    files: Collection[str] = (),
+    convert: ConvertSpec,
+    build: BuildSpec,
 ) -> EngineConfig:
-    """Return the engine's config of a model with the config `hf` and `weights` bytes, before its files are here.
+    """Return the engine's config of a model with the config `hf` and `weights` bytes, before its `files` are here.
 
     Raises what `plan_vllm_repository` would raise.
     """
-    config = _config(hf, weights, spec, convert, build)
+    config, pooled = _config(hf, weights, spec, files, convert, build)
+    if pooled:
+        return config
     resolve_options(replace(spec, settings=split_settings(spec.settings)[0]), config)
     resolve_adapters(spec.lora, config)
     return config
 
 
 def _config(
-    hf: Mapping[str, Any], weights: int, spec: RepositorySpec, convert: ConvertSpec, build: BuildSpec
-) -> EngineConfig:
+    hf: Mapping[str, Any],
+    weights: int,
+    spec: RepositorySpec,
+    files: Collection[str],
+    convert: ConvertSpec,
+    build: BuildSpec,
+) -> tuple[EngineConfig, bool]:
+    """Return the engine's config, and whether the model makes vectors or scores instead of text."""
     # Without one here, as for a container or another machine, the tables of vLLM's releases answer.
-    installation = find_installation(spec.vllm_python) or SomeRelease(Path(), Path())
-    settings = split_settings(spec.settings)[1]
-    return vllm_engine_config(hf, weights, convert, build, settings, installation, named=spec.vllm_python)
+    installation = find_installation(spec.vllm_python) or any_release()
+    settings, pooled = split_settings(spec.settings)[1], pools(hf, files, spec, installation)
+    made = vllm_engine_config(hf, weights, convert, build, settings, installation, named=spec.vllm_python, pools=pooled)
+    return made, pooled
 
 
 def split_settings(settings: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -14,7 +14,7 @@ from trtserve.errors import RepositoryError, TrtserveError, UsageError
 from trtserve.executor.embedded import write_config
 from trtserve.executor.loaders import embedded_runtime, engine_files
 from trtserve.executor.vllm.arguments import MODEL_FOLDER
-from trtserve.files import read_json_object, require_own
+from trtserve.files import SUBFOLDERS, read_json_object, require_own
 from trtserve.nvidia.releases import RELEASES, release_of
 from trtserve.nvidia.releases.options import build_flags, speculative_mode
 from trtserve.progress import SILENT, Progress
@@ -74,7 +74,7 @@ def limits_of(config: EngineConfig) -> dict[str, Any]:
 
 def own_files(folder: Path) -> list[Path]:
     """Return the files of an engine or a model, without the manifest. Raises UsageError for a link to elsewhere."""
-    entries = (*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja"))
+    entries = (*folder.iterdir(), *(path for pattern in SUBFOLDERS for path in folder.glob(pattern)))
     found = sorted(path for path in entries if path.is_file() and path.name != MANIFEST)
     for path in found:
         require_own(path, folder)

@@ -33,6 +33,7 @@ from trtserve.repository.publishing import RepositoryPlan, exists
 from trtserve.repository.served import LLMAPI_FILE, device_groups
 from trtserve.repository.tokenizer import check_tokenizer, tokenizer_files
 from trtserve.specs import RepositorySpec
+from trtserve.specs.settings import put_setting, setting_value
 from trtserve.store import Store, link_or_copy
 from trtserve.store.sources import served_name
 
@@ -280,18 +281,6 @@ def _release(spec: RepositorySpec) -> str:
     return NEWEST if order(installed) > order(NEWEST) else normalize_release(installed, option="--trtllm-version")
 
 
-def _yaml(key: str, text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2001-99-99
-        reason = getattr(error, "problem", None) or str(error)
-        raise UsageError(
-            f"--set {key}={text}: the value is not YAML: {reason}.", hint=f"""A text in quotes: --set '{key}="…"'"""
-        ) from None
-
-
 def _given(spec: RepositorySpec) -> dict[str, Any]:
     """Return dotted keyword → value, from `--set` and from the flags that have an LLM keyword."""
     if set_flags := [name for name in _ENGINE_ONLY if getattr(spec, name)]:
@@ -301,7 +290,7 @@ def _given(spec: RepositorySpec) -> dict[str, Any]:
         )
     values: dict[str, Any] = {}
     for key, text in spec.settings.items():
-        values[key] = text if key == "gpu_device_ids" else _yaml(key, text)
+        values[key] = text if key == "gpu_device_ids" else setting_value(key, text)
     for field, key in _NAMED.items():
         value = getattr(spec, field)
         if value is not None and key in values:
@@ -321,13 +310,7 @@ def _settings(spec: RepositorySpec, given: Mapping[str, Any], *, tp_size: int, p
     }
     for key, value in given.items():
         require_setting(key, value)
-        place = result
-        *parents, name = key.split(".")
-        for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
-                raise UsageError(f"--set {key}: {parent} is set to {place!r} and has no parts.")
-        place[name] = value
+        put_setting(result, key, value)
     return result
 
 

@@ -11,8 +11,8 @@ from trtserve.artifacts import ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
-from trtserve.executor.runtimes import RUNTIMES
 from trtserve.executor.vllm import model_json
+from trtserve.executor.vllm.runtime import VllmRuntime
 from trtserve.files import optional_json_object, read_json_object, read_text
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classes
@@ -277,10 +277,11 @@ def _found(
             yield _llmapi(name, config, yaml, instances)
         elif config.backend == model_json.BACKEND:
             settings = model_json.ModelJson.read(repository / name / "1" / model_json.MODEL_JSON)
+            python = _parameter(config, model_json.PYTHON)
             yield CoreModel(
                 name=name,
                 backend="vllm",
-                config=settings.engine_config(repository, RUNTIMES["vllm"].device()),
+                config=settings.engine_config(repository, VllmRuntime().device(python=python), python),
                 settings=settings.arguments,
                 world_size=settings.sizes[0] * settings.sizes[1],
                 instances=instances,

@@ -17,7 +17,7 @@ from trtserve.errors import (
     counted,
 )
 from trtserve.executor.runtimes import RUNTIMES
-from trtserve.host.gpus import Device, count_gpus, list_gpus, require_gpus, visible_devices
+from trtserve.host.gpus import Device, count_gpus, gpus_now, list_gpus, require_gpus, visible_devices
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, differences, format_bytes
 from trtserve.host.ports import is_free, owner
 from trtserve.nvidia.containers import known_container, require_docker
@@ -81,10 +81,13 @@ def require_ports(plan: ServerPlan) -> None:
     taken = [(flag, text, port) for host, port, flag, text in wanted if not is_free(host, port)]
     if taken:
         others = " ".join(f"{flag} PORT" for flag in dict.fromkeys(flag for flag, _, _ in taken))
-        raise PortInUseError(
-            "; ".join(f"{text} is taken by {_owner(port, plan.store)}" for _, text, port in taken) + ".",
-            hint=f"Use --auto-ports, or choose others: trtserve start {others}",
+        owners: dict[str, list[str]] = {}
+        for _, text, port in taken:
+            owners.setdefault(_owner(port, plan.store), []).append(text)
+        said = (
+            f"{', '.join(ports)} {'is' if len(ports) == 1 else 'are'} taken by {name}" for name, ports in owners.items()
         )
+        raise PortInUseError(f"{'; '.join(said)}.", hint=f"Use --auto-ports, or choose others: trtserve start {others}")
 
 
 def check_before_launch(plan: ServerPlan, progress: Progress) -> Sequence[EngineNodes]:
@@ -291,7 +294,7 @@ def require_gpu_memory(plan: ServerPlan) -> None:
     That is the least they need: the KV cache and activations come on top of it. GPUs whose memory nvidia-smi does not
     report (no driver, partitions of a GPU) are not checked.
     """
-    free = {gpu.index: gpu for gpu in list_gpus() if gpu.memory}
+    free = {gpu.index: gpu for gpu in gpus_now() if gpu.memory}
     placed: dict[int, list[tuple[CoreModel, int]]] = defaultdict(list)
     for device, core, rank in _placed(plan, visible_devices() or ()):
         placed[device].append((core, rank))

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trtserve.client.endpoint import Endpoint
-from trtserve.errors import ServerAmbiguousError, ServerNotFoundError, UsageError
+from trtserve.client.endpoint import CONNECT_TIMEOUT, Endpoint
+from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
 from trtserve.process import tree
 from trtserve.server.state import Server, failure_of, forget, list_servers, log_file, recorded_server, recorded_servers
 from trtserve.server.triton import server_log
 from trtserve.server.triton.server_log import last_lines
 from trtserve.store import Store
+
+_LOADED_WITHIN = 600.0
+"""Seconds for the first answer of a model that is loaded for it."""
 
 
 def find_server(name: str | None = None, *, store: Store | None = None, hint: str = "") -> Server:
@@ -24,7 +27,10 @@ def find_server(name: str | None = None, *, store: Store | None = None, hint: st
     """
     store = store or Store()
     living = list_servers(store)
-    if name is not None:
+    if name is None:  # a port for many models stands for the servers of those that are loaded
+        behind = {model for server in living for model in server.kept or ()}
+        living = [server for server in living if server.name not in behind]
+    else:
         found = next((server for server in living if server.name == name), None)
         if found is None:
             raise _not_found(name, living, store)
@@ -34,7 +40,7 @@ def find_server(name: str | None = None, *, store: Store | None = None, hint: st
         if dead := recorded_servers(store):
             names = ", ".join(server.name for server in dead)
             message += f" {names} ended without being stopped: see `trtserve status`."
-        raise ServerNotFoundError(message, hint=_how_to_start(store))
+        raise ServerNotFoundError(message, hint=how_to_start(store))
     if len(living) > 1:
         names = ", ".join(server.name for server in living)
         raise ServerAmbiguousError(
@@ -55,6 +61,8 @@ def find_log(name: str | None = None) -> Path:
     else:
         logs = [] if name is not None or list_servers(store) else store.servers.glob("*.log")
         log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+        if log is not None and (own := log_file(log.stem.partition("@")[0], store)).exists():
+            log = own  # Triton's log, not that of what kept it running
     if log is None or not log.exists():
         log = find_server(name, store=store).instances[0].log
     if not log.exists():
@@ -88,42 +96,39 @@ def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundE
         names = ", ".join(server.name for server in living)
         return ServerNotFoundError(
             f"No server {name} is running; running: {names}.",
-            hint=f"Name one of these; `trtserve start {name}` starts what was imported as {name}.",
+            hint="Name one of these"
+            + (f", or start it: trtserve start {name}" if any(each.name == name for each in store.recorded()) else "."),
         )
-    return ServerNotFoundError(f"No server {name} is running, nor any other.", hint=_how_to_start(store))
+    return ServerNotFoundError(f"No server {name} is running, nor any other.", hint=how_to_start(store))
 
 
-def _how_to_start(store: Store) -> str:
+def how_to_start(store: Store) -> str:
+    """Return the hint to somebody who needs a running server."""
     text = "Import a model and start it: trtserve import demo && trtserve start --detach"
     if store.recorded():
         text = "Start one: trtserve start --detach"
-    return f"{text}{chosen_store()}"
+    home = os.environ.get("TRTSERVE_HOME")  # servers of other stores are not listed
+    return text + (f" (only the store of $TRTSERVE_HOME was searched: {home})" if home else "")
 
 
-def chosen_store() -> str:
-    """Return a remark for messages when the user chose a store: servers of other stores are not listed."""
-    home = os.environ.get("TRTSERVE_HOME")
-    return f" (only the store of $TRTSERVE_HOME was searched: {home})" if home else ""
-
-
-def endpoint_of(server: Server) -> Endpoint:
+def endpoint_of(server: Server, model: str | None = None) -> Endpoint:
     """Return the endpoint of a server, with its default model, its key and its certificate.
 
-    Raises UsageError for one port in front of many models, which has no gRPC.
+    A port for many models speaks HTTP only. `model` is the one of its models that is asked.
     """
+    front, seconds = server.endpoint, CONNECT_TIMEOUT
+    repository: Path | None = server.repository
     if server.kept is not None:
-        loaded = ", ".join(name for name, how in server.kept.items() if how == "loaded") or "none yet"
-        raise UsageError(
-            f"{server.name} is one port for many models, and speaks HTTP only: {server.url}/v1.",
-            hint=f"Name the server of a model that is loaded ({loaded}).",
-        )
-    front = server.endpoint
+        model = model or (next(iter(server.kept)) if len(server.kept) == 1 else None)
+        imported = [Path(each.repository) for each in Store().recorded() if each.name == model]
+        repository, seconds = next(iter(imported), None), _LOADED_WITHIN
     endpoint = Endpoint(
         host=front.host,
         http_port=front.http_port,
         grpc_port=front.grpc_port,
-        model=server.model,
-        repository=server.repository,
+        model=server.model or model,
+        repository=repository,
+        connect_timeout=seconds,
     )
     return protected(endpoint, server)
 
@@ -135,5 +140,7 @@ def protected(endpoint: Endpoint, server: Server) -> Endpoint:
         return endpoint
     from trtserve.gateway.settings import GatewaySettings
 
-    own = GatewaySettings.read(gateway.settings).endpoint
+    settings = GatewaySettings.read(gateway.settings)
+    # The gateway of many models has no server of its own, but a key and a certificate.
+    own = replace(settings, own=settings.own or server.kept is not None).endpoint
     return replace(endpoint, tls=own.tls, api_key=own.api_key)

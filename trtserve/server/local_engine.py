@@ -21,7 +21,7 @@ import numpy.typing as npt
 from trtserve.artifacts import Engine, Manifest, ModelRepository, looks_like
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.client.endpoint import Endpoint, RequestCancelledError, unknown_model
-from trtserve.client.tensors import ModelDescription, Reply, Tensor, numpy_type, text_array
+from trtserve.client.tensors import ModelDescription, ModelRequest, Reply, Tensor, numpy_type, text_array
 from trtserve.errors import ArtifactError, MissingDependencyError, RequestError
 from trtserve.executor.loaders import is_embedded, merges_ranks
 from trtserve.host.machine import install_command
@@ -219,22 +219,13 @@ class LocalClient:
     def model_names(self) -> list[str]:
         return [self._description.name]
 
-    def infer(
-        self,
-        model: ModelDescription,
-        tensors: Sequence[Tensor],
-        *,
-        request_id: str,
-        stream: bool,
-        outputs: Sequence[str] = (),
-    ) -> Iterator[Reply]:
-        """Send one request to the executor and yield its responses; see `Client.infer`."""
-        del model
-        inputs = {tensor.name: _array(tensor) for tensor in tensors}
+    def infer(self, request: ModelRequest) -> Iterator[Reply]:
+        """Send one request to the executor and yield its responses; see `SyncClient.infer`."""
+        inputs = {tensor.name: _array(tensor) for tensor in request.tensors}
         if "stop" in inputs and bool(inputs["stop"].any()):
-            self._stop(request_id)
+            self._stop(request.id)
             return iter(())
-        return self._answers(inputs, request_id, stream=stream, outputs=outputs)
+        return self._answers(inputs, request.id, stream=request.stream, outputs=request.outputs)
 
     def submit(self, tensors: Sequence[Tensor], *, request_id: str) -> dict[int, Any]:
         """Enqueue one request without waiting; return executor id → what its replies depend on, for `reply`."""

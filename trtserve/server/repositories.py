@@ -17,6 +17,7 @@ from trtserve.repository.served import ServedRepository
 from trtserve.specs import ServerSpec
 from trtserve.specs.command_line import import_command
 from trtserve.store import NameRecord, Store
+from trtserve.store.sources import import_words, is_folder_source
 
 _VERSION = ("trtllm_version",)
 _STRING = re.compile(r"""string_value:\s*["'](/[^"']+)["']""")
@@ -47,7 +48,7 @@ def find_repository(
     downloaded = store.by_name(Model).get(name or "")
     if downloaded is not None:
         raise _only_downloaded(downloaded)
-    if name is not None and (os.sep in name or Path(name).is_dir()):
+    if name is not None and is_folder_source(name):
         # A Hugging Face folder has a config.json, a model repository does not.
         if (Path(name) / "config.json").is_file():
             hint = f"Import the model first: trtserve import {name}"
@@ -58,16 +59,17 @@ def find_repository(
     others = sorted(set(made) - set(imported))
     lists = [f"Imported: {', '.join(imported)}."] if imported else []
     lists += [f"Made by `trtserve repo`: {', '.join(others)}."] if others else []
-    known = " ".join(lists) or "Import a model: trtserve import demo"
     if name is None:
-        raise ModelNotFoundError("Nothing has been imported yet.", hint=known)
-    from trtserve.store.sources import ALIASES, DEMO
-
-    if name in ALIASES or name == DEMO:
-        raise ModelNotFoundError(f"{name} has not been imported yet.", hint=f"Import it first: trtserve import {name}")
-    raise ModelNotFoundError(
-        f"Nothing was imported under the name {name}.", hint=f"{known} To make it: trtserve import {name}"
-    )
+        hint = " ".join(lists) or "Import a model: trtserve import demo"
+        raise ModelNotFoundError("Nothing has been imported yet.", hint=hint)
+    words, served = import_words(name)
+    if words == name:
+        then = "" if served == name else f", then trtserve start {served}"
+        raise ModelNotFoundError(
+            f"{name} has not been imported yet.", hint=f"Import it first: trtserve import {name}{then}"
+        )
+    lists.append(f"To make it: trtserve import {words}")
+    raise ModelNotFoundError(f"Nothing was imported under the name {name}.", hint=" ".join(lists))
 
 
 def chosen_by(repository: Path, store: Store) -> str:

@@ -86,7 +86,7 @@ def start_once(
     except PortInUseError as error:
         if attempts == 1 or not (plan.spec.auto_ports or _lost_behind_a_gateway(plan, error)):
             raise
-        progress.warn(f"{error.message} Starting again on other ports.")
+        progress.warn(f"{error.message.rstrip('.')}. Starting again on other ports.")
         again = on_free_ports(plan)
     except ServerStartError as error:
         if not error.by_chance or attempts == 1:

@@ -189,8 +189,11 @@ class BenchRuns(Spec):
         "`implausible`.",
         panel=RESULTS,
     )
-    table: Literal["upstream", "genai-perf"] = option(
-        "upstream", help="Table to print; genai-perf's has 95 % intervals.", panel=RESULTS
+    table: Literal["upstream", "genai-perf"] | None = option(
+        None,
+        help="Table to print; genai-perf's has 95 % intervals.",
+        unset="upstream; a short one on a terminal",
+        panel=RESULTS,
     )
     html: Path | None = option(
         None, metavar="FILE", help="Write plots and tables as one page (.svg, .png: only the plots).", panel=RESULTS

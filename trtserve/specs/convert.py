@@ -42,6 +42,13 @@ class ConvertSpec(InContainer):
         "NVIDIA ModelOpt.",
         common=True,
     )
+    keep_fp8: bool | None = option(
+        None,
+        help="Keep FP8 codes with a scale for each channel or block, for the runtimes torch and openvino; otherwise "
+        "they are widened. Codes with one scale for a matrix are always kept.",
+        unset="kept by import where the runtime is torch and the GPU has FP8",
+        panel=CHECKPOINT,
+    )
     moe_tp_size: int | None = option(
         None,
         help="GPUs that share every expert; --moe-tp-size × --moe-ep-size is --tp-size.",

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from trtserve.errors import UsageError
+from trtserve.errors import UsageError, did_you_mean
 
 INT32 = 2**31 - 1
 """Largest integer of Triton's configuration and of TensorRT-LLM's SizeType32."""
 UINT64 = 2**64 - 1
+# Of numbers that are not whole: a time or a rate beyond these would overflow where it is used.
+_SMALLEST, _LARGEST = 1e-9, 10**9
 
 _METADATA = "option"
 
@@ -141,21 +142,23 @@ class Option:
     def _check_one(self, value: Any) -> None:
         if self.choices:
             if value not in self.choices:
-                raise UsageError(f"{self.flag} is {value!r}; expected one of {', '.join(map(str, self.choices))}.")
+                raise _no_choice(self.flag, value, self.choices)
         elif self.type in (int, float) and not self._in_range(value):
-            raise UsageError(f"{self.flag} is {value}; it must be {self._range(value)}.")
+            raise UsageError(f"{self.flag} is {value!s:.80}; it must be {self._range(value)}.")
 
     @property
     def maximum(self) -> float | None:
-        """The largest number; integers have 32 bits unless declared otherwise."""
-        return INT32 if self.declared.maximum is None and self.type is int else self.declared.maximum
+        """The largest number; unless declared otherwise integers have 32 bits, others end at a billion."""
+        if self.declared.maximum is not None or self.type not in (int, float):
+            return self.declared.maximum
+        return INT32 if self.type is int else _LARGEST
 
     def _in_range(self, value: float) -> bool:
         low, high, above = self.declared.minimum, self.maximum, self.declared.above
         return (
-            math.isfinite(value)
+            abs(value) <= max(high or 0, UINT64 if self.type is int else _LARGEST)  # false for NaN
             and (low is None or value >= low)
-            and (above is None or value > above)
+            and (above is None or value > above + (self.type is float) * _SMALLEST)
             and (high is None or value <= high)
         )
 
@@ -166,7 +169,9 @@ class Option:
             return f"{lower} and at most {high}" if lower else f"at most {high}"
         if self.maximum is not None and value > self.maximum:
             return f"at most {self.maximum}"
-        return lower or "a finite number"
+        if above is not None and value > above:
+            return f"above {above + _SMALLEST}"
+        return lower or (f"at least {-_LARGEST}" if value < 0 else "a finite number")
 
     def value_of(self, given: Any) -> Any:
         """Return the field's value for what the command line gives: a list of words for tuples and mappings."""
@@ -230,11 +235,31 @@ def read_value(kind: Any, text: str, name: str) -> Any:
     if get_origin(kind) is Literal:
         found = next((choice for choice in get_args(kind) if str(choice) == text), None)
         if found is None:
-            raise UsageError(f"{name} is {text!r}; expected one of {', '.join(map(str, get_args(kind)))}.")
+            raise _no_choice(name, text, get_args(kind))
         return found
     return Path(text) if kind is Path else text
 
 
+def _no_choice(name: str, value: Any, choices: Sequence[Any]) -> UsageError:
+    """Return the error for a value that is not one of the choices, with the closest in the hint."""
+    known = list(map(str, choices))
+    ours = OTHER_VALUES.get(str(value).lower())
+    hint = f"{value} is {ours} here." if ours in known else did_you_mean(str(value), known, most=2)
+    return UsageError(f"{name} is {value!r}; expected one of {', '.join(known)}.", hint=hint or None)
+
+
+OTHER_VALUES = {
+    **dict.fromkeys(("int4_wo", "4bit", "q4_0", "w4a16"), "int4"),
+    **dict.fromkeys(("int8_wo", "8bit", "q8_0", "w8a16"), "int8"),
+    **dict.fromkeys(("awq", "w4a16_awq"), "int4_awq"),
+    **dict.fromkeys(("sq", "smoothquant"), "int8_sq"),
+    "fp8_e4m3": "fp8",
+    "full_prec": "none",
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float"), "float32"),
+}
+"""What other tools call a value → our name for it, where that is one of an option's choices."""
 _EXPECTED = {int: "an integer", float: "a number", bool: "true or false"}
 _SWITCH = {
     **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),

@@ -154,7 +154,7 @@ class RepositorySpec(ForRelease):
     ngram_max_draft_len: int | None = option(
         None,
         metavar="TOKENS",
-        help="Most draft tokens that a step guesses from the text of a request, on CPUs; 0 for none.",
+        help="Most draft tokens that a step guesses from the text of a request; 0 for none.",
         minimum=0,
         unset="11",
         panel=REQUESTS,

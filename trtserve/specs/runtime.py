@@ -209,6 +209,11 @@ class Runtime:
         return spec
 
     @property
+    def keeps_fp8(self) -> bool:
+        """Whether an import for this machine keeps FP8 codes with scales of channels or blocks."""
+        return False
+
+    @property
     def unused_build_options(self) -> tuple[str, ...]:
         """Fields of BuildSpec that it refuses."""
         return ()

@@ -298,14 +298,17 @@ class Store:
 
     def not_found_error(self, text: str, *kinds: type[Artifact]) -> ModelNotFoundError:
         """Return the error for a `text` that is neither a folder nor the name of an artefact of `kinds`."""
-        nouns = " or ".join(_article(KINDS[kind]) for kind in kinds)
+        *others, last = (_article(KINDS[kind]) for kind in kinds)
+        nouns = f"{', '.join(others)} or {last}" if others else last
         made = sorted({name for kind in kinds for name in self.by_name(kind)})
         if text.startswith(("/", ".", "~")) or text.endswith("/"):
             return ModelNotFoundError(
                 f"{text} is not a folder on this machine.",
                 hint=f"Give the folder of {nouns}, or one of these names: {listing(made) or 'none yet'}.",
             )
-        known = did_you_mean(text, made, f"Names here: {', '.join(made) or 'none'}.", most=3, cutoff=0.5)
+        known = did_you_mean(
+            text, made, f"Names here (trtserve list): {', '.join(made) or 'none'}.", most=3, cutoff=0.5
+        )
         commands = (f"trtserve {_MADE_BY[kind].format(name=text)}" for kind in kinds)
         return ModelNotFoundError(
             f"{text} is neither a folder nor the name of {nouns} in the store.",

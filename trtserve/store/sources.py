@@ -66,6 +66,7 @@ ALIASES: dict[str, str] = {
 _BUCKETS = ("s3", "gs", "az", "abfs", "file")  # schemes of fsspec
 _CACHED = "models--"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_GGUF = re.compile(r"[\w][\w./-]{0,199}")
 _SERVED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
@@ -78,6 +79,7 @@ class Source:
     location: str  # `org/name` of the hub, the URL of a folder in an object store, else an absolute folder or GGUF file
     name: str  # that the model is served under
     revision: str | None = None  # branch, tag or commit of the hub; None: its default branch
+    gguf: str | None = None  # which GGUF file of the hub's repository: its name, or the end of it (Q4_K_M)
 
 
 def parse_source(text: str, *, name: str | None = None) -> Source:
@@ -102,14 +104,14 @@ def parse_source(text: str, *, name: str | None = None) -> Source:
         raise ModelNotFoundError(
             f"{text} is a file; a model is a folder.", hint="Give the folder that holds it, or a GGUF file."
         )
-    if path.suffix == ".gguf" and not path.is_dir():
+    if path.suffix == ".gguf" and not path.is_dir() and ":" not in text:
         near = sorted(str(each) for each in path.parent.glob("*.gguf"))
         raise ModelNotFoundError(
             f"{text} is not a file on this machine.",
             hint=did_you_mean(str(path), near, f"GGUF files there: {listing(near) or 'none'}.")
             + f" A repository of the hub is named hf:{text}." * (text.count("/") == 1 and text[0] not in "./~"),
         )
-    if _is_folder_source(text):
+    if is_folder_source(text):
         return _folder(text, text, name)
     if text == DEMO:
         return Source(text=text, kind="demo", location=str(DEMO_FOLDER), name=served_name(name or DEMO))
@@ -143,7 +145,17 @@ def served_name(text: str) -> str:
     return text
 
 
-def _is_folder_source(text: str) -> bool:
+def import_words(name: str) -> tuple[str, str]:
+    """Return what follows `trtserve import` in a hint to somebody who asked for `name`, and the name to start then."""
+    with suppress(TrtserveError):
+        return name, parse_source(name).name
+    with suppress(UsageError):
+        return f"MODEL --name {served_name(name)}", name
+    return "MODEL --name NAME", "NAME"
+
+
+def is_folder_source(text: str) -> bool:
+    """Return whether `text` means a folder: one that exists, or a text that cannot be the name of a hub's model."""
     if not text:
         return False
     path = Path(text).expanduser()
@@ -151,7 +163,7 @@ def _is_folder_source(text: str) -> bool:
         # An alias means a folder of the same name only if that folder holds a model.
         return (path / "config.json").is_file()
     looks_like_path = text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text
-    return path.is_dir() or looks_like_path or text.partition("@")[0].count("/") > 1
+    return path.is_dir() or looks_like_path or re.split("[@:]", text)[0].count("/") > 1
 
 
 def _folder(text: str, path: str, name: str | None) -> Source:
@@ -197,18 +209,40 @@ def _snapshot(folder: Path) -> Path:
     return found[0]
 
 
+def _nearest(typed: str) -> list[str]:
+    """Return up to three aliases that begin like a name, small chat models first, or else are like it."""
+
+    def letters(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    def rank(alias: str) -> tuple[bool, float]:
+        size = re.search(r"([0-9.]+)([bm])\b", alias)
+        parameters = float(size[1]) * (1 if size[2] == "b" else 0.001) if size else 0.0
+        return not alias.endswith(("-instruct", "-chat", "-it")), parameters
+
+    begun = [alias for alias in ALIASES if letters(typed) and letters(alias).startswith(letters(typed))]
+    return sorted(begun, key=rank)[:3] or difflib.get_close_matches(typed.lower(), [DEMO, *ALIASES], n=3, cutoff=0.5)
+
+
 def _hub(text: str, identifier: str, name: str | None) -> Source:
+    identifier, chosen, gguf = identifier.partition(":")
     repository, _, revision = identifier.partition("@")
     alias = repository if repository in ALIASES else None
     repository = ALIASES.get(repository, repository)
-    if not _HUB_ID.fullmatch(repository) or identifier.endswith("@"):
-        close = difflib.get_close_matches(repository.lower(), [DEMO, *ALIASES], n=3, cutoff=0.5)
+    if not _HUB_ID.fullmatch(repository) or identifier.endswith("@") or (chosen and not _GGUF.fullmatch(gguf)):
+        close = _nearest(repository)
         known = f"Did you mean {' or '.join(close)}? " if close else ""
         raise ModelNotFoundError(
             f"{text!r} is not the name of a model.",
-            hint=f"{known}Expected {DEMO}, an alias (see `trtserve models`), org/name[@revision] or a folder.",
+            hint=f"{known}Expected {DEMO}, an alias (see `trtserve models`), org/name[@revision] or a folder; "
+            "org/name:Q4_K_M chooses a GGUF file.",
         )
     derived = alias or plain_name(repository.rpartition("/")[2])
     return Source(
-        text=text, kind="hub", location=repository, revision=revision or None, name=served_name(name or derived)
+        text=text,
+        kind="hub",
+        location=repository,
+        revision=revision or None,
+        name=served_name(name or derived),
+        gguf=gguf or None,
     )

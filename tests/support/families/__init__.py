@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from tests.support.families.family import Config, Family
+from tests.support.families.gemma4 import GEMMA4, GEMMA4_MOE
 from tests.support.families.llama_like import LLAMA_LIKE
 from tests.support.families.mixtures import MIXTURE_FAMILIES
 from tests.support.families.ours import OURS
@@ -17,7 +18,9 @@ from tests.support.families.with_states import WITH_STATES
 
 __all__ = ["EVERY", "FAMILIES", "Config", "Family", "cases", "in_turn", "representatives"]
 
-FAMILIES: dict[str, Family] = LLAMA_LIKE | MIXTURE_FAMILIES | OWN_NAMES | OURS | WITH_STATES
+FAMILIES: dict[str, Family] = (
+    LLAMA_LIKE | {"gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE} | MIXTURE_FAMILIES | OWN_NAMES | OURS | WITH_STATES
+)
 
 
 def cases(field: str) -> list[tuple[str, Config]]:

@@ -60,7 +60,7 @@ class Family:
     @property
     def experts(self) -> bool:
         """Whether experts replace the MLP."""
-        return "num_experts_per_tok" in self.config
+        return not {"num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"}.isdisjoint(self.config)
 
     @property
     def layers_key(self) -> str:

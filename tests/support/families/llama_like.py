@@ -328,7 +328,10 @@ GEMMA2 = _family(
     config_class="GemmaConfig",
     since="0.13",
     shards=({"vocab_size": 323}, {"tie_word_embeddings": False}),
-    logits=({"attn_logit_softcapping": None, "tie_word_embeddings": False},),
+    logits=(
+        {"attn_logit_softcapping": 2.0, "tie_word_embeddings": False},
+        {"attn_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
     int4=0.5,  # norms after attention and MLP pass on all of an error that other families damp
     constants=ROPE_BASE
     | LAYER_WINDOWS

@@ -26,9 +26,9 @@ _COMMON: dict[str, Any] = expected.SIZES | {
 def _tensors(config: Mapping[str, Any]) -> Shapes:
     """Yield the tensors of a model with the names in `shards.MIXTURES`."""
     names, hidden = MIXTURES[config["model_type"]], config["hidden_size"]
-    count = next(config[key] for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in config)
-    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    sparse = [layer for layer in range(config["num_hidden_layers"]) if layer >= config.get("first_k_dense_replace", 0)]
+    count = next(config[key] for key in _COUNTS if key in config)
+    inner = config["intermediate_size"] if config["model_type"] == "hunyuan_v1_moe" else _inner(config)
+    sparse = sparse_layers(config)
     for name, shape in _without_experts(config):
         if not any(name.startswith(f"model.layers.{layer}.mlp.") for layer in sparse):
             yield name, shape
@@ -36,31 +36,70 @@ def _tensors(config: Mapping[str, Any]) -> Shapes:
         prefix = f"model.layers.{layer}."
         yield f"{prefix}{names.router}.weight", (count, hidden)
         if names.correction is not None:
-            yield prefix + names.correction, (count,)
+            yield prefix + names.correction, (1, count) if "statics" in names.correction else (count,)
         gate, up, down = names.parts or ("", "", "")
         for expert in range(count):
             place = prefix + names.experts.format(expert)
             yield f"{place}{gate}.weight", (inner, hidden)
             yield f"{place}{up}.weight", (inner, hidden)
             yield f"{place}{down}.weight", (hidden, inner)
-        if shared := inner * config.get("n_shared_experts", 0):
+        if shared := inner * _shared(config):
             yield f"{prefix}{names.shared}.gate_proj.weight", (shared, hidden)
             yield f"{prefix}{names.shared}.up_proj.weight", (shared, hidden)
             yield f"{prefix}{names.shared}.down_proj.weight", (hidden, shared)
 
 
+_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+
+
+def _shared(config: Mapping[str, Any]) -> int:
+    """How many experts see every token; Hunyuan may list them for each layer."""
+    found = next((config[key] for key in _SHARED if key in config), 0)
+    return int(found[0] if isinstance(found, list) else found)
+
+
+def _inner(config: Mapping[str, Any]) -> int:
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+
+
+def sparse_layers(config: Mapping[str, Any]) -> list[int]:
+    """The layers with experts."""
+    kinds, layers = config.get("mlp_layer_types"), range(config["num_hidden_layers"])
+    if kinds is not None:
+        return [layer for layer in layers if kinds[layer] == "sparse"]
+    if config["model_type"] == "ernie4_5_moe":
+        first, every = config["moe_layer_start_index"], config.get("moe_layer_interval", 1)
+        last = config.get("moe_layer_end_index", -1)
+        last = len(layers) - 1 if last == -1 else last
+        return [layer for layer in layers if first <= layer <= last and not (layer + 1) % every]
+    return [
+        layer for layer in layers if layer >= config.get("first_k_dense_replace", config.get("num_dense_layers", 0))
+    ]
+
+
 def _without_experts(config: Mapping[str, Any]) -> Shapes:
     """Yield the tensors of a Llama, and the norms of queries and keys."""
-    plain = {key: value for key, value in config.items() if key != "num_experts_per_tok"}
+    plain = {key: value for key, value in config.items() if key not in ("num_experts_per_tok", "num_experts")}
     kind, size = config["model_type"], config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    for name, shape in llama_tensors(plain):
-        if kind != "glm4_moe" or not name.endswith("o_proj.bias"):
+    renamed = ("input_layernorm", "post_feedforward_layernorm") if kind == "flex_olmo" else ("", "")
+    for named, shape in llama_tensors(plain):
+        name = named.replace(*renamed)
+        if kind not in ("glm4_moe", "solar_open") or not name.endswith("o_proj.bias"):
             yield name, shape
+        if kind == "afmoe" and name.endswith("input_layernorm.weight"):
+            prefix = name.removesuffix("input_layernorm.weight")
+            yield from ((f"{prefix}{each}_mlp_layernorm.weight", shape) for each in ("pre", "post"))
+        if kind == "afmoe" and name.endswith("q_proj.weight"):
+            yield name.replace("q_proj", "gate_proj"), shape
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             norm = f"{name.removesuffix('proj.weight')}norm.weight"
-            if kind in ("minimax_m2", "olmoe"):
+            if kind in ("minimax_m2", "olmoe", "flex_olmo"):
                 yield norm, shape[:1]
-            elif kind == "dots1" or config.get("use_qk_norm"):
+            elif kind == "hunyuan_v1_moe":
+                long = {"q": "query", "k": "key"}[name.removesuffix("_proj.weight")[-1]]
+                yield name.replace(f"{name.removesuffix('_proj.weight')[-1]}_proj", f"{long}_layernorm"), (size,)
+            elif kind in ("dots1", "exaone_moe", "afmoe") or config.get("use_qk_norm"):
                 yield norm, (size,)
 
 
@@ -240,6 +279,173 @@ OLMOE = Family(
     constants=ROPE_BASE | EXPERTS,
 )
 
+FLEX_OLMO = replace(
+    OLMOE,
+    config=OLMOE.config
+    | {"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo", "rope_theta": 5e5, "pad_token_id": 0},
+    expected=OLMOE.expected | {"rotary_base": 5e5, "post_norms": True},
+    int4=0.5,
+)
+
+_SPARSE = {key: value for key, value in GLM4_MOE.config.items() if key not in ("first_k_dense_replace", "head_dim")}
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    config={key: value for key, value in _SPARSE.items() if key != "partial_rotary_factor"}
+    | {"architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open", "head_dim": 32, "rope_theta": 1e6},
+    expected={key: value for key, value in GLM4_MOE.expected.items() if key != "rotary_pct"}
+    | {"rotary_embedding_dim": 32, "rotary_base": 1e6, "dense_layers": []},
+    shards=({"attention_bias": False},),
+    logits=({}, {"attention_bias": False, "norm_topk_prob": False, "n_group": 2, "topk_group": 2}),
+    constants=ROPE_BASE | EXPERTS,
+)
+
+ERNIE4_5_MOE = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "pad_token_id": 0,
+        "moe_k": 3,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "use_bias": False,
+    },
+    expected=_COMMON
+    | {
+        "attn_bias": False,
+        "mlp_bias": False,
+        "moe": _ROUTED | {"shared_expert_intermediate_size": 64},
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "shared_expert_gate": False,
+        "dense_layers": [0],
+        "superset": ["the family ERNIE 4.5"],
+    },
+    nvidia=False,
+    logits=(
+        {},
+        {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2, "num_hidden_layers": 4},
+        {"moe_num_shared_experts": 0, "rope_scaling": YARN, "num_key_value_heads": 4},
+    ),
+    constants=ROPE_BASE | EXPERTS,
+)
+
+HUNYUAN_V1_MOE = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "model_type": "hunyuan_v1_moe",
+        "pad_token_id": 0,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_experts": 8,
+        "moe_topk": [3, 3],
+        "num_shared_expert": 1,
+        "rope_scaling": {"type": "dynamic", "alpha": 8.0, "factor": 1.0},
+    },
+    expected=_COMMON
+    | {
+        "intermediate_size": 32,
+        "rotary_base": 10000.0 * 8 ** (16 / 14),
+        "attn_bias": False,
+        "mlp_bias": False,
+        "moe": _ROUTED | {"shared_expert_intermediate_size": 32},
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "shared_expert_gate": False,
+        "superset": ["the family Hunyuan"],
+    },
+    nvidia=False,
+    shards=({"vocab_size": 323}, {"moe_intermediate_size": [32, 32], "num_shared_expert": [1, 1]}),
+    logits=({}, {"moe_topk": 1, "attention_bias": True, "rope_scaling": None, "head_dim": 32}),
+    int4=0.5,
+    constants=ROPE_BASE | EXPERTS,
+)
+
+EXAONE_MOE = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["ExaoneMoeForCausalLM"],
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+    expected=_COMMON
+    | _DEEPSEEK
+    | {
+        "num_hidden_layers": 4,
+        "attn_bias": False,
+        "mlp_bias": False,
+        "max_attention_window": [24, 24, 24, None],
+        "unrotated_layers": [False, False, False, True],
+        "superset": ["the family K-EXAONE"],
+    },
+    nvidia=False,
+    logits=(
+        {},
+        {
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    int4=0.6,
+    constants=ROPE_BASE | EXPERTS | LAYER_WINDOWS,
+)
+
+AFMOE = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["AfmoeForCausalLM"],
+        "model_type": "afmoe",
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+    expected=_COMMON
+    | _DEEPSEEK
+    | {
+        "num_hidden_layers": 4,
+        "attn_bias": False,
+        "mlp_bias": False,
+        "max_attention_window": [24, 24, 24, None],
+        "unrotated_layers": [False, False, False, True],
+        "embedding_multiplier": 8.0,
+        "superset": ["the family Trinity"],
+    },
+    nvidia=False,
+    logits=(
+        {},
+        {"mup_enabled": False, "global_attn_every_n_layers": 2, "num_dense_layers": 0, "num_hidden_layers": 2},
+    ),
+    constants=ROPE_BASE | EXPERTS | LAYER_WINDOWS,
+)
+
 _LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 40}
 
 
@@ -353,6 +559,12 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     "dots1": DOTS1,
     "minimax_m2": MINIMAX_M2,
     "olmoe": OLMOE,
+    "flex_olmo": FLEX_OLMO,
+    "solar_open": SOLAR_OPEN,
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "hunyuan_v1_moe": HUNYUAN_V1_MOE,
+    "exaone_moe": EXAONE_MOE,
+    "afmoe": AFMOE,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "deepseek_v2": DEEPSEEK_V2,

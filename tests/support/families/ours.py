@@ -30,6 +30,7 @@ class Layout:
     head_norm_weights: str = "shared"
     fused_mlp: bool = False
     gate: bool = True
+    xielu: bool = False
 
 
 BRANCH = (
@@ -49,6 +50,7 @@ PERI = (
     ("pre_feedforward_layernorm", "post_attention_layernorm"),
     ("post_feedforward_layernorm", "post_norm2"),
 )
+APERTUS = (("input_layernorm", "attention_layernorm"), ("post_layernorm", "feedforward_layernorm"))
 # EXAONE 3's names for Llama's.
 EXAONE = (
     ("model.embed_tokens.", "transformer.wte."),
@@ -79,6 +81,8 @@ def layout(config: Mapping[str, Any]) -> Layout:
         return Layout(norms=PERI)
     if kind == "hunyuan_v1_dense":
         return Layout(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"))
+    if kind == "apertus":
+        return Layout(norms=APERTUS, head_norms=QK, gate=False, xielu=True)
     if kind == "stablelm":
         parts = "self_attn.q_layernorm.norms", "self_attn.k_layernorm.norms"
         return Layout(
@@ -123,6 +127,9 @@ def own_tensors(config: Mapping[str, Any]) -> Shapes:
             if own.gate or name != "mlp.gate_proj":
                 yield from _linear(prefix + name, (rows, hidden), bias=biased["mlp"])
         yield from _linear(f"{prefix}mlp.down_proj", (hidden, inner), bias=biased["mlp"])
+        if own.xielu:
+            shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+            yield from ((f"{prefix}mlp.act_fn.{name}", shape) for name, shape in shapes.items())
     yield from ((f"model.norm.{kind}", (hidden,)) for kind in kinds)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocab, hidden)
@@ -199,6 +206,9 @@ def _layer(source: Tensors, hf: Config, own: Layout, theirs: str, tp: int) -> It
         for kind in _kinds(source, theirs + other):
             whole = source[f"{theirs}{other}.{kind}"]
             yield f"{one}.{kind}", np.split(whole, tp, axis=1) if kind == "weight" else [whole] * tp
+    if own.xielu:
+        numbers = [source[f"{theirs}mlp.act_fn.{name}"] for name in ("alpha_p", "alpha_n")]
+        yield "mlp.xielu", [np.concatenate(numbers).astype(np.float32)] * tp
     for name, parts in _outer(source, own, theirs, tp):
         yield f"mlp.{name}", parts
 
@@ -366,7 +376,7 @@ OURS: dict[str, Family] = {
             "unrotated_layers": [False, False, False, True],
         },
         shards=(SHARDS[1],),
-        logits=({}, {"sliding_window_pattern": 2, "attention_bias": True}),
+        logits=({}, {"sliding_window_pattern": 2, "attention_bias": True, "head_dim": 32}),
         constants=ROPE_BASE | LAYER_WINDOWS,
     ),
     "glm": _family(
@@ -475,6 +485,26 @@ OURS: dict[str, Family] = {
         shards=(SHARDS[0] | BIASED, SHARDS[1]),
         logits=({}, BIASED | {"rope_scaling": YARN}),
         constants=ROPE_BASE,
+    ),
+    "apertus": _family(
+        "ApertusForCausalLM",
+        "apertus",
+        "Apertus",
+        {"hidden_act": "xielu"},
+        {
+            "hidden_act": "xielu",
+            "rotary_base": 12e6,
+            "rotary_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+        shards=(SHARDS[0], SHARDS[1] | {"attention_bias": True}),
+        logits=({}, {"attention_bias": True, "head_dim": 32, "rope_scaling": YARN}),
+        constants=ROPE_BASE | ROPE_SCALING,
     ),
     "jais2": _family(
         "Jais2ForCausalLM",

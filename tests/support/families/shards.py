@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,18 @@ NORMS = {
     "post_feedforward_layernorm": "post_feedforward_layernorm",
     "attention.q_layernorm": "self_attn.q_norm",
     "attention.k_layernorm": "self_attn.k_norm",
+}
+
+# Families with other names for some.
+NORMS_OF = {
+    "afmoe": {
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+    "hunyuan_v1_moe": {
+        "attention.q_layernorm": "self_attn.query_layernorm",
+        "attention.k_layernorm": "self_attn.key_layernorm",
+    },
 }
 
 
@@ -50,6 +63,12 @@ MIXTURES = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v2": Mixture(shared="mlp.shared_experts"),
     "dots1": _DEEPSEEK,
+    "solar_open": _DEEPSEEK,
+    "flex_olmo": Mixture(),
+    "ernie4_5_moe": replace(_DEEPSEEK, correction="mlp.moe_statics.e_score_correction_bias"),
+    "hunyuan_v1_moe": Mixture(router="mlp.gate.wg", shared="mlp.shared_mlp"),
+    "exaone_moe": replace(_DEEPSEEK, correction="mlp.e_score_correction_bias"),
+    "afmoe": replace(_DEEPSEEK, router="mlp.router.gate", correction="mlp.expert_bias"),
     "gpt_oss": Mixture(router="mlp.router", experts="mlp.experts.", parts=None),
 }
 
@@ -75,7 +94,8 @@ def split_qkv(q: Array, k: Array, v: Array, head_size: int, tp: int) -> list[Arr
 def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
     """Return the expected checkpoint of a model with Llama's tensor names: tp ranks, ep of them for experts."""
     head_size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    gemma = hf["model_type"].startswith("gemma")
+    kind = hf["model_type"]
+    gemma, own_norms = kind.startswith("gemma"), NORMS_OF.get(kind, {})
     ranks: list[Tensors] = [{} for _ in range(tp)]
 
     def put(name: str, parts: list[Array]) -> None:
@@ -84,14 +104,13 @@ def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> li
 
     table = source["model.embed_tokens.weight"]
     put("transformer.vocab_embedding.weight", split_vocabulary(table, tp) if gemma else [table] * tp)
-    for name, norm in _norms(source, hf["num_hidden_layers"], offset=1 if gemma else 0).items():
+    for name, norm in _norms(source, hf["num_hidden_layers"], NORMS | own_norms, offset=1 if gemma else 0).items():
         put(name, [norm] * tp)
     put("lm_head.weight", split_vocabulary(table if hf["tie_word_embeddings"] else source["lm_head.weight"], tp))
     for layer in range(hf["num_hidden_layers"]):
         theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
-        for kind in _kinds(source, f"{theirs}self_attn.k_proj"):
-            q, k, v = (source[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv")
-            put(f"{ours}attention.qkv.{kind}", split_qkv(q, k, v, head_size, tp))
+        for name, parts in _queries(source, theirs, head_size, tp):
+            put(ours + name, parts)
         for name, their_name in (("attention.dense", "self_attn.o_proj"), ("mlp.proj", "mlp.down_proj")):
             for kind in _kinds(source, theirs + their_name):
                 whole = source[f"{theirs}{their_name}.{kind}"]
@@ -102,6 +121,14 @@ def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> li
         for name, parts in expert_parts(source, hf, theirs, tp, ep).items():
             put(ours + name, parts)
     return ranks
+
+
+def _queries(source: Tensors, theirs: str, head_size: int, tp: int) -> Iterator[tuple[str, list[Array]]]:
+    for kind in _kinds(source, f"{theirs}self_attn.k_proj"):
+        q, k, v = (source[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv")
+        yield f"attention.qkv.{kind}", split_qkv(q, k, v, head_size, tp)
+    if (gate := f"{theirs}self_attn.gate_proj.weight") in source:
+        yield "attention.gate.weight", split_rows(source[gate], tp)
 
 
 def latent_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
@@ -169,12 +196,12 @@ def expert_parts(source: Tensors, hf: dict[str, Any], prefix: str, tp: int, ep: 
     return found
 
 
-def _norms(source: Tensors, layers: int, *, offset: int) -> Tensors:
+def _norms(source: Tensors, layers: int, kinds: dict[str, str], *, offset: int) -> Tensors:
     names = {"transformer.ln_f.weight": "model.norm.weight"}
     for layer in range(layers):
         names |= {
             f"transformer.layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
-            for ours, theirs in NORMS.items()
+            for ours, theirs in kinds.items()
         }
     stored = {ours: source[theirs] for ours, theirs in names.items() if theirs in source}
     return {name: (values.astype(np.float32) + offset).astype(values.dtype) for name, values in stored.items()}

@@ -27,7 +27,9 @@ def _ranks_of(whole: Callable[[Tensors, Config], Named], source: Tensors, hf: Co
             parts = split_qkv(q, k, v, size, tp)
         elif name == "lm_head.weight":
             parts = split_vocabulary(values, tp)
-        elif name.endswith(("mlp.fc.weight", "mlp.shared_expert.fc.weight")) and hf["model_type"] == "granitemoehybrid":
+        elif name.endswith(("mlp.fc.weight", "mlp.shared_expert.fc.weight")) and hf["model_type"].startswith(
+            "granitemoe"
+        ):
             halves = [split_rows(half, tp) for half in np.split(values, 2)]
             parts = [np.concatenate(pair) for pair in zip(*halves, strict=True)]
         elif name.endswith(("mlp.fc.weight", "mlp.gate.weight", "attention.gate.weight")):
@@ -150,14 +152,19 @@ def _with_experts(ranks: list[Tensors], source: Tensors, hf: Config, tp: int, ep
     return ranks
 
 
+def granite_layers(config: Mapping[str, Any]) -> list[str]:
+    """Return "mamba" or "attention" of each layer; Granite 3 has no list of them."""
+    return config.get("layer_types") or ["attention"] * config["num_hidden_layers"]
+
+
 def granite_tensors(config: Mapping[str, Any]) -> Shapes:
     hidden, vocab, kv_heads = config["hidden_size"], config["vocab_size"], config["num_key_value_heads"]
     size, shared = hidden // config["num_attention_heads"], config["shared_intermediate_size"]
-    heads, inner = config["mamba_n_heads"], 2 * hidden
-    channels = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    heads, inner = config.get("mamba_n_heads", 0), 2 * hidden
+    channels = inner + 2 * config.get("mamba_n_groups", 0) * config.get("mamba_d_state", 0)
     count, own = config["num_local_experts"], config["intermediate_size"]
     yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer, kind in enumerate(config["layer_types"]):
+    for layer, kind in enumerate(granite_layers(config)):
         name = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{name}{norm}.weight", (hidden,)
@@ -171,8 +178,9 @@ def granite_tensors(config: Mapping[str, Any]) -> Shapes:
             yield from ((f"{name}mamba.{part}", (heads,)) for part in ("A_log", "dt_bias", "D"))
             yield f"{name}mamba.norm.weight", (inner,)
             yield f"{name}mamba.out_proj.weight", (hidden, inner)
-        yield f"{name}shared_mlp.input_linear.weight", (2 * shared, hidden)
-        yield f"{name}shared_mlp.output_linear.weight", (hidden, shared)
+        if shared:
+            yield f"{name}shared_mlp.input_linear.weight", (2 * shared, hidden)
+            yield f"{name}shared_mlp.output_linear.weight", (hidden, shared)
         if count:
             yield f"{name}block_sparse_moe.router.layer.weight", (count, hidden)
             yield f"{name}block_sparse_moe.input_linear.weight", (count, 2 * own, hidden)
@@ -187,7 +195,7 @@ def _granite(source: Tensors, hf: Config) -> Named:
     yield "transformer.vocab_embedding.weight", table
     yield "lm_head.weight", source.get("lm_head.weight", table)
     yield "transformer.ln_f.weight", source["model.norm.weight"]
-    for layer, kind in enumerate(hf["layer_types"]):
+    for layer, kind in enumerate(granite_layers(hf)):
         theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
         yield f"{ours}input_layernorm.weight", source[f"{theirs}input_layernorm.weight"]
         yield f"{ours}post_layernorm.weight", source[f"{theirs}post_attention_layernorm.weight"]
@@ -197,6 +205,8 @@ def _granite(source: Tensors, hf: Config) -> Named:
             yield f"{ours}attention.dense.weight", source[f"{theirs}self_attn.o_proj.weight"]
         else:
             yield from _state_space(source, f"{theirs}mamba.", ours)
+        if not hf["shared_intermediate_size"]:
+            continue
         gate, up = np.split(source[f"{theirs}shared_mlp.input_linear.weight"], 2)
         place = "mlp.shared_expert" if hf["num_local_experts"] else "mlp"
         yield f"{ours}{place}.fc.weight", np.concatenate([up, gate])
@@ -384,11 +394,63 @@ def _nemotron(source: Tensors, hf: Config) -> Named:
             yield f"{ours}mlp.proj.weight", source[f"{theirs}down_proj.weight"]
 
 
+def falcon_tensors(config: Mapping[str, Any]) -> Shapes:
+    hidden, vocab, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    rows, kv_rows = hidden, hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    heads, width, biased = config["mamba_n_heads"], config["mamba_d_ssm"], config.get("mamba_proj_bias")
+    channels = width + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        yield from ((f"{name}{norm}.weight", (hidden,)) for norm in ("input_layernorm", "pre_ff_layernorm"))
+        for part, count in {"q": rows, "k": kv_rows, "v": kv_rows, "o": rows}.items():
+            yield f"{name}self_attn.{part}_proj.weight", (count, hidden)
+        for part, shape in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
+            yield f"{name}feed_forward.{part}_proj.weight", shape
+        yield f"{name}mamba.in_proj.weight", (width + channels + heads, hidden)
+        yield f"{name}mamba.conv1d.weight", (channels, 1, config["mamba_d_conv"])
+        yield f"{name}mamba.conv1d.bias", (channels,)
+        yield from ((f"{name}mamba.{part}", (heads,)) for part in ("A_log", "dt_bias", "D"))
+        yield f"{name}mamba.out_proj.weight", (hidden, width)
+        if config["mamba_rms_norm"]:
+            yield f"{name}mamba.norm.weight", (width,)
+        if biased:
+            yield f"{name}mamba.in_proj.bias", (width + channels + heads,)
+            yield f"{name}mamba.out_proj.bias", (hidden,)
+    yield "model.final_layernorm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def _falcon(source: Tensors, hf: Config) -> Named:
+    table = source["model.embed_tokens.weight"]
+    yield "transformer.vocab_embedding.weight", table
+    yield "lm_head.weight", source.get("lm_head.weight", table)
+    yield "transformer.ln_f.weight", source["model.final_layernorm.weight"]
+    for layer in range(hf["num_hidden_layers"]):
+        theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
+        yield f"{ours}input_layernorm.weight", source[f"{theirs}input_layernorm.weight"]
+        yield f"{ours}post_layernorm.weight", source[f"{theirs}pre_ff_layernorm.weight"]
+        qkv = [source[f"{theirs}self_attn.{part}_proj.weight"] for part in "qkv"]
+        yield f"{ours}attention.qkv.weight", np.concatenate(qkv)
+        yield f"{ours}attention.dense.weight", source[f"{theirs}self_attn.o_proj.weight"]
+        for one, other in {"fc": "gate", "gate": "up", "proj": "down"}.items():
+            yield f"{ours}mlp.{one}.weight", source[f"{theirs}feed_forward.{other}_proj.weight"]
+        yield from _state_space(source, f"{theirs}mamba.", ours)
+
+
+def falcon_ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensors]:
+    assert ep == 1
+    return _ranks_of(_falcon, source, hf, tp)
+
+
 def _state_space(source: Tensors, theirs: str, ours: str) -> Named:
     yield f"{ours}mixer.conv.weight", source[f"{theirs}conv1d.weight"][:, 0]
     yield f"{ours}mixer.conv.bias", source[f"{theirs}conv1d.bias"]
     for part in ("in_proj", "out_proj", "norm"):
-        yield f"{ours}mixer.{part}.weight", source[f"{theirs}{part}.weight"]
+        for kind in ("weight", "bias"):
+            if (values := source.get(f"{theirs}{part}.{kind}")) is not None:
+                yield f"{ours}mixer.{part}.{kind}", values
     for one, other in {"decay": "A_log", "time_bias": "dt_bias", "skip": "D"}.items():
         yield f"{ours}mixer.{one}", source[f"{theirs}{other}"].astype(np.float32)
 
@@ -493,6 +555,31 @@ GRANITE_KEYS: Config = EXPECTED | {
     "ssm_bias": False,
     "superset": ["the family Granite"],
 }
+GRANITE_MOE: Config = LLAMA.config | {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "model_type": "granitemoe",
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 8.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 0,
+}
+GRANITE_MOE_KEYS: Config = EXPECTED | {
+    "hidden_act": "swiglu",
+    "intermediate_size": 32,
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 8.0,
+    "moe": MOE_KEYS["moe"] | {"shared_expert_intermediate_size": 0},
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 0,
+    "shared_expert_gate": False,
+    "superset": ["the family Granite"],
+}
 NEMOTRON: Config = {key: value for key, value in LLAMA.config.items() if key not in ("rms_norm_eps", "hidden_act")} | {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
@@ -524,6 +611,17 @@ NEMOTRON_KEYS: Config = EXPECTED | {
     "ssm_conv_bias": True,
     "ssm_bias": False,
     "superset": ["the family Nemotron-H"],
+}
+FALCON_FACTORS: Config = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.75,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "mlp_multipliers": [0.8, 1.2],
+    "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.9],
 }
 WITH_STATES: dict[str, Family] = {
     "lfm2": Family(
@@ -655,6 +753,37 @@ WITH_STATES: dict[str, Family] = {
         int4=0.6,
         constants=EXPERTS,
     ),
+    "granite_moe": Family(
+        tensors=granite_tensors,
+        ranks=granite_ranks,
+        config=GRANITE_MOE,
+        expected=GRANITE_MOE_KEYS,
+        nvidia=False,
+        shards=({},),
+        logits=({}, {"attention_multiplier": 0.3, "tie_word_embeddings": True}),
+        int4=0.6,
+        constants=ROPE_BASE | EXPERTS,
+    ),
+    "granite_moe_shared": Family(
+        tensors=granite_tensors,
+        ranks=granite_ranks,
+        config=GRANITE_MOE
+        | {
+            "architectures": ["GraniteMoeSharedForCausalLM"],
+            "model_type": "granitemoeshared",
+            "shared_intermediate_size": 48,
+        },
+        expected=GRANITE_MOE_KEYS
+        | {
+            "moe": MOE_KEYS["moe"] | {"shared_expert_intermediate_size": 48},
+            "moe_shared_expert_intermediate_size": 48,
+        },
+        nvidia=False,
+        shards=({},),
+        logits=({},),
+        int4=0.6,
+        constants=ROPE_BASE | EXPERTS,
+    ),
     "nemotron_h": Family(
         tensors=nemotron_tensors,
         ranks=nemotron_ranks,
@@ -696,5 +825,63 @@ WITH_STATES: dict[str, Family] = {
         logits=({"hybrid_override_pattern": "ME*E"}, {"hybrid_override_pattern": "ME*-E"}),
         int4=0.6,
         constants=EXPERTS,
+    ),
+    "falcon_h1": Family(
+        tensors=falcon_tensors,
+        ranks=falcon_ranks,
+        config=LLAMA.config
+        | FALCON_FACTORS
+        | {
+            "architectures": ["FalconH1ForCausalLM"],
+            "model_type": "falcon_h1",
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 12,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 4,
+            "mamba_rms_norm": False,
+        },
+        expected=EXPECTED
+        | {
+            "mixer_layers": [0, 1],
+            "mixer_beside": True,
+            "ssm_heads": 8,
+            "ssm_head": 12,
+            "ssm_groups": 2,
+            "ssm_state": 16,
+            "ssm_taps": 4,
+            "ssm_norm_groups": 0,
+            "ssm_norm_first": True,
+            "ssm_conv_bias": True,
+            "ssm_bias": False,
+            "ssm_gate_factor": 0.625,
+            "ssm_input_factor": 0.9375,
+            "ssm_b_factor": 1.5625,
+            "ssm_c_factor": 1.875,
+            "ssm_step_factor": 1.125,
+            "ssm_out_multiplier": 0.6,
+            "mlp_gate_multiplier": 0.8,
+            "mlp_down_multiplier": 1.2,
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+            "key_multiplier": 1.6875,
+            "attention_out_multiplier": 0.7 * 1.5,
+            "superset": ["the family Falcon-H1"],
+        },
+        nvidia=False,
+        shards=({"vocab_size": 323},),
+        logits=(
+            {},
+            {
+                "mamba_rms_norm": True,
+                "mamba_norm_before_gate": False,
+                "mamba_proj_bias": True,
+                "projectors_bias": True,
+                "ssm_in_multiplier": 1.0,
+            },
+            {"mamba_rms_norm": True, "mamba_n_groups": 4, "mlp_multipliers": None, "ssm_multipliers": None},
+        ),
+        constants=ROPE_BASE,
     ),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
@@ -43,6 +44,7 @@ FAMILIES: dict[str, str] = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
     "GPT2LMHeadModel": "gpt2",
@@ -56,7 +58,14 @@ FAMILIES: dict[str, str] = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "Dots1ForCausalLM": "dots1",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "SolarOpenForCausalLM": "glm4_moe",
     "OlmoeForCausalLM": "olmoe",
+    "FlexOlmoForCausalLM": "olmoe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "ExaoneMoeForCausalLM": "exaone_moe",
+    "AfmoeForCausalLM": "afmoe",
+    "ApertusForCausalLM": "apertus",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "deepseek_v3",
@@ -85,10 +94,13 @@ FAMILIES: dict[str, str] = {
     "IQuestCoderForCausalLM": "internlm3",
     "ExaoneForCausalLM": "exaone",
     "HyperCLOVAXForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granite_moe",
+    "GraniteMoeSharedForCausalLM": "granite_moe",
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "NemotronHForCausalLM": "nemotron_h",
+    "FalconH1ForCausalLM": "falcon_h1",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_next",
     "Qwen3_5MoeForCausalLM": "qwen3_next",
@@ -109,13 +121,18 @@ _SAVED_AS_LLAMA = {
 }
 
 
+# transformers' name of a family as far as it follows from the architecture's → module.
+_KINDS = {re.sub("ForCausalLM|LMHeadModel|_", "", name).lower(): module for name, module in FAMILIES.items()}
+
+
 class UnknownArchitectureError(UnsupportedModelError):
     """No family has this architecture."""
 
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
         super().__init__(
-            f"Architecture {architecture} is not supported. Supported: {', '.join([*FAMILIES, *sorted(WITH_IMAGES)])}.",
+            f"Architecture {architecture:.99} is not supported. "
+            f"Supported: {', '.join([*FAMILIES, *sorted(WITH_IMAGES)])}.",
             hint="Choose a model with one of these in its config.json.",
         )
 
@@ -137,9 +154,17 @@ def text_model(hf: HfConfig) -> HfConfig:
     architecture = architecture_of(hf)
     if architecture in WITH_IMAGES:
         return text_config(hf)
-    if architecture == "LlamaForCausalLM" and hf.get("model_type") in _SAVED_AS_LLAMA:
-        return {**hf, "architectures": [_SAVED_AS_LLAMA[hf["model_type"]]]}
-    return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
+    if architecture == "LlamaForCausalLM" and (saved := _SAVED_AS_LLAMA.get(str(hf.get("model_type")))):
+        return {**hf, "architectures": [saved]}
+    family_name = _RENAMED.get(architecture, architecture)
+    kind = str(hf.get("model_type")).removesuffix("_text").replace("_", "")
+    module = FAMILIES.get(family_name)
+    if module is not None and _KINDS.get(kind, module) != module:
+        raise UnsupportedModelError(
+            f"config.json names two families: model_type = {hf['model_type']} and the architecture {architecture}.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    return hf if family_name == architecture else {**hf, "architectures": [family_name]}
 
 
 def checkpoint_targets(config: CheckpointConfig) -> list[Target]:
@@ -182,12 +207,17 @@ def architecture_of(hf: HfConfig) -> str:
     names = hf.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedModelError(
-            f"config.json gives architectures = {names!r}; expected a list of names.",
+            f"config.json gives architectures = {names!r:.80}; expected a list of names.",
             hint="Take config.json from the model's own repository.",
         )
     if not names:
         raise UnsupportedModelError(
             "config.json names no architecture.", hint="Take config.json from the model's own repository."
+        )
+    if len({FAMILIES[name] for name in names if name in FAMILIES}) > 1:
+        raise UnsupportedModelError(
+            f"config.json names several architectures: {', '.join(names)[:200]}; expected one.",
+            hint="Leave the one that the weights are for.",
         )
     first: str = names[0]
     return first

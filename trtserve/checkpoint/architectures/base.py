@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -13,6 +12,9 @@ from trtserve.errors import UnsupportedModelError
 from trtserve.specs.options import INT32
 
 _MOST_PARTS = 10_000
+_MOST_HEADS = 65_536
+_MOST_IN_A_ROW = 1 << 20
+_FLOAT32_MAX = 3.4e38
 
 HfConfig = Mapping[str, Any]
 
@@ -26,7 +28,10 @@ Positions = Literal["rope", "learned", "alibi"]
 #   experts  several fused MLPs; a router picks some of them for each token. Layers without experts are gated
 Mlp = Literal["gated", "plain", "fused", "experts"]
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+
+# With α₊ = softplus(a), α₋ = ½ + softplus(b) and a layer's tensor `mlp.xielu` = (a, b), xIELU is α₊ x² + ½ x for x > 0,
+# else α₋ (exp(x) − 1 − x) + ½ x (arXiv 2411.13010). Its MLP is plain.
 
 # Names in Hugging Face configs.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -134,7 +139,8 @@ class Experts:
     """Mixture of experts: the router sends each token to its best experts and weights their outputs by their scores.
 
     Tensors that a layer may have besides its matrices: `router.bias`, added before scores are made of the products,
-    `router.correction`, added to the scores only to choose by them, and the biases of `fc` and `proj`.
+    `router.correction`, added to the scores only to choose by them, `router.scale`, by which the weights of the chosen
+    experts are multiplied, and the biases of `fc` and `proj`.
     """
 
     count: int  # experts per layer
@@ -143,6 +149,9 @@ class Experts:
     scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each for itself
     shared: bool = False  # one more expert sees every token
     shared_gate: bool = True  # its output is weighted by the sigmoid of its gate
+    # Both have norms of their own: `pre_experts`, `post_experts` and `post_shared`, whose names end with `_layernorm`.
+    # The router sees what `router_norm` makes of the states before them, / √hidden (Gemma 4).
+    apart: bool = False
     groups: int = 1  # experts form groups of neighbours; those of the `chosen_groups` best groups can be chosen
     chosen_groups: int = 1
     group_scores: int = 2  # a group's score is the sum of so many of its experts' best scores
@@ -198,11 +207,21 @@ class Decoder:
     attention_softcap: float | None = None  # c: scores become c · tanh(score / c)
     logits_softcap: float | None = None  # the same for logits
     attention_sinks: bool = False  # a learned score per head takes its share of the softmax and adds nothing (gpt-oss)
+    value_norm: bool = False  # each head's values are normed, by the RMS alone (Gemma 4)
+    key_layers: tuple[int, ...] = ()  # the layer whose keys and values each layer uses; (): its own
+    # So many numbers for each token and layer, of a table and of a product of the embedding, are an input to the layer
+    # after its MLP; 0: none (Gemma 3n and 4).
+    layer_inputs: int = 0
+    layer_scales: bool = False  # what a layer returns is multiplied by a learned number
     attention_gate: bool = False  # what heads attend to is multiplied by the sigmoid of a product (Qwen3-Next)
     latent: LatentAttention | None = None
     experts: Experts | None = None
     mixer: Mixer | None = None  # of layers with a state
     mixer_layers: frozenset[int] = frozenset()  # the layers that have it instead of attention
+    mixer_beside: bool = False  # they have it beside attention: both see the same and are added (Falcon-H1)
+    attention_factor: float = 1.0  # multiplies what attention adds
+    gate_factor: float = 1.0  # multiplies what a gated MLP activates
+    mlp_factor: float = 1.0  # multiplies what a gated MLP adds
     mlp_layers: frozenset[int] = frozenset()  # of a decoder of single blocks: layers with neither
 
     @property
@@ -217,6 +236,10 @@ class Decoder:
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer, or None for one with a single MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def key_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer uses."""
+        return self.key_layers[layer] if self.key_layers else layer
 
     def window(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, or None for full attention."""
@@ -246,6 +269,8 @@ class ExpertNames:
     shared_fused: bool = False  # with input_linear, the gate first, and output_linear instead (Granite 4)
     correction: str | None = None  # the whole name of what is added to scores to choose by
     router_bias: bool = False
+    router_norm: str | None = None  # the whole name of the weight of a norm before the router
+    scale: str | None = None  # the whole name of the factors of the experts' weights
     biases: bool = False  # of the experts' matrices
     transposed: bool = False  # the experts' matrices are stored [in, out]
     plain: bool = False  # `up` is activated; there is no factor
@@ -275,9 +300,13 @@ class SourceNames:
     gate: str | None = None  # of a gated MLP; `fc` is the activated branch
     experts: ExpertNames | None = None  # instead of the MLP, but for layers that are dense
     latent: bool = False  # latent attention instead of `qkv` and `dense`
+    attention_gate: str | None = None  # what heads attend to is multiplied by the sigmoid of this product
     gated_queries: bool = False  # the first of `qkv` has each head's query and then its gate
     single: bool = False  # a layer has attention, a state or an MLP, after one norm
     mixer: Sequence[MixerTensor] = ()  # instead of attention, in layers with a state
+    xielu: tuple[str, ...] = ()  # the whole names of the activation's two numbers
+    values_are_keys: bool = False  # layers without a window have keys, which are their values before norms (Gemma 4)
+    layer_scale: str | None = None  # the whole name of the number that a layer's result is multiplied by
     sinks: str | None = None  # the whole name of the scores of attention's sinks
     head_norms: Mapping[str, str] = field(default_factory=dict)  # of queries and keys; `{}` for the number of a head
     # The weights of `head_norms`: one for all heads [D], one for each [H, D], or all in a row [H · D].
@@ -348,13 +377,13 @@ def decoder_sizes(hf: HfConfig, **keys: str) -> dict[str, Any]:
 
 def require_sizes(config: Mapping[str, Any], *keys: str) -> None:
     """Raise UnsupportedModelError unless all `keys` are positive integers, and no absurd ones."""
-    large = [f"{key} = {config[key]}" for key in keys if _is_size(config.get(key)) and config[key] > _most(key)]
+    large = [f"{key} = {config[key]!r:.80}" for key in keys if is_size(config.get(key)) and config[key] > _most(key)]
     if large:
         raise UnsupportedModelError(
             f"config.json has {', '.join(large)}; no model is that large.",
             hint="Use the config.json that was published with the weights.",
         )
-    wrong = [f"{key} = {config.get(key)!r}" for key in keys if not _is_size(config.get(key))]
+    wrong = [f"{key} = {config.get(key)!r:.80}" for key in keys if not is_size(config.get(key))]
     if wrong:
         raise UnsupportedModelError(
             f"config.json has {', '.join(wrong)}; expected positive integers.",
@@ -363,14 +392,18 @@ def require_sizes(config: Mapping[str, Any], *keys: str) -> None:
 
 
 def _most(key: str) -> int:
-    """Return the largest value of a size: layers and experts are counted one by one."""
-    counts = key.startswith(("num_", "n_")) and ("layer" in key or "expert" in key)
-    return _MOST_PARTS if counts else INT32
+    """Return the largest value of a size: layers, experts and the numbers of a head are counted one by one."""
+    if key.startswith(("num_", "n_")) and ("layer" in key or "expert" in key):
+        return _MOST_PARTS
+    if "head" in key:
+        return _MOST_HEADS
+    return INT32 if any(word in key for word in ("vocab", "position", "inter", "inner", "ffn")) else _MOST_IN_A_ROW
 
 
 def require_numbers(config: Mapping[str, Any], *keys: str) -> None:
     """Raise UnsupportedModelError when one of `keys` is present but not a positive number."""
-    wrong = [f"{key} = {config[key]!r}" for key in keys if config.get(key) is not None and not _is_number(config[key])]
+    given = {key: config[key] for key in keys if config.get(key) is not None}
+    wrong = [f"{key} = {value!r:.80}" for key, value in given.items() if not is_number(value)]
     if wrong:
         raise UnsupportedModelError(
             f"config.json has {', '.join(wrong)}; expected positive numbers.",
@@ -378,11 +411,13 @@ def require_numbers(config: Mapping[str, Any], *keys: str) -> None:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def is_number(value: object) -> bool:
+    """Return whether a value is a positive number of float32."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _FLOAT32_MAX
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
+    """Return whether a value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_numbers
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX
 from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
@@ -20,7 +20,6 @@ _DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": TIED}
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config and Cohere's factor of logits; in Cohere 2 layers without a window have no positions."""
-    require_numbers(hf, "logit_scale", "layer_norm_eps")
     own = {
         "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
         "logit_scale": float(hf.get("logit_scale", 0.0625)),
@@ -33,7 +32,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(hf["num_hidden_layers"])
     ]
     windows = windows_of(kinds, hf.get("sliding_window", 4096))
-    config = llama.own_config({**hf, "head_dim": None}, "Cohere 2", defaults=_DEFAULTS, windows=windows)
+    config = llama.own_config(hf, "Cohere 2", defaults=_DEFAULTS, windows=windows)
     return config | own | {"unrotated_layers": [window is None for window in windows]}
 
 

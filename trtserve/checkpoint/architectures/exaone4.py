@@ -19,6 +19,7 @@ __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the windows, and the layers without rotation: those without a window, if any has one."""
+    name = "K-EXAONE" if hf["architectures"][0] == "ExaoneMoeForCausalLM" else "EXAONE 4"
     window, pattern = hf.get("sliding_window", 4096), hf.get("sliding_window_pattern", 4)
     layers = range(int(hf["num_hidden_layers"]))
     kinds = layer_kinds(hf)
@@ -30,7 +31,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             )
         kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
     windows = windows_of(kinds or ["full_attention"] * len(layers), window)
-    config = llama.own_config(hf, "EXAONE 4", defaults={"rms_norm_eps": 1e-5}, windows=windows)
+    config = llama.own_config(hf, name, defaults={"rms_norm_eps": 1e-5}, windows=windows)
     return config | ({} if window is None else {"unrotated_layers": [each is None for each in windows]})
 
 

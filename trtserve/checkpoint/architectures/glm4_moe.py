@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: sigmoid routers with corrections, a shared expert, dense first layers, half a head rotated."""
+"""GLM-4.5 – 4.7 and Solar Open: sigmoid routers with corrections, a shared expert; GLM rotates a part of each head."""
 
 from __future__ import annotations
 
@@ -22,12 +22,28 @@ EXPERTS = ExpertNames(
     shared="mlp.shared_experts",
     correction="mlp.gate.e_score_correction_bias",
 )
-_DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
+# transformers' defaults for absent keys. All layers of Solar Open have experts.
+_GLM: dict[str, Any] = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
+_SOLAR: dict[str, Any] = {
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1280,
+}
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's sizes, the experts, and what the attention has."""
-    common = llama.common_config({**_DEFAULTS, **hf}, longest=131072, partial=True)
+    if solar := hf["architectures"][0] == "SolarOpenForCausalLM":
+        hf = {**_SOLAR, **hf, "first_k_dense_replace": 0, "use_qk_norm": False}
+        hf.setdefault("intermediate_size", hf["moe_intermediate_size"])
+    else:
+        hf = {**_GLM, **hf}
+    common = llama.common_config(hf, longest=131072, partial=not solar)
     return {
         **common,
         **deepseek_experts(hf),

@@ -13,7 +13,6 @@ from trtserve.checkpoint.architectures.base import (
     SourceNames,
     decoder_sizes,
     require_activation,
-    require_numbers,
     superset,
 )
 from trtserve.checkpoint.architectures.parts.positions import (
@@ -34,9 +33,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     sizes = decoder_sizes(hf, intermediate_size="intermediate_size")
     disabled = [key for key in _SWITCHES if not hf.get(key, True)]
     require_activation(hf.get("hidden_act", "gelu"), "gelu", "gelu_tanh", "relu")
-    require_numbers(hf, "rotary_emb_base")
-    part = rotary_fraction(hf, default=0.25)
-    base, scaling = own_rotary(hf, default=hf.get("rotary_emb_base", 10000))
+    # transformers goes by these keys alone, unless the rotary parameters say more.
+    own = {**hf, "rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct")}
+    part = rotary_fraction(own, default=0.25)
+    base, scaling = own_rotary(own)
     return {
         **sizes,
         "hidden_act": hf.get("hidden_act", "gelu"),

@@ -5,6 +5,7 @@ Published as MXFP4, in which an expert's matrices are stored [out, in]; copies i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from trtserve.checkpoint.architectures.base import (
     SourceNames,
     moe_object,
     require_activation,
-    require_numbers,
     superset,
 )
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
@@ -65,7 +65,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
         hf["rope_scaling"] = _YARN
     require_activation(hf.get("hidden_act", "silu"), "silu")
-    require_numbers(hf, "swiglu_alpha", "swiglu_limit")
     experts, chosen = expert_counts(hf, "num_local_experts")
     kinds = layer_kinds(hf) or [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(hf["num_hidden_layers"])
@@ -80,13 +79,25 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "swiglu_alpha": float(hf["swiglu_alpha"]),
         "swiglu_limit": float(hf["swiglu_limit"]),
         **window_keys(windows_of(kinds, hf["sliding_window"])),
+        **({"halves_apart": True} if _method(hf) == "gguf" else {}),
         **superset(*common.get("superset", ()), "attention sinks", "clamped gates and biases of experts"),
     }
 
 
+def _method(hf: HfConfig) -> object:
+    quantization = hf.get("quantization_config")
+    return quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+
+
 def names(config: CheckpointConfig) -> SourceNames:
-    """Return the names of the source tensors; those of experts are parts of one tensor (`source.read_source`)."""
-    experts = replace(_EXPERTS, transposed=config.own("quant_method", "") != "mxfp4")
+    """Return the names of the source tensors; those of experts are parts of one tensor (`source.read_source`).
+
+    In a GGUF file gates and factors are tensors of their own (`halves_apart`).
+    """
+    if config.own("halves_apart", False):
+        experts = replace(_EXPERTS, gate="mlp.experts.{}.gate_proj", up="mlp.experts.{}.up_proj")
+    else:
+        experts = replace(_EXPERTS, transposed=config.own("quant_method", "") != "mxfp4")
     return replace(llama.names(config), experts=experts, sinks="self_attn.sinks")
 
 
@@ -95,5 +106,5 @@ def decoder(config: CheckpointConfig) -> Decoder:
     return replace(
         llama.expert_decoder(config),
         attention_sinks=True,
-        experts=replace(experts_of(config), clamp=clamp, interleaved=True),
+        experts=replace(experts_of(config), clamp=clamp, interleaved=not config.own("halves_apart", False)),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_numbers
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
@@ -27,7 +27,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     Granite's logits are divided by `logits_scaling`, those of HyperCLOVA X multiplied; and this has norms on both sides
     of attention and MLP, unless `use_post_norm` is false.
     """
-    require_numbers(hf, *_FACTORS)
     korean = hf["architectures"][0] == "HyperCLOVAXForCausalLM"
     config = llama.own_config(hf, "HyperCLOVA X" if korean else "Granite", defaults={})
     factors = {key: float(hf.get(key) or 1.0) for key in _FACTORS}

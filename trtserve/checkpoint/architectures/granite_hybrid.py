@@ -14,7 +14,7 @@ from trtserve.checkpoint.architectures.base import (
     SourceNames,
     moe_object,
     require_activation,
-    require_sizes,
+    required,
 )
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
@@ -42,13 +42,14 @@ _DEFAULTS: dict[str, Any] = {
     "time_step_limit": None,
 }
 _OLD = {"mamba": "linear_attention", "attention": "full_attention"}
-_EXPERTS = ExpertNames(
+EXPERTS = ExpertNames(
     router="block_sparse_moe.router.layer",
     gate=None,
     up="block_sparse_moe.experts.{}.input_linear",
     down="block_sparse_moe.experts.{}.output_linear",
     gate_first=True,
 )
+SHARED_EXPERTS = replace(EXPERTS, shared="shared_mlp", shared_fused=True)
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -63,16 +64,18 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             f"config.json has position_embedding_type = {positions!r}; expected rope, nope or null.",
             hint="Use the config.json that was published with the weights.",
         )
-    require_sizes(hf, "shared_intermediate_size", "mamba_n_heads", "mamba_expand")
+    required(hf, "hidden_size", "shared_intermediate_size", "mamba_n_heads", "mamba_expand")
     shared, inner = hf["shared_intermediate_size"], hf["mamba_expand"] * hf["hidden_size"]
-    head = inner // hf["mamba_n_heads"] if hf["mamba_d_head"] == "auto" else hf["mamba_d_head"]
+    if hf["mamba_d_head"] == "auto":
+        hf["mamba_d_head"] = inner // hf["mamba_n_heads"]
+    head = required(hf, "mamba_d_head")["mamba_d_head"]
     if head * hf["mamba_n_heads"] != inner:
         raise UnsupportedModelError(
             f"config.json has mamba_n_heads = {hf['mamba_n_heads']} and mamba_d_head = {hf['mamba_d_head']!r}; "
             f"expected a product of mamba_expand · hidden_size = {inner}."
         )
     own_width = hf.get("intermediate_size", 11008)
-    experts = _experts({**hf, "intermediate_size": own_width}, shared) if hf["num_local_experts"] else {}
+    experts = routed({**hf, "intermediate_size": own_width}, shared) if hf["num_local_experts"] else {}
     return {
         **granite.checkpoint_config({**hf, "layer_types": None, "intermediate_size": own_width if experts else shared}),
         **mixer_keys(hf, "linear_attention", default=None),
@@ -92,7 +95,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def _experts(hf: HfConfig, shared: int) -> dict[str, Any]:
+def routed(hf: HfConfig, shared: int) -> dict[str, Any]:
+    """Return the keys of experts, beside a shared one of `shared` units, or none for 0."""
     experts, chosen = expert_counts(hf, "num_local_experts")
     return {
         "hidden_act": "swiglu",
@@ -106,7 +110,7 @@ def _experts(hf: HfConfig, shared: int) -> dict[str, Any]:
 def names(config: CheckpointConfig) -> SourceNames:
     plain = replace(llama.names(config), mixer=state_space_tensors(config, "mamba."))
     if config.moe.num_experts:
-        return replace(plain, experts=replace(_EXPERTS, shared="shared_mlp", shared_fused=True))
+        return replace(plain, experts=SHARED_EXPERTS)
     return replace(plain, fc="shared_mlp.input_linear", gate=None, gate_up=True, proj="shared_mlp.output_linear")
 
 

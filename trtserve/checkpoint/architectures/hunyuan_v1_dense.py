@@ -25,7 +25,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     if scaling_type(scaling) == "dynamic" and scaling.get("alpha"):
         base, _ = rotary({**hf, "rope_scaling": None, "rope_parameters": {"rope_theta": scaling.get("rope_theta")}})
         size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-        base *= float(scaling["alpha"]) ** (size / (size - 2))
+        base *= float(scaling["alpha"]) ** (size / max(size - 2, 1))
         hf = {**hf, "rope_scaling": None, "rope_parameters": {"rope_theta": base}}
     return llama.own_config({**hf, "mlp_bias": False}, "Hunyuan", defaults={"rms_norm_eps": 1e-5})
 

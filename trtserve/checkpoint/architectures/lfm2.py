@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_numbers, require_sizes
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
 from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, ShortConvolution
@@ -34,8 +34,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", TIED))
     hf = {**_DEFAULTS, **hf, "tie_word_embeddings": tied, "attention_bias": False}
     hf["intermediate_size"] = hf.get("block_ff_dim", hf.get("intermediate_size"))
-    require_sizes(hf, "conv_L_cache", "block_multiple_of", "intermediate_size")
-    require_numbers(hf, "block_ffn_dim_multiplier")
+    required(hf, "num_hidden_layers", "conv_L_cache", "block_multiple_of", "intermediate_size")
     if hf["block_auto_adjust_ff_dim"]:
         inner = int(2 * hf["intermediate_size"] / 3)
         if (factor := hf["block_ffn_dim_multiplier"]) is not None:
@@ -43,7 +42,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             inner = multiple * -(-int(factor * inner) // multiple)
         hf["intermediate_size"] = inner
     attending = hf.get("full_attn_idxs")
-    default = None if attending is None else ["full_attention" if n in attending else "conv" for n in _layers(hf)]
+    layers = range(hf["num_hidden_layers"])
+    default = None if attending is None else ["full_attention" if n in attending else "conv" for n in layers]
     hf["rms_norm_eps"] = hf["norm_eps"]
     return {
         **llama.own_config(hf, "LFM2", defaults={}, windows=()),
@@ -51,10 +51,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "conv_bias": bool(hf["conv_bias"]),
         "conv_L_cache": hf["conv_L_cache"],
     }
-
-
-def _layers(hf: HfConfig) -> range:
-    return range(hf["num_hidden_layers"])
 
 
 def names(config: CheckpointConfig) -> SourceNames:

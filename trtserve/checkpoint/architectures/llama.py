@@ -160,5 +160,5 @@ def decoder(config: CheckpointConfig) -> Decoder:
 
 def expert_decoder(config: CheckpointConfig) -> Decoder:
     """Describe the decoder of a Llama with experts, whose checkpoint has `swiglu` as its activation."""
-    plain = decoder(replace(config, hidden_act="silu"))
+    plain = decoder(replace(config, hidden_act="silu") if config.hidden_act == "swiglu" else config)
     return replace(plain, mlp="experts", experts=experts_of(config))

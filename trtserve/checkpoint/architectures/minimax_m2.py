@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, moe_object, require_sizes, superset
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, moe_object, required, superset
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.mixtral import EXPERTS
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts
@@ -29,7 +29,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's sizes and the experts."""
     hf = {**_DEFAULTS, **hf}
     if hf.get("rotary_dim") is not None:  # what published models say instead of a fraction
-        require_sizes(hf, "rotary_dim", "head_dim")
+        required(hf, "head_dim")
         hf = {"partial_rotary_factor": hf["rotary_dim"] / hf["head_dim"], **hf}
     experts, chosen = expert_counts(hf, "num_local_experts")
     common = llama.common_config(hf, longest=196608, partial=True)

@@ -57,6 +57,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the windows, and how queries grow."""
     layers, name = range(int(hf["num_hidden_layers"])), hf["architectures"][0]
     cwm = name == "CwmForCausalLM"
+    if hf.get("rope_parameters") is None:  # null is the default, too
+        hf = {key: value for key, value in hf.items() if key != "rope_parameters"}
     plain = {**hf, "attention_bias": False, **({} if cwm else {"mlp_bias": False})}
     if name == "Ministral3ForCausalLM":
         return _ministral3(plain)

@@ -68,6 +68,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
                 f"config.json has {key} = {hf[key]!r}, which our runtimes do not compute for {hf['architectures'][0]}.",
                 hint="The vllm runtime reads the model itself and may run it.",
             )
+    if hf.get("mlp_bias") and "moe" in kinds:
+        raise UnsupportedModelError("config.json has mlp_bias = true; no published Nemotron with experts has it.")
     places = {kind: [layer for layer, each in enumerate(kinds) if each == kind] for kind in set(kinds)}
     usual = {"num_hidden_layers": len(kinds), "rms_norm_eps": hf["layer_norm_epsilon"], "hidden_act": "silu"}
     experts = _experts(hf, len(kinds), places["moe"]) if "moe" in places else {}

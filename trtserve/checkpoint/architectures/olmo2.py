@@ -57,6 +57,8 @@ def _flat_rope(hf: HfConfig) -> dict[str, Any]:
         raise UnsupportedModelError("This OLMo 3 scales the rotary embedding of layers with a window.")
     require_numbers(hf, "rope_theta")
     merged = {**full, **rope_parameters({"rope_scaling": hf.get("rope_scaling")})}
+    if merged.get("truncate") is False:  # transformers 5.24 looks for it where nobody writes it
+        raise UnsupportedModelError("config.json has truncate = false in its rotary scaling, which no OLMo 3 has.")
     base = local.get("rope_theta")
     if base is None and (hf.get("rope_theta") or _BASE) != _BASE:
         # transformers 5.24 rotates the layers with a window by its default then; other programs do not.

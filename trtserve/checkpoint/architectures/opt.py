@@ -16,7 +16,6 @@ from trtserve.checkpoint.architectures.base import (
     SourceNames,
     decoder_sizes,
     require_activation,
-    require_sizes,
 )
 from trtserve.errors import UnsupportedModelError
 
@@ -32,8 +31,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             raise UnsupportedModelError(f"This OPT disables {key}, which a TensorRT-LLM checkpoint cannot express.")
     if hf.get("_remove_final_layer_norm"):
         raise UnsupportedModelError("This OPT has no final norm, which a TensorRT-LLM checkpoint cannot express.")
-    if hf.get("word_embed_proj_dim") is not None:
-        require_sizes(hf, "word_embed_proj_dim")
     require_activation(hf.get("activation_function", "relu"))
     return {
         **sizes,

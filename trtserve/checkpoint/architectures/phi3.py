@@ -12,6 +12,7 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     LongRope,
     SourceNames,
+    is_number,
     require_activation,
     required,
 )
@@ -82,16 +83,25 @@ def _unscaled_base(hf: HfConfig) -> float:
 def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
     scaling = rope_parameters(hf)
     original = hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    short, long = scaling.get("short_factor") or [], scaling.get("long_factor") or []
-    if not isinstance(original, int) or original < 2 or not len(short) == len(long) == pairs:
+    factors = (scaling.get(key) for key in ("short_factor", "long_factor"))
+    short, long = (each if isinstance(each, list) else [] for each in factors)
+    sound = len(short) == len(long) == pairs and all(map(is_number, (*short, *long)))
+    if not isinstance(original, int) or original < 2 or not sound:
         raise UnsupportedModelError(
             f"config.json has {len(short)} short and {len(long)} long rotary factors and original_max_position_"
-            f"embeddings = {original!r}; expected {pairs} of each, and a number.",
+            f"embeddings = {original!r}; expected {pairs} positive numbers of each, and a number.",
             hint="Use the config.json that was published with the weights.",
         )
     for key in ("attention_factor", "short_mscale", "long_mscale"):
         if scaling.get(key) is not None:
             raise UnsupportedModelError(f"This Phi 3 sets {key}, which a TensorRT-LLM checkpoint of it cannot express.")
+    factor, longest = scaling.get("factor"), hf.get("max_position_embeddings", 4096)
+    if factor is not None and factor != longest / original:
+        raise UnsupportedModelError(
+            f"config.json has the rotary factor {factor:g} and {longest} positions for {original}; expected "
+            f"{longest / original:g}, which is what other programs read.",
+            hint="Use the config.json that was published with the weights.",
+        )
     return {
         "original_max_position_embeddings": original,
         "longrope_scaling_short_factors": short,

@@ -7,7 +7,15 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama, qwen3
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, moe_object, required, superset
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    SourceNames,
+    moe_object,
+    require_activation,
+    required,
+    superset,
+)
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, RENORMALIZED, expert_counts
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
@@ -30,8 +38,6 @@ _DEFAULTS: dict[str, Any] = {
     "linear_num_value_heads": 32,
     "full_attention_interval": 4,
 }
-# Qwen3.5's experts are parts of one tensor (`source.read_source`).
-_STACKED = replace(EXPERTS, gate=None, up="mlp.experts.{}.gate_up_proj", gate_first=True)
 _LINEAR = tuple(key for key in _DEFAULTS if key.startswith("linear_"))
 
 
@@ -43,6 +49,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         hf.setdefault("intermediate_size", hf.get("moe_intermediate_size"))
     if hf.get("attention_bias"):
         raise UnsupportedModelError("config.json has attention_bias = true; no published model of this family has it.")
+    require_activation(hf.get("hidden_act", "silu"), "silu")  # also of the convolution
     sizes = required(hf, *_LINEAR, "full_attention_interval")
     if hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
         raise UnsupportedModelError(
@@ -84,14 +91,13 @@ def _delta_net(config: CheckpointConfig) -> DeltaNet:
 
 def names(config: CheckpointConfig) -> SourceNames:
     fused = config.own("fused_inputs", False)
-    experts = replace(EXPERTS if fused else _STACKED, shared="mlp.shared_expert") if config.moe.num_experts else None
     return replace(
         llama.NAMES,
         head_norms=qwen3.HEAD_NORMS,
         norm_offset=1.0,
         gated_queries=True,
         mixer=_tensors(_delta_net(config), config.hidden_size, fused=fused),
-        experts=experts,
+        experts=replace(EXPERTS, shared="mlp.shared_expert") if config.moe.num_experts else None,
         unused=(*llama.NAMES.unused, "mtp.*"),
     )
 

@@ -18,7 +18,7 @@ from trtserve.executor.engine.kv_cache import CacheKey
 from trtserve.executor.engine.limits import EngineLimits, EngineOptions
 from trtserve.executor.engine.logits_processing import LogitsProcessor
 from trtserve.executor.engine.lora import AdapterCache
-from trtserve.executor.engine.model import ModelRunner
+from trtserve.executor.engine.model import ChoosingModel, ModelRunner
 from trtserve.executor.engine.requests import BlockUse, GenerationRequest, PromptTable, RequestMetrics
 from trtserve.executor.engine.sampling import SamplingParameters
 from trtserve.executor.engine.sequence import NO_END, Logits, RequestGroup, Sequence, as_tokens
@@ -86,7 +86,8 @@ class Admission:
     ) -> Sequence:
         limits, parameters = self._limits, request.sampling
         prompt, length = as_tokens(request.tokens), len(request.tokens)
-        check_prompt(request, prompt, self._model, limits, reuse=self._reuse)
+        sizes = {"hidden_size": self._model.hidden_size, "max_position": self._model.max_position}
+        check_prompt(request, prompt, limits, reuse=self._reuse, **sizes)
         check_outputs(request, limits, generation_logits=self._generation_logits)
         draft = allowed_draft(request, limits)
         end_id = allowed_end_id(request.end_id, limits)
@@ -101,6 +102,7 @@ class Admission:
             if request.draft.logits is not None:
                 draft_logits = DraftLogits(request.draft.logits.astype(np.float32), request.draft.threshold)
         table = request.prompt_table
+        processor = self._processor(request, prompt, parameters, end_id, guide)
         return Sequence(
             id=number,
             prompt=prompt,
@@ -108,13 +110,13 @@ class Admission:
             end_id=end_id,
             stop_words=StopWords(words, prompt) if words else None,
             parameters=parameters,
-            processor=self._processor(request, prompt, parameters, end_id, guide),
+            processor=processor,
             group=RequestGroup(request.num_sequences, request.num_sequences),
             priority=request.priority,
             key=self._key(request, prompt, length + max_tokens),
             draft=draft,
             draft_logits=draft_logits,
-            drafter=None if request.draft is not None else self._drafter(prompt, parameters),
+            drafter=None if request.draft is not None else self._drafter(prompt, parameters, processor),
             single_step=request.draft is not None,
             prompt_table=None if table is None else np.ascontiguousarray(table.rows, dtype=np.float32),
             positions=None if request.position_ids is None else as_tokens(request.position_ids),
@@ -133,12 +135,13 @@ class Admission:
     def _sibling(self, first: Sequence, request: GenerationRequest, index: int, guide: CompiledGuide) -> Sequence:
         """Return another sequence of the same request, with its own seed and state; everything else is shared."""
         parameters = replace(request.sampling, seed=(request.sampling.seed + index) % 2**64)
+        processor = self._processor(request, first.prompt, parameters, first.end_id, guide)
         return replace(
             first,
             index=index,
             parameters=parameters,
-            drafter=None if first.drafter is None else self._drafter(first.prompt, parameters),
-            processor=self._processor(request, first.prompt, parameters, first.end_id, guide),
+            drafter=None if first.drafter is None else self._drafter(first.prompt, parameters, processor),
+            processor=processor,
             logits=self._logits(request, first.prompt_length),
             metrics=None if first.metrics is None else RequestMetrics(arrival=first.arrival),
             log_probs=None if first.log_probs is None else [],
@@ -146,8 +149,14 @@ class Admission:
             use=BlockUse(),
         )
 
-    def _drafter(self, prompt: npt.NDArray[np.int64], parameters: SamplingParameters) -> NgramDrafter | None:
+    def _drafter(
+        self, prompt: npt.NDArray[np.int64], parameters: SamplingParameters, processor: LogitsProcessor
+    ) -> NgramDrafter | None:
         if not self._drafts or parameters.beam_width > 1:
+            return None
+        # A model that chooses tokens would count those of wrong guesses.
+        counted = (processor.counts, processor.bad_words, processor.guide)
+        if isinstance(self._model, ChoosingModel) and any(each is not None for each in counted):
             return None
         return NgramDrafter(prompt.tolist(), vocab_size=self._limits.vocab_size)
 
@@ -232,7 +241,13 @@ def check_sampling(request: GenerationRequest, limits: EngineLimits) -> None:
 
 
 def check_prompt(
-    request: GenerationRequest, prompt: npt.NDArray[np.int64], model: ModelRunner, limits: EngineLimits, *, reuse: bool
+    request: GenerationRequest,
+    prompt: npt.NDArray[np.int64],
+    limits: EngineLimits,
+    *,
+    hidden_size: int,
+    max_position: int,
+    reuse: bool,
 ) -> None:
     """Check the length, the token ids, the positions, and the prompt table that ids above the vocabulary refer to."""
     length = len(prompt)
@@ -240,7 +255,7 @@ def check_prompt(
         raise RuntimeError(f"Prompt length ({length}) exceeds maximum input length ({limits.max_input_len}).")
     rows = 0
     if request.prompt_table is not None:
-        rows = _check_prompt_table(request.prompt_table, length, model, limits, reuse=reuse)
+        rows = _check_prompt_table(request.prompt_table, length, hidden_size, limits, reuse=reuse)
     lowest, highest = int(prompt.min()), int(prompt.max())
     if lowest < 0 or highest >= limits.vocab_size + rows:
         wrong = lowest if lowest < 0 else highest
@@ -249,13 +264,11 @@ def check_prompt(
     if request.position_ids is not None:
         if len(request.position_ids) != length:
             raise RuntimeError(f"Got {len(request.position_ids)} position ids for a prompt of {length} tokens")
-        if min(request.position_ids) < 0 or max(request.position_ids) >= model.max_position:
-            raise RuntimeError(f"Position ids must be in 0 … {model.max_position - 1}")
+        if min(request.position_ids) < 0 or max(request.position_ids) >= max_position:
+            raise RuntimeError(f"Position ids must be in 0 … {max_position - 1}")
 
 
-def _check_prompt_table(
-    table: PromptTable, length: int, model: ModelRunner, limits: EngineLimits, *, reuse: bool
-) -> int:
+def _check_prompt_table(table: PromptTable, length: int, width: int, limits: EngineLimits, *, reuse: bool) -> int:
     """Check the prompt table and return its number of rows."""
     rows, hidden = table.rows.shape
     most = limits.max_prompt_embedding_table_size
@@ -265,8 +278,8 @@ def _check_prompt_table(
             f"The prompt embedding table has {rows} rows, but the engine was built {built} "
             "(max_prompt_embedding_table_size)"
         )
-    if hidden != model.hidden_size:
-        raise RuntimeError(f"The prompt embedding table has hidden size {hidden}; the model has {model.hidden_size}")
+    if hidden != width:
+        raise RuntimeError(f"The prompt embedding table has hidden size {hidden}; the model has {width}")
     if not np.isfinite(table.rows.astype(np.float32, copy=False)).all():
         raise RuntimeError("The prompt embedding table has values that are not finite")
     extra_ids = table.extra_ids

@@ -109,19 +109,12 @@ class Batch:
 
     def _write_chunk(self, cursor: _Cursor, sequence: Sequence, size: int) -> None:
         """Write context tokens; after the last of them the draft tokens, if there are any."""
-        past, first, number = sequence.computed, cursor.tokens, cursor.sequences
+        past, first = sequence.computed, cursor.tokens
         last = size == sequence.context_left
         tokens = sequence.context[past : past + size]
         if last and sequence.draft:
             tokens = np.concatenate([tokens, np.array(sequence.draft, dtype=np.int64)])
-        end, stop = past + len(tokens), first + len(tokens)
-        sequence.capacity = self._cache.extend(sequence.slots[0], end)
-        self._token_ids[first:stop] = tokens
-        self._positions[first:stop] = self._ramp[past:end]
-        self._past[number] = past
-        self._begins[number + 1] = stop
-        self._slots[number] = sequence.slots[0]
-        cursor.sequences, cursor.tokens, cursor.longest = number + 1, stop, max(cursor.longest, end)
+        self._write_tokens(cursor, sequence, tokens)
         if sequence.prompt_table is not None or sequence.positions is not None:
             self._write_request_inputs(cursor, sequence, first, past)
         # After a pause or a new rotation the context is computed again, but its logits are already known.
@@ -130,10 +123,22 @@ class Batch:
             cursor.contexts.append((sequence, first, min(size, sequence.prompt_length - past)))
         if last:  # the tokens after which a token is chosen: the last of the context and those of the draft
             if sequence.search is not None or sequence.single_step:
-                cursor.groups.append((sequence, first + size - 1, stop - first - size + 1))
+                cursor.groups.append((sequence, first + size - 1, len(tokens) - size + 1))
             else:
                 cursor.rows.append(first + size - 1)
                 cursor.sampled.append(sequence)
+
+    def _write_tokens(self, cursor: _Cursor, sequence: Sequence, tokens: npt.NDArray[np.int64] | list[int]) -> None:
+        """Write the next tokens of a sequence of width 1, and their positions."""
+        past, first, number = sequence.computed, cursor.tokens, cursor.sequences
+        end, stop = past + len(tokens), first + len(tokens)
+        sequence.capacity = self._cache.extend(sequence.slots[0], end)
+        self._token_ids[first:stop] = tokens
+        self._positions[first:stop] = self._ramp[past:end]
+        self._past[number] = past
+        self._begins[number + 1] = stop
+        self._slots[number] = sequence.slots[0]
+        cursor.sequences, cursor.tokens, cursor.longest = number + 1, stop, max(cursor.longest, end)
 
     def _write_request_inputs(self, cursor: _Cursor, sequence: Sequence, first: int, past: int) -> None:
         """Write the request's position ids, and its prompt table after the tables of earlier sequences."""
@@ -164,16 +169,8 @@ class Batch:
 
     def _write_draft(self, cursor: _Cursor, sequence: Sequence, draft: list[int]) -> None:
         """Write the last token of a generating sequence and the draft tokens after it."""
-        past, first, number = sequence.computed, cursor.tokens, cursor.sequences
-        end, stop = past + 1 + len(draft), first + 1 + len(draft)
-        sequence.capacity = self._cache.extend(sequence.slots[0], end)
-        self._token_ids[first:stop] = [sequence.generated[-1], *draft]
-        self._positions[first:stop] = self._ramp[past:end]
-        self._past[number] = past
-        self._begins[number + 1] = stop
-        self._slots[number] = sequence.slots[0]
-        cursor.sequences, cursor.tokens, cursor.longest = number + 1, stop, max(cursor.longest, end)
-        cursor.groups.append((sequence, first, stop - first))
+        cursor.groups.append((sequence, cursor.tokens, 1 + len(draft)))
+        self._write_tokens(cursor, sequence, [sequence.generated[-1], *draft])
 
     def _write_beams(self, cursor: _Cursor, sequence: Sequence) -> None:
         """Write one token of each growing beam; beam i has slot i."""

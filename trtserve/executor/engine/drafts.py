@@ -58,14 +58,18 @@ def verify_draft(
     accept: Callable[[Choice], FinishReason],
     *,
     normalize_log_probs: bool = True,
+    chosen: SequenceOf[Choice] | None = None,
     before: Callable[[npt.NDArray[Any]], None] | None = None,
 ) -> VerifiedDraft:
     """Verify `draft` with `logits` f32[k + 1, V], those of the last context token and of the draft tokens.
 
-    Calls `accept` with the draft tokens up to the first rejected one, and with one more token. Calls `before` with each
-    row f32[1, V] that a token will be chosen from; it may change the row.
+    `chosen` are the tokens of the rows, if the model chose them. Calls `accept` with the draft tokens up to the first
+    rejected one, and with one more token. Calls `before` with each row f32[1, V] that a token will be chosen from; it
+    may change the row.
     """
-    at_once = choose_tokens(logits, [row] * len(logits)) if row.argmax_only and before is None else None
+    at_once = chosen
+    if at_once is None and row.argmax_only and before is None:
+        at_once = choose_tokens(logits, [row] * len(logits))
     accepted = 0
     for number in range(len(draft) + 1):
         if before is not None:
@@ -217,11 +221,17 @@ class NgramDrafter:
             place = self._earlier[place]
 
 
-def best_draft_lengths(gains: SequenceOf[SequenceOf[float]], tokens: int, step_costs: SequenceOf[float]) -> list[int]:
+def best_draft_lengths(
+    gains: SequenceOf[SequenceOf[float]],
+    tokens: int,
+    step_costs: SequenceOf[float],
+    plain_costs: SequenceOf[float] = (),
+) -> list[int]:
     """Return how many draft tokens each sequence should have, so that the step yields most tokens for its time.
 
     `gains` are those of `NgramDrafter.gains`, `tokens` the step's without drafts, and `step_costs[n]` is the time of a
-    step of n + 1 tokens; there are never more than it knows.
+    step of n + 1 tokens; there are never more than it knows. `plain_costs` are those of steps without drafts where they
+    differ.
     """
     room = len(step_costs) - tokens
     likeliest = sorted(
@@ -230,7 +240,7 @@ def best_draft_lengths(gains: SequenceOf[SequenceOf[float]], tokens: int, step_c
     lengths, best, expected = [0] * len(gains), 0, float(tokens)
     if room <= 0:
         return lengths
-    highest = _REQUIRED_GAIN * tokens / step_costs[tokens - 1]
+    highest = _REQUIRED_GAIN * tokens / (plain_costs or step_costs)[tokens - 1]
     for count, (gain, _) in enumerate(likeliest[:room], start=1):
         expected += gain
         rate = expected / step_costs[tokens + count - 1]

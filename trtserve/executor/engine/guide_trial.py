@@ -34,6 +34,12 @@ _ANY_OBJECT = '{"type": "object"}'
 # `x-guidance`.
 _JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,32}"}
 _LONGEST_REASON = 500
+# The formats that llguidance keeps.
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_ALWAYS_TRUE = {"uniqueItems": (False, None), "propertyNames": (True, {}, {"type": "string"})}
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples", "required")
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 # What llguidance says when a limit ends a guide → the limit.
 _LIMIT_ERRORS = (
     (re.compile(r"Current row has"), "max_items_in_row"),
@@ -102,14 +108,15 @@ def try_first_token(matcher: LLMatcher) -> None:
     began = time.thread_time()
     trial.compute_bitmask()
     if trial.is_error():
-        reason = trial.get_error()
-        raise ValueError("no text matches it" if reason.startswith("NoExtension") else limit_reason(reason))
+        raise ValueError(limit_reason(trial.get_error()))
     if time.thread_time() - began > FIRST_SECONDS:
         raise ValueError(f"its first token takes more than {FIRST_SECONDS:g} s")
 
 
 def limit_reason(reason: str) -> str:
     """Name the limit that an error of llguidance is about."""
+    if reason.startswith("NoExtension"):
+        return "no text matches it, as where a schema refers only to itself"
     for pattern, name in _LIMIT_ERRORS:
         if pattern.search(reason):
             return f"a token needs more than the limit {name} of {LIMITS[name]} allows ({sentence(reason)})"
@@ -124,8 +131,11 @@ def grammar_of(kind: GuideType, guide: str) -> str:
     if kind is GuideType.JSON:
         grammar = LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_OPTIONS)
     elif kind is GuideType.JSON_SCHEMA:
-        takes_options = isinstance(json.loads(guide), dict)
-        grammar = LLMatcher.grammar_from_json_schema(guide, defaults=_JSON_OPTIONS if takes_options else None)
+        schema = json.loads(guide)
+        if isinstance(schema, dict):
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(_enforced(schema)), defaults=_JSON_OPTIONS)
+        else:
+            grammar = LLMatcher.grammar_from_json_schema(guide)
     elif kind is GuideType.REGEX:
         grammar = LLMatcher.grammar_from_regex(guide)
     elif kind is GuideType.EBNF_GRAMMAR:
@@ -133,6 +143,31 @@ def grammar_of(kind: GuideType, guide: str) -> str:
     else:
         raise ValueError("this type of guide is not supported")
     return grammar
+
+
+def _enforced(schema: Any) -> Any:
+    """Return a schema without the keys that ask for nothing, which llguidance refuses.
+
+    A format that nobody knows is a note to readers, as JSON Schema says. zod writes formats as patterns too, some of
+    them with look-around; the format stands for those.
+    """
+    if isinstance(schema, list):
+        return [_enforced(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if value not in _ALWAYS_TRUE.get(key, ())}
+    kind = kept.get("format")
+    if kind is None or (isinstance(kind, str) and kind not in _FORMATS):
+        kept.pop("format", None)
+    elif _LOOK_AROUND.search(str(kept.get("pattern"))):
+        del kept["pattern"]
+    return {key: _enforced_inside(key, value) for key, value in kept.items()}
+
+
+def _enforced_inside(key: str, value: Any) -> Any:
+    if key in _OF_NAMES and isinstance(value, dict):
+        return {name: _enforced(each) for name, each in value.items()}
+    return value if key in _VALUES else _enforced(value)
 
 
 def sentence(text: str) -> str:
@@ -269,6 +304,8 @@ def try_guide(tokenizer: LLTokenizer, kind: GuideType, guide: str) -> dict[str, 
         try_first_token(matcher)
     except MemoryError:
         return {"excess": f"more than {GUIDE_MEMORY >> 20} MiB of memory"}
+    except RecursionError:
+        return {"invalid": "its lists or objects are nested too deeply"}
     except BaseException as error:  # noqa: BLE001 - a panic of llguidance is one
         return {"invalid": sentence(str(error) or type(error).__name__)}
     kept = max(0, _memory()[1] - resident)

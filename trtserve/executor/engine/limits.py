@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
-from trtserve.executor.engine.requests import PostProcessor
+
+if TYPE_CHECKING:  # NumPy costs every command a quarter of a second
+    from trtserve.executor.engine.requests import PostProcessor
 
 logger = logging.getLogger(__name__)
 

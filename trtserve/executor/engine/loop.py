@@ -17,7 +17,7 @@ from trtserve.executor.engine.guided import UNGUIDED, CompiledGuide
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.limits import CapacitySchedulerPolicy, EngineLimits, EngineOptions
 from trtserve.executor.engine.lora import AdapterCache, NotCachedError
-from trtserve.executor.engine.model import FatalModelError, ModelRunner, StatefulModel
+from trtserve.executor.engine.model import ChoosingModel, FatalModelError, ModelRunner, StatefulModel
 from trtserve.executor.engine.outputs import Mailbox, ended_response, error_response, next_responses
 from trtserve.executor.engine.recorder import IterationRecord, Recorder, RequestsRecord
 from trtserve.executor.engine.requests import FinishReason, GenerationRequest, RequestOutput
@@ -117,6 +117,7 @@ class EngineLoop:
             fits=adapters.fits,
             max_draft_len=options.ngram_max_draft_len,
             step_costs=costs,
+            plain_costs=model.plain_costs if costs and isinstance(model, ChoosingModel) else (),
         )
         self.recorder = Recorder(self.scheduler, options, drafts=bool(limits.max_draft_len or costs))
         self._admission = Admission(model, limits, options, adapters)
@@ -217,7 +218,7 @@ class EngineLoop:
     def _run_step(self) -> None:
         """Run a step, or, where steps overlap, start one and then finish the one before it."""
         running = self._running
-        if running and not self.scheduler.can_plan_ahead():
+        if running and (running[-1].plan.drafts or not self.scheduler.can_plan_ahead()):
             self._finish(running.popleft())
             if not self.scheduler.active:
                 return

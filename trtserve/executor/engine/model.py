@@ -119,7 +119,10 @@ class ModelRunner(Protocol):
 
     @property
     def step_costs(self) -> SequenceOf[float]:
-        """Times of decode steps of 1, 2, … tokens, known once the model is warm; empty: no drafts are made for it."""
+        """Times of steps of 1, 2, … tokens that decode, some of them drafts, known once the model is warm.
+
+        Empty: no drafts are made for it.
+        """
         ...
 
     def free_memory(self) -> int:
@@ -207,6 +210,11 @@ class PendingStep(Protocol):
 @runtime_checkable
 class ChoosingModel(ModelRunner, Protocol):
     """A model that can choose tokens."""
+
+    @property
+    def plain_costs(self) -> SequenceOf[float]:
+        """Times of steps of 1, 2, … tokens without drafts, as many as `step_costs`."""
+        ...
 
     def start(self, draws: Draws, step: StepInputs) -> PendingStep:
         """Send a step and return without waiting for it.

@@ -67,6 +67,7 @@ class Scheduler:
         fits: Fits | None = None,
         max_draft_len: int = 0,
         step_costs: SequenceOf[float] = (),
+        plain_costs: SequenceOf[float] = (),
     ) -> None:
         self.limits = limits
         self.cache = cache
@@ -79,6 +80,7 @@ class Scheduler:
         self._fits = fits
         self._max_draft_len = max_draft_len
         self._step_costs = step_costs
+        self._plain_costs = plain_costs
         one_window = len(set(limits.windows)) <= 1
         self._waits_for_blocks = cache.reuse and one_window and not self._static
         self._chunks = ContextChunker(limits, cache.tokens_per_block, chunking, stops=cache.keeps_states)
@@ -128,10 +130,14 @@ class Scheduler:
     def can_plan_ahead(self) -> bool:
         """Return whether the next step can be planned before the tokens of the last one are known.
 
-        Not when a sequence may have to be paused, or computed again: that needs all of its tokens.
+        Not when a sequence may have to be paused, or computed again, or has a promising draft: that needs all of its
+        tokens.
         """
         beyond = self.limits.long_rope_beyond
         if beyond is not None and any(sequence.outgrows(beyond) for sequence in self.active):
+            return False
+        drafts = self._step_costs and all(sequence.generating for sequence in self.active)
+        if drafts and any(self._draft_lengths(self.active)[1]):
             return False
         return not self._may_pause or (not self._waiting and self.cache.available >= len(self.active))
 
@@ -160,12 +166,9 @@ class Scheduler:
 
     def _plan_drafts(self, plan: StepPlan, left: int) -> None:
         """Give sequences draft tokens while the step has `left` tokens of room and their blocks fit."""
-        drafting = [sequence for sequence in plan.generations if sequence.drafter is not None]
-        gains = [sequence.drafter.gains(self._draft_room(sequence)) for sequence in drafting if sequence.drafter]
-        if not any(gains):
+        if any(sequence.ahead for sequence in plan.generations):  # their last tokens are not known
             return
-        tokens = len(plan.generations)
-        lengths = best_draft_lengths(gains, tokens, self._step_costs[: tokens + left])
+        drafting, lengths = self._draft_lengths(plan.generations, left)
         for sequence, length in zip(drafting, lengths, strict=True):
             assert sequence.drafter is not None
             draft = sequence.drafter.draft(length)
@@ -173,6 +176,17 @@ class Scheduler:
                 plan.drafts[sequence] = draft
         if plan.drafts:
             plan.generations.sort(key=lambda sequence: sequence in plan.drafts)
+
+    def _draft_lengths(self, generations: list[Sequence], left: int | None = None) -> tuple[list[Sequence], list[int]]:
+        """Return the sequences that may have drafts, and how long these should be, with `left` tokens of room."""
+        tokens = len(generations)
+        costs = self._step_costs if left is None else self._step_costs[: tokens + left]
+        # Where steps with drafts are of another kind, that kind has no adapters.
+        if tokens >= len(costs) or (self._plain_costs and self._adapters):
+            return [], []
+        drafting = [sequence for sequence in generations if sequence.drafter is not None]
+        gains = [sequence.drafter.gains(self._draft_room(sequence)) for sequence in drafting if sequence.drafter]
+        return drafting, best_draft_lengths(gains, tokens, costs, self._plain_costs)
 
     def _draft_room(self, sequence: Sequence) -> int:
         """Return how many draft tokens are useful: one token is chosen besides them, and all use the same rotation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
@@ -24,6 +24,15 @@ class Sizes:
     kv_heads: int
     head: int
     epsilon: float
+    full_kv_heads: int = 0
+    """Of layers without a window, where it differs; 0: it does not."""
+    full_head: int = 0
+    """The same."""
+
+    def of_layer(self, *, full: bool) -> Sizes:
+        """Return the sizes of a layer without a window (`full`), or of one with it."""
+        kv_heads, head = self.full_kv_heads or self.kv_heads, self.full_head or self.head
+        return replace(self, kv_heads=kv_heads, head=head) if full else self
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> Sizes:
@@ -35,6 +44,8 @@ class Sizes:
             kv_heads=config.num_key_value_heads,
             head=config.head_size,
             epsilon=config.norm_epsilon,
+            full_kv_heads=config.full_num_key_value_heads,
+            full_head=config.full_head_size,
         )
 
 

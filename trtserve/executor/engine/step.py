@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.executor.engine.batch import Batch, BatchedStep
+from trtserve.executor.engine.batch import Batch, BatchedStep, Span
 from trtserve.executor.engine.drafts import verify_draft
 from trtserve.executor.engine.kv_cache import KvCache
 from trtserve.executor.engine.model import ChoosingModel, Chosen, Draws, FatalModelError, ModelRunner, PendingStep
@@ -52,6 +52,8 @@ class RunningStep:
     pending: PendingStep | None = None
     drawn: list[Sequence] = field(default_factory=list)
     """Sequences whose tokens the model chooses."""
+    drafted: list[Span] = field(default_factory=list)
+    """Rows of drafts whose tokens it chooses too."""
     guided: list[Sequence] = field(default_factory=list)
     """Those of them with guides that the model has yet to be told."""
 
@@ -108,15 +110,23 @@ class Stepper:
 
     def _send(self, model: ChoosingModel, plan: StepPlan, step: BatchedStep, begin: float) -> RunningStep:
         """Send the step to a model that chooses the tokens of most sequences."""
-        draws, drawn = Draws(normalize_log_probs=self._normalize), []
+        draws = Draws(normalize_log_probs=self._normalize)
+
+        def draw(number: int, sequence: Sequence, ahead: int, *, begins: bool) -> None:
+            draws.numbers.append(number)
+            draws.rows.append(sequence.row)
+            draws.slots.append(sequence.slots[0])
+            draws.counts.append(len(sequence.generated) + ahead)
+            draws.begins.append(begins)
+
+        drawn = [sequence for sequence in step.sampled if sequence.drawn]
         for number, sequence in enumerate(step.sampled):
             if sequence.drawn:
-                draws.numbers.append(number)
-                draws.rows.append(sequence.row)
-                draws.slots.append(sequence.slots[0])
-                draws.counts.append(len(sequence.generated) + sequence.ahead)
-                draws.begins.append(number < step.begins)
-                drawn.append(sequence)
+                draw(number, sequence, sequence.ahead, begins=number < step.begins)
+        drafted = [span for span in step.spans if span.sequence in plan.drafts and span.sequence.drawn]
+        for span in drafted:
+            for ahead in range(span.count):
+                draw(span.first + ahead, span.sequence, ahead, begins=False)
         pending = model.start(draws, step.inputs)
         for number, sequence in enumerate(step.sampled):
             sequence.ahead += 1
@@ -124,7 +134,7 @@ class Stepper:
         for span in step.spans:
             span.sequence.ahead += 1
         guided = [sequence for sequence in drawn if sequence.row.processor.guide is not None]
-        return RunningStep(plan, step, begin, _NO_LOGITS, pending, drawn, guided)
+        return RunningStep(plan, step, begin, _NO_LOGITS, pending, drawn, drafted, guided)
 
     def choose(self, running: RunningStep) -> None:
         """Tell the model what the guides of a step allow; the steps before it are finished."""
@@ -138,7 +148,7 @@ class Stepper:
         """Wait for a step and choose its tokens. Sequences that have ended since its start are left out."""
         step, logits, outcome = running.step, running.logits, StepOutcome()
         sampled, drawn = step.sampled, running.drawn
-        chosen = None
+        chosen, choices = None, list[Choice]()
         if running.pending is not None:
             chosen = self._await(running.pending)
             logits = chosen.logits
@@ -151,15 +161,19 @@ class Stepper:
         if chosen is not None:
             log_probs = chosen.log_probs.tolist()
             choices = [Choice(token, *log_probs[number]) for number, token in enumerate(chosen.tokens)]
-            self._accept(drawn, choices, outcome)
+            self._accept(drawn, choices[: len(drawn)], outcome)
         self._sample(sampled, logits, outcome)
+        taken = len(drawn)  # rows whose tokens the model chose, which are not among the logits
         for span in step.spans:
+            own, first = None, span.first - taken
+            if span in running.drafted:
+                own = choices[taken : taken + span.count]
+                taken += span.count
             if span.sequence.slots:
-                first = span.first - len(drawn)
                 rows = logits[first : first + span.count]
                 draft = running.plan.drafts.get(span.sequence)
                 if draft is not None:
-                    self._verify_ngrams(span.sequence, rows, draft, outcome)
+                    self._verify_ngrams(span.sequence, rows, draft, own, outcome)
                 else:
                     (self._verify if span.sequence.search is None else self._search)(span.sequence, rows, outcome)
         _note_metrics(outcome, iteration)
@@ -278,8 +292,13 @@ class Stepper:
         ended = verification.reason is not FinishReason.NOT_FINISHED
         outcome.advanced.append((sequence, verification.reason if ended else FinishReason.LENGTH))
 
-    def _verify_ngrams(self, sequence: Sequence, logits: Logits, draft: list[int], outcome: StepOutcome) -> None:
-        """Verify guessed tokens. Every row is treated as a step of its own would, up to the first wrong guess."""
+    def _verify_ngrams(
+        self, sequence: Sequence, logits: Logits, draft: list[int], chosen: list[Choice] | None, outcome: StepOutcome
+    ) -> None:
+        """Verify guessed tokens. Every row is treated as a step of its own would, up to the first wrong guess.
+
+        `chosen`: the tokens of the rows, if the model chose them.
+        """
         sequence.iterations += 1
         verification = verify_draft(
             logits,
@@ -288,6 +307,7 @@ class Stepper:
             None,
             sequence.accept,
             normalize_log_probs=self._normalize,
+            chosen=chosen,
             before=(lambda row: self._process_logits([(sequence, row)])) if sequence.uses_logits else None,
         )
         size, computed = self._cache.tokens_per_block, sequence.computed

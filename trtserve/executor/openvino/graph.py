@@ -6,6 +6,7 @@ position_ids, beam_idx → logits), which OpenVINO's paged-attention transformat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,6 +20,7 @@ from trtserve.checkpoint.architectures.base import Decoder, Experts, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.engine.shapes import Sizes
+from trtserve.executor.openvino.capped_graph import mark_cap
 from trtserve.executor.openvino.graph_parts import (
     GraphRotation,
     add,
@@ -38,6 +40,7 @@ from trtserve.executor.openvino.graph_parts import (
     rows_of_interleaved_experts,
     stacked_int4,
     token_weights,
+    xielu,
 )
 from trtserve.executor.openvino.latent_graph import latent_attention
 from trtserve.executor.openvino.mixer_graph import GraphStates, mixed
@@ -52,6 +55,8 @@ LAST_ATTENTION = "last_attention"
 # The products in the last layer that bypass that sum, if the MLP is parallel to the attention; the second is its gate.
 LAST_PARALLEL_MLP = "last_parallel_mlp"
 LAST_PARALLEL_GATE = "last_parallel_gate"
+# The last layer's input, which bypasses that sum too.
+LAST_LAYER_INPUT = "last_layer_input"
 # The constant f32[heads] with the ALiBi slopes.
 ALIBI_SLOPES = "alibi_slopes"
 # The constant i64[] with the length beyond which sequences are long for LongRoPE; input of a comparison.
@@ -90,8 +95,8 @@ def build_graph(
     Inputs: input_ids i64[b, l], attention_mask i64[b, past + l], position_ids i64[b, l], beam_idx i32[b]. Output:
     logits f32[b, l, vocab]. Weights keep the dtype they have in `weights` (fp8 becomes float16). With `packing` the
     matrices of the layers are quantised: int8 per output channel, as TensorRT-LLM's W8A16, or int4 in groups of inputs.
-    The embeddings are not quantised; lm_head becomes int8, because every step reads all of it. Caps of attention scores
-    are not part of the graph. `read` is called with the number of weights that have been read, for each tensor.
+    The embeddings are not quantised; lm_head becomes int8, because every step reads all of it. A cap of attention
+    scores is a mark (`capped_graph`). `read` is called with the number of weights that have been read, for each tensor.
     """
     return GraphBuilder(decoder, sizes, weights, packing, read).build()
 
@@ -132,14 +137,19 @@ class GraphBuilder:
         self._attention_mask = parameter("attention_mask", ov.Type.i64, [-1, -1])
         self._position_ids = parameter("position_ids", ov.Type.i64, [-1, -1])
         self._beam_idx = parameter("beam_idx", ov.Type.i32, [-1])
-        self.rotation = self._make_rotation(decoder.rope_inv_freq, decoder.rope_scale)
-        self._local_rotation = self._make_rotation(decoder.local_rope_inv_freq, 1.0) or self.rotation
+        full = sizes.of_layer(full=True).head if decoder.latent is None else decoder.latent.rotated
+        self.rotation = self._make_rotation(decoder.rope_inv_freq, decoder.rope_scale, full)
+        self._local_rotation = self._make_rotation(decoder.local_rope_inv_freq, 1.0, sizes.head) or self.rotation
+        self._stored: dict[int, tuple[Any, Any]] = {}
+        self._inputs: list[Any] = []
         self._query_factor = None if decoder.query_growth is None else self._grown(decoder.query_growth)
         self.states = GraphStates()
         self.masks = {window: self._causal_mask(window) for window in {*decoder.windows, None}}
 
     def build(self) -> ov.Model:
         hidden = self._embed()
+        if self.decoder.layer_inputs:
+            self._inputs = self._layer_inputs(hidden)
         blocks = {
             "parallel": self._parallel,
             "post": self._post_normed,
@@ -149,7 +159,12 @@ class GraphBuilder:
         }
         add_block = blocks.get(self.decoder.block, self._sequential)
         for layer in range(self.sizes.layers):
-            hidden = add_block(hidden, f"transformer.layers.{layer}", layer)
+            name = f"transformer.layers.{layer}"
+            hidden = add_block(hidden, name, layer)
+            if self._inputs:
+                hidden = self._add_input(hidden, name, layer)
+            if self.decoder.layer_scales:
+                hidden = ops.multiply(hidden, self.weight(f"{name}.scale")).output(0)
         if self.decoder.block != "post":
             hidden = self._norm(hidden, "transformer.ln_f")
         logits = self.linear(hidden, "lm_head", packing="int8" if self.packing else None)
@@ -160,7 +175,10 @@ class GraphBuilder:
         result = ops.result(logits)
         result.get_output_tensor(0).set_names({"logits"})
         inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx, *self.states.parameters]
-        return ov.Model([result], self._sinks, inputs, "decoder")
+        graph = ov.Model([result], self._sinks, inputs, "decoder")
+        if self.decoder.attention_softcap is not None:
+            mark_cap(graph, self.decoder.attention_softcap)
+        return graph
 
     def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
@@ -171,7 +189,11 @@ class GraphBuilder:
     def _sandwich(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.attention", layer)
         hidden = self._add_attention(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
-        inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp", layer)
+        before, experts = self._norm(hidden, f"{name}.pre_feedforward_layernorm"), self.decoder.experts_of(layer)
+        if experts is not None and experts.apart:
+            inner = self._apart(hidden, before, f"{name}.mlp", experts)
+        else:
+            inner = self._mlp(before, f"{name}.mlp", layer)
         normed = self._norm(inner, f"{name}.post_feedforward_layernorm")
         return add(hidden, _scaled(normed, self.decoder.residual_scale))
 
@@ -218,6 +240,25 @@ class GraphBuilder:
             embedded = self._norm(embedded, "transformer.ln_embed")
         return embedded
 
+    def _layer_inputs(self, embedded: Any) -> list[Any]:
+        """Return the input [b, l, n] of each layer: half of a table, half of a product of the embedding."""
+        size, layers = self.decoder.layer_inputs, self.sizes.layers
+        table = gather(self.weight("transformer.layer_embedding.weight"), self._input_ids)
+        made = _scaled(self.linear(embedded, "transformer.layer_projection", packing=None), self.sizes.hidden**-0.5)
+        made = ops.reshape(made, integers(0, 0, layers, size), special_zero=True).output(0)
+        made = ops.reshape(self.normed(made, "transformer.layer_norm"), integers(0, 0, layers * size), True)
+        total = _scaled(add(_scaled(table, math.sqrt(size)), made), math.sqrt(0.5))
+        return cut(total, *[size] * layers)
+
+    def _add_input(self, hidden: Any, name: str, layer: int) -> Any:
+        own = self._inputs[layer]
+        if layer == self.sizes.layers - 1:
+            own = ops.multiply(own, ops.constant(np.float32(1))).output(0)
+            own.get_node().set_friendly_name(LAST_LAYER_INPUT)
+        gate = self._activate(self.linear(hidden, f"{name}.inputs.gate", packing=self.packing))
+        made = self.linear(ops.multiply(gate, own).output(0), f"{name}.inputs.proj", packing=self.packing)
+        return add(hidden, self._norm(made, f"{name}.post_inputs_layernorm"))
+
     def _grown(self, growth: QueryGrowth) -> Any:
         """Return the factors of the queries: f32[b, 1, l, 1]."""
         positions = ops.convert(ops.unsqueeze(self._position_ids, integers(1, 3)), "f32")
@@ -225,7 +266,7 @@ class GraphBuilder:
         grown = ops.log(ops.add(turns, ops.constant(np.float32(1))))
         return ops.add(ops.multiply(grown, ops.constant(np.float32(growth.beta))), ops.constant(np.float32(1)))
 
-    def _make_rotation(self, frequencies: Sequence[float] | None, scale: float) -> GraphRotation | None:
+    def _make_rotation(self, frequencies: Sequence[float] | None, scale: float, head: int) -> GraphRotation | None:
         if frequencies is None:
             return None
         decoder, longer = self.decoder, None
@@ -236,7 +277,7 @@ class GraphBuilder:
         return GraphRotation(
             self._position_ids,
             frequencies,
-            head=self.sizes.head if decoder.latent is None else decoder.latent.rotated,
+            head=head,
             interleaved=decoder.rope_interleaved,
             scale=scale,
             longer=longer,
@@ -267,35 +308,54 @@ class GraphBuilder:
     def _attention(self, hidden: Any, name: str, layer: int) -> Any:
         """Return what the layer adds to its input: attention, or what it has instead."""
         if (mixer := self.decoder.mixer_of(layer)) is not None:
-            return mixed(self, hidden, f"{name.rpartition('.')[0]}.mixer", layer, mixer)
+            made = mixed(self, hidden, f"{name.rpartition('.')[0]}.mixer", layer, mixer)
+            return add(made, self._attended(hidden, name, layer)) if self.decoder.mixer_beside else made
+        return self._attended(hidden, name, layer)
+
+    def _attended(self, hidden: Any, name: str, layer: int) -> Any:
         if self.decoder.latent is not None:
             return latent_attention(self, hidden, name, layer, self.decoder.latent)
-        sizes = self.sizes
-        fused = self.linear(hidden, f"{name}.qkv", packing=self.packing)
-        lengths = [sizes.heads * sizes.head, sizes.kv_heads * sizes.head, sizes.kv_heads * sizes.head]
-        query, key, value = cut(fused, *lengths)
-        window = self.decoder.window(layer)
-        rotation = self.rotation if window is None else self._local_rotation
-        if self.decoder.rotation(layer) is None:
-            rotation = None
-        query = self._placed(query, sizes.heads, f"{name}.q_layernorm", rotation)
-        if self._query_factor is not None:
-            query = ops.multiply(query, self._query_factor).output(0)
-        key = self._placed(key, sizes.kv_heads, f"{name}.k_layernorm", rotation)
-        value = self._heads(value, sizes.kv_heads)
-        key = self.repeat_heads(self.append_to_state(key, f"past_key_values.{layer}.key"))
-        value = self.repeat_heads(self.append_to_state(value, f"past_key_values.{layer}.value"))
+        sizes, query, key, value = self._states(hidden, name, layer)
         scale = ops.constant(np.float32(self.decoder.attention_scale))
         sinks = None
         if self.decoder.attention_sinks:
             sinks = ops.reshape(self.weight(f"{name}.sinks"), integers(1, sizes.heads, 1, 1), False)
-        attended = dot_product_attention(query, key, value, self.masks[window], scale, sinks)
+        attended = dot_product_attention(query, key, value, self.masks[self.decoder.window(layer)], scale, sinks)
         joined = ops.reshape(
             ops.transpose(attended, integers(0, 2, 1, 3)), integers(0, 0, sizes.heads * sizes.head), special_zero=True
         )
         if self.decoder.attention_gate:
             joined = ops.multiply(joined, ops.sigmoid(self.linear(hidden, f"{name}.gate", packing=self.packing)))
-        return self.linear(joined.output(0), f"{name}.dense", packing=self.packing)
+        return _scaled(
+            self.linear(joined.output(0), f"{name}.dense", packing=self.packing), self.decoder.attention_factor
+        )
+
+    def _states(self, hidden: Any, name: str, layer: int) -> tuple[Sizes, Any, Any, Any]:
+        """Return the layer's sizes, queries, and keys and values repeated for them."""
+        window = self.decoder.window(layer)
+        sizes, rotation = self.sizes.of_layer(full=window is None), self.rotation
+        if window is not None:
+            rotation = self._local_rotation
+        if self.decoder.rotation(layer) is None:
+            rotation = None
+        fused = self.linear(hidden, f"{name}.qkv", packing=self.packing)
+        query, states = fused, []
+        if (key_layer := self.decoder.key_layer(layer)) == layer:
+            query, *states = cut(fused, *(count * sizes.head for count in (sizes.heads, *[sizes.kv_heads] * 2)))
+        query = self._placed(query, sizes.heads, f"{name}.q_layernorm", rotation)
+        if self._query_factor is not None:
+            query = ops.multiply(query, self._query_factor).output(0)
+        if states:
+            key = self._placed(states[0], sizes.kv_heads, f"{name}.k_layernorm", rotation)
+            value = self._heads(states[1], sizes.kv_heads)
+            if self.decoder.value_norm:
+                value = self._over_rms(value)
+            self._stored[layer] = (
+                self.append_to_state(key, f"past_key_values.{layer}.key", sizes),
+                self.append_to_state(value, f"past_key_values.{layer}.value", sizes),
+            )
+        key, value = (self.repeat_heads(each, sizes) for each in self._stored[key_layer])
+        return sizes, query, key, value
 
     def _placed(self, flat: Any, heads: int, norm: str, rotation: GraphRotation | None) -> Any:
         """Return queries or keys [b, l, heads · head] as [b, heads, l, head], normed by `norm` and rotated."""
@@ -308,14 +368,14 @@ class GraphBuilder:
 
     def _heads(self, flat: Any, heads: int, norm: str | None = None) -> Any:
         """[b, l, heads · head] → [b, heads, l, head]; `norm` has one weight for all heads, or one for each."""
-        split = ops.reshape(flat, integers(0, 0, heads, self.sizes.head), special_zero=True).output(0)
+        size = int(flat.get_partial_shape()[-1].get_length()) // heads
+        split = ops.reshape(flat, integers(0, 0, heads, size), special_zero=True).output(0)
         if norm is not None:
             split = self.normed(split, norm)
         return ops.transpose(split, integers(0, 2, 1, 3)).output(0)
 
-    def append_to_state(self, states: Any, name: str) -> Any:
+    def append_to_state(self, states: Any, name: str, sizes: Sizes) -> Any:
         """Append `states` to the state `name` and return all of it: [b, kv_heads, past + l, head]."""
-        sizes = self.sizes
         batch = ops.gather(ops.shape_of(self._input_ids), integers(0), ops.constant(np.int64(0)))
         empty = ops.concat([batch, integers(sizes.kv_heads), integers(0), integers(sizes.head)], 0)
         initial = ops.broadcast(ops.constant(np.float32(0)), empty)
@@ -326,9 +386,8 @@ class GraphBuilder:
         self._sinks.append(ops.assign(total, name))
         return total.output(0)
 
-    def repeat_heads(self, states: Any) -> Any:
+    def repeat_heads(self, states: Any, sizes: Sizes) -> Any:
         """Repeat key/value heads for the query heads: [b, kv_heads, n, head] → [b, heads, n, head]."""
-        sizes = self.sizes
         if sizes.kv_heads == sizes.heads:
             return states
         length = ops.gather(ops.shape_of(states), integers(2), ops.constant(np.int64(0)))
@@ -352,31 +411,47 @@ class GraphBuilder:
             return ops.multiply(ops.mvn(states, integers(-1), True, self.sizes.epsilon, "inside_sqrt"), weight).output(
                 0
             )
+        return ops.multiply(self._over_rms(states, epsilon), weight).output(0)
+
+    def _over_rms(self, states: Any, epsilon: float | None = None) -> Any:
         square = ops.power(states, ops.constant(np.float32(2)))
         mean = ops.reduce_mean(square, integers(-1), keep_dims=True)
         root = ops.sqrt(ops.add(mean, ops.constant(np.float32(epsilon or self.sizes.epsilon))))
-        normal = ops.multiply(states, ops.divide(ops.constant(np.float32(1)), root))
-        return ops.multiply(normal, weight).output(0)
+        return ops.multiply(states, ops.divide(ops.constant(np.float32(1)), root)).output(0)
 
     def _mlp(self, hidden: Any, name: str, layer: int, *, mark: str | None = None) -> Any:
         experts = self.decoder.experts_of(layer)
         if experts is not None:
             return self._experts(hidden, name, experts)
-        inner = self.linear(hidden, f"{name}.fc", packing=self.packing, mark=mark)
-        inner = self._activate_half(inner) if self.decoder.mlp == "fused" else self._activate(inner)
+        inner = _scaled(self.linear(hidden, f"{name}.fc", packing=self.packing, mark=mark), self.decoder.gate_factor)
+        if self.decoder.activation == "xielu":
+            inner = xielu(inner, self.floats(f"{name}.xielu"))
+        else:
+            inner = self._activate_half(inner) if self.decoder.mlp == "fused" else self._activate(inner)
         if self.decoder.gated:
             gate = self.linear(hidden, f"{name}.gate", packing=self.packing, mark=mark and LAST_PARALLEL_GATE)
             inner = ops.multiply(inner, gate).output(0)
-        return self.linear(inner, f"{name}.proj", packing=self.packing)
+        return _scaled(self.linear(inner, f"{name}.proj", packing=self.packing), self.decoder.mlp_factor)
 
     def _experts(self, hidden: Any, name: str, experts: Experts) -> Any:
+        output = self._routed(hidden, name, experts, self._token_weights(hidden, f"{name}.router", experts))
+        return add(output, self._shared(hidden, name, experts)) if experts.shared else output
+
+    def _apart(self, hidden: Any, normed: Any, name: str, experts: Experts) -> Any:
+        """Compute experts, and a shared one that sees `normed`; each has norms of its own."""
+        seen = _scaled(self._norm(hidden, f"{name}.router_norm"), self.sizes.hidden**-0.5)
+        weights = self._token_weights(seen, f"{name}.router", experts)
+        routed = self._routed(self._norm(hidden, f"{name}.pre_experts_layernorm"), name, experts, weights)
+        shared = self._norm(self._shared(normed, name, experts), f"{name}.post_shared_layernorm")
+        return add(shared, self._norm(routed, f"{name}.post_experts_layernorm"))
+
+    def _routed(self, hidden: Any, name: str, experts: Experts, weights: Any) -> Any:
         """Compute all experts as one wide MLP in which each token weights them: 0 for the experts it does not use.
 
         Exact, with two products on packed matrices. Every step reads and multiplies with all experts: for a token that
         uses k of n experts this is n / k times the arithmetic, and as much memory traffic as a step of many tokens has
         anyway.
         """
-        weights = self._token_weights(hidden, f"{name}.router", experts)
         arranged = rows_of_interleaved_experts if experts.interleaved else rows_of_experts
         outer = self._stacked(f"{name}.fc.weight", arranged, experts.count)
         inner = ops.reshape(ops.matmul(hidden, outer, False, True), integers(0, 0, experts.count, -1), True)
@@ -395,8 +470,9 @@ class GraphBuilder:
         if f"{name}.proj.bias" in self.names:
             bias = self.floats(f"{name}.proj.bias").reshape(experts.count, -1)
             output = add(output, ops.matmul(weights, float_tensor(bias, f"{name}.proj.bias"), False, False))
-        if not experts.shared:
-            return output
+        return output
+
+    def _shared(self, hidden: Any, name: str, experts: Experts) -> Any:
         shared = f"{name}.shared_expert"
         inner = self.linear(hidden, f"{shared}.fc", packing=self.packing)
         inner = self._activate_half(inner) if experts.gated else self._activate(inner)
@@ -404,14 +480,16 @@ class GraphBuilder:
         if experts.shared_gate:
             gate = ops.sigmoid(self.linear(hidden, f"{shared}_gate", packing=None))
             inner = ops.multiply(inner, gate).output(0)
-        return add(output, inner)
+        return inner
 
     def _token_weights(self, hidden: Any, router: str, experts: Experts) -> Any:
         logits = ops.matmul(hidden, self.weight(f"{router}.weight"), False, True)
         if f"{router}.bias" in self.names:
             logits = ops.add(logits, self.weight(f"{router}.bias"))
         correction = f"{router}.correction"
-        return token_weights(logits, self.weight(correction) if correction in self.names else None, experts)
+        weights = token_weights(logits, self.weight(correction) if correction in self.names else None, experts)
+        scale = f"{router}.scale"
+        return ops.multiply(weights, self.weight(scale)).output(0) if scale in self.names else weights
 
     def _activate_half(self, joined: Any) -> Any:
         """Multiply the first half of the numbers by the activated second half."""

@@ -244,6 +244,18 @@ def dot_product_attention(query: Any, key: Any, value: Any, mask: Any, scale: An
     return NodeFactory("opset13").create("ScaledDotProductAttention", inputs, {"causal": False})
 
 
+def xielu(states: Any, numbers: Floats) -> Any:
+    """Return the activation whose two learned numbers are `numbers` (see `base.Activation`)."""
+    plus, minus = np.logaddexp(0, numbers.astype(np.float64))
+    above, below = ops.constant(np.float32(plus)), ops.constant(np.float32(minus + 0.5))
+    zero, half = ops.constant(np.float32(0)), ops.constant(np.float32(0.5))
+    negative = ops.minimum(states, zero)
+    squared = ops.multiply(ops.multiply(states, states), above)
+    curved = ops.multiply(ops.subtract(ops.elu(negative, 1.0), negative), below)
+    curve = ops.select(ops.greater(states, zero), squared, curved)
+    return ops.add(curve, ops.multiply(states, half)).output(0)
+
+
 def clamped_gate(joined: Any, clamp: ClampedGate) -> Any:
     """Return the product of the halves [factors, gates] of the last dimension, as `ClampedGate` says."""
     halves = ops.split(joined, ops.constant(np.int64(-1)), 2)

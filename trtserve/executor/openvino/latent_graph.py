@@ -45,7 +45,9 @@ def latent_attention(builder: GraphBuilder, hidden: Any, name: str, layer: int, 
     stored = ops.unsqueeze(norm(stored, f"{name}.kv_a_layernorm"), integers(1))
     key = ops.concat([turned, stored], -1).output(0)
     key, value = (
-        builder.repeat_heads(builder.append_to_state(key, f"past_key_values.{layer}.{kind}"))
+        builder.repeat_heads(
+            builder.append_to_state(key, f"past_key_values.{layer}.{kind}", builder.sizes), builder.sizes
+        )
         for kind in ("key", "value")
     )
     scale = ops.constant(np.float32(builder.decoder.attention_scale))

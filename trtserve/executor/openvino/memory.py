@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets, shares_embedding
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.memory import ITEM_SIZE, kv_bytes_per_token, openvino_step_bytes, state_bytes
-from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, group_size, is_excluded, is_quantised
+from trtserve.checkpoint.memory import (
+    ITEM_SIZE,
+    capped_score_bytes,
+    kv_bytes_per_token,
+    openvino_step_bytes,
+    state_bytes,
+)
+from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BLOCKS, FP8_ROWS, GPTQ, group_size, is_excluded, is_quantised
 from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits
 
 LIBRARIES = ("numpy", "openvino")
 """What a build and a serving process load."""
+CAPPED_TOKENS = 512
+"""Tokens of a call of a model with capped scores: those of all heads and keys are held at once."""
 # Interpreter, trtserve, NumPy and OpenVINO before the first weight, in a build and in Triton's executor process.
 BUILD_PROCESS = 38 * 2**20
 SERVING_PROCESS = 30 * 2**20
@@ -33,12 +41,12 @@ _XML_LAYER = 75_000
 
 _SCALE_SIZE = 4
 # Bytes per weight, besides the matrix as read and as kept, while its codes are packed.
-_CODES = {WEIGHT_ONLY_INT8: 1, WEIGHT_ONLY_INT4: 3, GPTQ: 3, AWQ: 3, FP8: 4}
+_CODES = {WEIGHT_ONLY_INT8: 1, WEIGHT_ONLY_INT4: 3, GPTQ: 3, AWQ: 3, FP8: 4, FP8_ROWS: 4, FP8_BLOCKS: 8}
 _PACKS_HEAD = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
 # Weights are quantised in pieces of this size, each of which temporarily needs this many bytes per weight.
 _PIECE = 2**21
 _PIECE_WIDTH = {WEIGHT_ONLY_INT8: 12, WEIGHT_ONLY_INT4: 16}
-_EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
+_EMBEDDINGS = frozenset(f"transformer.{kind}_embedding.weight" for kind in ("vocab", "position", "layer"))
 _HEAD = "lm_head.weight"
 
 
@@ -72,6 +80,7 @@ def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: 
         build=BUILD_PROCESS + max(_graph_peak(weights, layers), held - SERVING_PROCESS),
         serving=held
         + openvino_step_bytes(config, limits.max_num_tokens, rows, compute)
+        + capped_score_bytes(config, min(limits.max_num_tokens, CAPPED_TOKENS), limits.max_seq_len)
         + limits.max_batch_size * state_bytes(config),
         kv_per_token=kv_bytes_per_token(config, kv),
         libraries=LIBRARIES,
@@ -133,7 +142,7 @@ def _weight(target: Target, item: int, algorithm: str | None, group: int) -> _We
 def _packed_bytes(target: Target, count: int, algorithm: str, group: int) -> int:
     """Return the bytes of a matrix and its scales (experts have their own); `group` is GPTQ's and AWQ's group size."""
     inputs = target.shape[-1]
-    if algorithm == FP8:
+    if algorithm.startswith(FP8):
         return 2 * count
     if algorithm == WEIGHT_ONLY_INT8:
         return count + count // inputs * _SCALE_SIZE

@@ -81,7 +81,10 @@ def mixed(builder: GraphBuilder, hidden: Any, name: str, layer: int, mixer: Mixe
         result = _delta_net(builder, flat, name, layer, mixer)
     else:
         result = _state_space(builder, flat, name, layer, mixer)
-    return ops.reshape(_linear(builder, result, f"{name}.out_proj"), ops.shape_of(hidden), False).output(0)
+    made = _linear(builder, result, f"{name}.out_proj")
+    if isinstance(mixer, StateSpace) and mixer.factor != 1.0:
+        made = ops.multiply(made, ops.constant(np.float32(mixer.factor)))
+    return ops.reshape(made, ops.shape_of(hidden), False).output(0)
 
 
 def _short_convolution(builder: GraphBuilder, flat: Any, name: str, layer: int, mixer: ShortConvolution) -> Any:
@@ -116,7 +119,10 @@ def _delta_net(builder: GraphBuilder, flat: Any, name: str, layer: int, mixer: D
 
 
 def _state_space(builder: GraphBuilder, flat: Any, name: str, layer: int, mixer: StateSpace) -> Any:
-    gates, joined, steps = cut(_linear(builder, flat, f"{name}.in_proj"), mixer.inner, mixer.channels, mixer.heads)
+    inputs = _linear(builder, flat, f"{name}.in_proj")
+    if mixer.input_factors is not None:
+        inputs = ops.multiply(inputs, ops.constant(np.array(mixer.input_factors, np.float32))).output(0)
+    gates, joined, steps = cut(inputs, mixer.inner, mixer.channels, mixer.heads)
     convolved = ops.swish(_convolved(builder, joined, name, layer, mixer))
     shared = mixer.groups * mixer.state
     x, b, c = cut(convolved, mixer.inner, shared, shared)

@@ -19,6 +19,7 @@ from trtserve.executor.engine.shapes import LoraShape
 from trtserve.executor.openvino.graph import (
     ALIBI_SLOPES,
     LAST_ATTENTION,
+    LAST_LAYER_INPUT,
     LAST_PARALLEL_GATE,
     LAST_PARALLEL_MLP,
     LONG_ROPE_BEYOND,
@@ -177,6 +178,8 @@ def _gather_rows(graph: ov.Model, nodes: Mapping[str, Any]) -> None:
     """Let everything after the last attention see only the tokens in a new input `rows` i32[r]."""
     rows = parameter("rows", ov.Type.i32, [-1])
     ends = [list(nodes[LAST_ATTENTION].output(0).get_target_inputs())]
+    if LAST_LAYER_INPUT in nodes:
+        ends.append(list(nodes[LAST_LAYER_INPUT].output(0).get_target_inputs()))
     ends += [[nodes[mark].input(0)] for mark in (LAST_PARALLEL_MLP, LAST_PARALLEL_GATE) if mark in nodes]
     for consumers in ends:
         chosen = ops.gather(consumers[0].get_source_output(), rows, ops.constant(np.int64(0)))

@@ -24,6 +24,14 @@ from trtserve.executor.engine.lora import AdapterStack
 from trtserve.executor.engine.model import Logits, StepInputs, single_sequence
 from trtserve.executor.engine.shapes import layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.openvino.capped_graph import (
+    BLOCK_TABLES,
+    NEW,
+    block_tables,
+    even_parts,
+    new_places,
+    with_caps,
+)
 from trtserve.executor.openvino.mixer_graph import STATE_TABLE, cpu_plugin, step_inputs
 from trtserve.executor.openvino.paged_graph import (
     add_adapters,
@@ -106,6 +114,7 @@ class PagedModel:
                 "state instead of attention takes one"
             )
         to_paged_attention(graph, windows=layer_windows(own.windows, windows, self.max_position))
+        self._capped = with_caps(graph, config.model.head_size, self.kv_precision)
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         if self.lora:
@@ -199,6 +208,22 @@ class PagedModel:
         count, wanted, adapters = len(step.token_ids), len(step.rows), step.adapters
         if count <= len(self._padded_sizes) and wanted and adapters is None and not self._states:
             step = pad_step(step, self._padded_sizes[count - 1], self._spare_block)
+        logits = self._forward_capped(step) if self._capped else self._compute(step)
+        return logits[:wanted]  # without the rows of padding
+
+    def _forward_capped(self, step: StepInputs) -> Logits:
+        """Compute the parts of a step one after another, and write what they add to the cache."""
+        logits = np.empty((len(step.rows), self.vocab_size), np.float32)
+        for part, rows in even_parts(step):
+            logits[rows] = self._compute(part)
+            blocks, places = new_places(part)
+            for (_, port), cache in zip(self._cache_ports, self._caches, strict=True):
+                new = self._request.get_tensor(NEW + port.get_any_name()).data
+                cache[blocks, :, places] = new.view(cache.dtype)
+        return logits
+
+    def _compute(self, step: StepInputs) -> Logits:
+        adapters = step.adapters
         self._set_step(step)
         if step.prompt_table is not None or self._prompt_table is not None:
             self._set_prompt_table(step.prompt_table)
@@ -208,11 +233,15 @@ class PagedModel:
             if adapters is not None:
                 for linear, mask in adapters.masks.items():
                     self._set_mask(linear, mask)
-        return self._infer()[:wanted]  # without the rows of padding
+        return self._infer()
 
     def _set_step(self, step: StepInputs) -> None:
         self._held = []
+        if self._capped:
+            self._held.append(self._share(BLOCK_TABLES, block_tables(step)))
         for name, attribute, dtype in _STEP_INPUTS:
+            if name not in self._ports:
+                continue
             value = getattr(step, attribute)
             self._held.append(self._share(name, np.ascontiguousarray(value, dtype).reshape(np.shape(value))))
         if self._states:

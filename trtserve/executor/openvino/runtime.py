@@ -13,8 +13,9 @@ from trtserve.artifacts import Checkpoint
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
+from trtserve.checkpoint.architectures.parts.mixers import StateSpace
 from trtserve.checkpoint.memory import ITEM_SIZE
-from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, INT4_GROUPS
+from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BY_TOKEN, GPTQ, INT4_GROUPS
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import BuildError, MemoryLimitError, MissingDependencyError, TrtserveError, UnsupportedModelError
 from trtserve.executor.embedded import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
 
 _PACKINGS: Mapping[str, Packing] = {WEIGHT_ONLY_INT8: "int8", WEIGHT_ONLY_INT4: "int4"}
-_SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8)
+_SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8, *FP8_BY_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,14 @@ class OpenvinoRuntime(EmbeddedRuntime):
         version = _openvino_version()
         self.require_device(spec)
         _require_supported(config)
-        compute, kv, notes = resolve_precision(config.dtype, spec.kv_precision, bfloat16=machine.has_bfloat16())
+        # The plugin keeps states in the type of arithmetic. In bfloat16 one that fades slowly loses what tokens add.
+        wide = isinstance(family(config.architecture).decoder(config).mixer, StateSpace)
+        bfloat16 = machine.has_bfloat16()
+        compute, kv, notes = resolve_precision(config.dtype, spec.kv_precision, bfloat16=bfloat16 and not wide)
+        if wide and bfloat16 and config.dtype != "float32":
+            notes += ("States of Mamba-2 need float32: this engine calculates in f32, about half as fast as bf16.",)
+        if family(config.architecture).decoder(config).attention_softcap is not None:
+            kv = _cache_of_capped_scores(compute, spec.kv_precision)
         features, remarks = resolve_features(config, spec)
         limits = resolve_limits(config, spec, _DEFAULTS)
         rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
@@ -141,6 +149,17 @@ def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple
     return compute, kv_precision, ()
 
 
+def _cache_of_capped_scores(compute: str, asked: str) -> str:
+    """Return the precision of the cache of a model with capped scores: that of arithmetic."""
+    if asked not in ("auto", compute):
+        raise UnsupportedModelError(
+            f"The model caps its attention scores, and its KV cache has the precision of arithmetic, {compute}; "
+            f"--kv-precision is {asked}.",
+            hint="Build without --kv-precision.",
+        )
+    return compute
+
+
 _INT4_NOTE = (
     "int4 has a scale for each group of 256 inputs here (128, 64 or 32 where 256 does not divide them), and lm_head "
     "is int8; TensorRT-LLM's own W4A16 has a scale for each output channel and leaves lm_head alone."
@@ -151,7 +170,7 @@ def _checkpoint_notes(config: CheckpointConfig) -> Iterator[str]:
     algorithm, world = config.quantization.algorithm, config.mapping.ranks
     if algorithm == WEIGHT_ONLY_INT4:
         yield _INT4_NOTE
-    if algorithm == FP8:
+    if algorithm in (FP8, *FP8_BY_TOKEN):
         yield "This runtime converts FP8 weights to float16."
     if world > 1:
         yield f"The checkpoint's {world} ranks are merged: this runtime serves from one process."
@@ -206,12 +225,6 @@ def _require_supported(config: CheckpointConfig) -> None:
         raise UnsupportedModelError(
             f"The checkpoint carries scales for a {kv_algorithm} KV cache, which the openvino runtime does not use.",
             hint="Convert without KV cache quantisation, and choose the cache with --kv-precision.",
-        )
-    if (cap := family(config.architecture).decoder(config).attention_softcap) is not None:
-        raise UnsupportedModelError(
-            f"The model caps its attention scores at {cap:g} (attention soft-cap, attn_logit_softcapping), which "
-            "OpenVINO's paged attention does not support.",
-            hint="The checkpoint itself is complete: --runtime torch and tensorrt_llm build engines for GPUs from it.",
         )
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from trtserve.executor.torch.graphs import DecodeGraphs, PromptGraphs
 
 Array = npt.NDArray[Any]
+# Seconds of the host between two steps when the second needs the tokens of the first.
+_BETWEEN = 5e-4
 
 
 TokenChooser: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]"
@@ -89,6 +91,7 @@ class ChoosingTorchModel(TorchModel):
         self._chooser = self._make_chooser()
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
+        self.plain_costs: list[float] = []
         # Matrices of codes are widened for more rows, which would take that memory once more. With ranks such steps
         # were never measured.
         algorithm = config.model.quantization.algorithm
@@ -152,7 +155,7 @@ class ChoosingTorchModel(TorchModel):
             self._capture()
 
     def _capture(self) -> None:
-        from trtserve.executor.torch.graphs import DecodeGraphs, GraphRecorder, PromptGraphs
+        from trtserve.executor.torch.graphs import MOST_DRAFTED, DecodeGraphs, GraphRecorder, PromptGraphs
 
         with torch.inference_mode():
             graphs = DecodeGraphs(
@@ -179,6 +182,10 @@ class ChoosingTorchModel(TorchModel):
             prompt_graphs.capture(recorder)  # the larger steps
             graphs.capture(recorder)
         self._graphs, self._prompt_graphs = graphs, prompt_graphs
+        if self._captured_tokens:
+            tokens = min(MOST_DRAFTED, self._captured_tokens, self.max_rows)
+            self.plain_costs = graphs.seconds(tokens)
+            self.step_costs = [each + _BETWEEN for each in prompt_graphs.seconds(tokens)]
 
     def _choose(self, logits: Tensor, words: Tensor) -> None:
         rows = len(logits)

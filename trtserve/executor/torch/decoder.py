@@ -16,7 +16,8 @@ from trtserve.checkpoint.architectures.base import Decoder
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.latent import LatentOutput, LatentProjection
-from trtserve.executor.torch.mixers import LayerCache, MixerLayer, StepStates, Unprojected
+from trtserve.executor.torch.layer_inputs import LayerInput, LayerInputs, NormedValues
+from trtserve.executor.torch.mixers import LayerCache, MixerLayer, StepStates, Unprojected, keys_of, tables_of
 from trtserve.executor.torch.modules import (
     Embedding,
     JoinedNorms,
@@ -28,6 +29,7 @@ from trtserve.executor.torch.modules import (
     make_mlp,
 )
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
+from trtserve.executor.torch.plain_operations import rotate
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
 
@@ -72,17 +74,29 @@ class _Layer:
 
     norms: dict[str, Norm]
     qkv: Linear | LatentProjection | Unprojected
+    own_qkv: Linear | None
+    """Of attention beside a state, where `qkv` returns its inputs."""
     dense: Linear | LatentOutput | None
     mixer: MixerLayer | None
     head_norms: HeadNorms | None
-    prepared: JoinedNorms | Rotated | None
+    prepared: JoinedNorms | Rotated | NormedValues | None
     """What queries and keys go through before `Operations.rotate_and_store`, which has the usual norms and rotation."""
     rotation: RotationTables | None
     scores: Scores
     mlp: Mlp | None
+    shares: bool
+    """Whether it uses the keys and values of another layer."""
+    inputs: LayerInput | None
+    scale: float
+    """What the layer's result is multiplied by."""
+    factor: float
+    """What attention's result is multiplied by."""
 
 
-_NORMS = ("input_layernorm", "post_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORMS = (
+    *("input_layernorm", "post_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "post_inputs_layernorm",
+)
 
 
 class TorchDecoder:
@@ -104,7 +118,7 @@ class TorchDecoder:
         self._sizes = sizes
         self._operations = operations
         self._group = group
-        self.kv_heads = max(1, sizes.kv_heads // group.tp_size)
+        self._ranks = group.tp_size
         self._heads = sizes.heads // group.tp_size
         self._is_first, self._is_last = group.stage == 0, group.stage == group.stages - 1
         if self._is_first:
@@ -113,6 +127,7 @@ class TorchDecoder:
             self._positions = Embedding(weights, "transformer.position_embedding", group) if learned else None
             self._embedding_norm = self._norm(weights, "transformer.ln_embed") if decoder.embedding_norm else None
             self._like = self._tokens.weight
+            self._inputs = LayerInputs(decoder, sizes, weights, operations) if decoder.layer_inputs else None
         else:
             first = f"transformer.layers.{layers[0]}"
             self._like = weights.tensor(
@@ -148,11 +163,17 @@ class TorchDecoder:
         mixer = decoder.mixer_of(number)
         head_norms, prepared = None, None
         lone = number in decoder.mlp_layers
-        if mixer is None and not lone:
-            head_norms, prepared = self._query_key_norms(weights, attention, rotation)
+        if (mixer is None or decoder.mixer_beside) and not lone:
+            head_norms, prepared = self._query_key_norms(weights, attention, rotation, number)
         qkv: Linear | LatentProjection | Unprojected
         dense: Linear | LatentOutput | None
-        if mixer is not None or lone:
+        beside = decoder.mixer_beside and mixer is not None
+        own_qkv = None
+        if beside:
+            own_qkv = Linear(weights, [f"{attention}.qkv"], self._operations, layer=number)
+            qkv = Unprojected()
+            dense = Linear(weights, [f"{attention}.dense"], self._operations, layer=number, group=self._group)
+        elif mixer is not None or lone:
             qkv, dense = Unprojected(), None
         elif decoder.latent is None:
             parts = ["qkv", "gate"] if decoder.attention_gate else ["qkv"]
@@ -164,6 +185,7 @@ class TorchDecoder:
         return _Layer(
             norms={each: self._norm(weights, f"{name}.{each}") for each in norms if f"{name}.{each}.weight" in weights},
             qkv=qkv,
+            own_qkv=own_qkv,
             dense=dense,
             mixer=None
             if mixer is None
@@ -180,24 +202,36 @@ class TorchDecoder:
             ),
             mlp=None
             if decoder.block == "single" and not lone
-            else make_mlp(decoder, weights, number, self._operations, self._group),
+            else make_mlp(decoder, weights, number, self._operations, self._group, self._sizes.epsilon),
+            shares=decoder.key_layer(number) != number,
+            inputs=LayerInput(decoder, weights, number, self._operations) if decoder.layer_inputs else None,
+            scale=float(weights.tensor(f"{name}.scale")) if decoder.layer_scales else 1.0,
+            factor=decoder.attention_factor,
         )
 
+    def cache_shape(self, number: int) -> tuple[int, int]:
+        """Return key/value heads of this rank and the size of a head, of a layer of the whole model."""
+        sizes = self._sizes.of_layer(full=self._decoder.window(number) is None)
+        return max(1, sizes.kv_heads // self._ranks), sizes.head
+
     def _query_key_norms(
-        self, weights: EngineWeights, attention: str, rotation: RotationTables | None
-    ) -> tuple[HeadNorms | None, JoinedNorms | Rotated | None]:
-        decoder, sizes = self._decoder, self._sizes
+        self, weights: EngineWeights, attention: str, rotation: RotationTables | None, number: int
+    ) -> tuple[HeadNorms | None, JoinedNorms | Rotated | NormedValues | None]:
+        decoder = self._decoder
+        sizes = self._sizes.of_layer(full=decoder.window(number) is None)
+        kv_heads, _ = self.cache_shape(number)
         if decoder.qk_norm is None:
             return None, None
-        query, key = (weights.tensor(f"{attention}.{part}_layernorm.weight") for part in "qk")
+        parts = "qk" if decoder.key_layer(number) == number else "qq"
+        query, key = (weights.tensor(f"{attention}.{part}_layernorm.weight") for part in parts)
         usual = decoder.norm == "rms" and query.numel() == sizes.head and decoder.qk_norm != "all"
         if usual:
+            norms = HeadNorms(query=query, key=key, epsilon=sizes.epsilon)
+            if decoder.value_norm:
+                return norms, NormedValues(kv_heads * sizes.head, sizes.head, sizes.epsilon)
             before = decoder.qk_norm == "rotated" and rotation is not None
-            return (
-                HeadNorms(query=query, key=key, epsilon=sizes.epsilon),
-                Rotated(rotation, self._heads + self.kv_heads, self.kv_heads) if before and rotation else None,
-            )
-        counts = (sizes.heads, self._heads), (sizes.kv_heads, self.kv_heads)
+            return norms, Rotated(rotation, self._heads + kv_heads, kv_heads) if before and rotation else None
+        counts = (sizes.heads, self._heads), (sizes.kv_heads, kv_heads)
         own = [
             weight if weight.numel() == sizes.head else self._own_heads(weight.view(heads, -1), count)
             for weight, (heads, count) in zip((query, key), counts, strict=True)
@@ -205,7 +239,7 @@ class TorchDecoder:
         return None, JoinedNorms(
             query=own[0],
             key=own[1],
-            heads=(self._heads, self.kv_heads),
+            heads=(self._heads, kv_heads),
             decoder=decoder,
             epsilon=sizes.epsilon,
             group=self._group,
@@ -240,13 +274,20 @@ class TorchDecoder:
         }
         run: Callable[..., tuple[Tensor, Tensor | None]] = blocks.get(self._decoder.block, self._sequential)
         hidden, residual = self._enter(inputs), None
-        shared = self._share_keys(inputs, next((each for each in caches if isinstance(each, Tensor)), None))
+        own = self._inputs(inputs.token_ids, hidden) if self._is_first and self._inputs else None
+        shared = self._share_keys(inputs, next((keys for each in caches if (keys := keys_of(each)) is not None), None))
         # Beyond the last layer in which tokens see each other, only those whose logits are needed are computed.
         mixing = [number for number, layer in enumerate(self._layers) if layer.dense or layer.mixer]
         last = mixing[-1] if mixing and self._is_last else -1
         for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             attention = _Attention(self, layer, inputs, cache, shared, rows=inputs.rows if number == last else None)
             hidden, residual = run(layer, attention, hidden, residual)
+            if layer.inputs is not None and own is not None:
+                hidden = hidden if residual is None else hidden + residual
+                made = layer.norms["post_inputs_layernorm"](layer.inputs(hidden, attention.kept(own[:, number])))
+                hidden, residual = hidden + made, None
+            if layer.scale != 1.0:
+                hidden, residual = (hidden if residual is None else hidden + residual) * layer.scale, None
         if not self._is_last:
             self._group.send(hidden if residual is None else hidden + residual)
             return torch.empty(0, self._sizes.vocab, device=hidden.device)
@@ -356,15 +397,18 @@ class TorchDecoder:
         self, layer: _Layer, qkv: Tensor, inputs: Inputs, cache: Tensor, shared: Mapping[int | None, Any]
     ) -> Tensor:
         """Store the new keys and values and return what each token's heads attend to: [t, heads · head]."""
-        query = self._operations.rotate_and_store(
-            qkv if layer.prepared is None else layer.prepared(qkv, inputs.positions),
-            inputs.positions,
-            cache,
-            inputs.cache_places,
-            heads=self._heads,
-            rotation=layer.rotation,
-            norms=layer.head_norms,
-        )
+        if layer.shares:
+            query = self._query(layer, qkv, inputs.positions)
+        else:
+            query = self._operations.rotate_and_store(
+                qkv if layer.prepared is None else layer.prepared(qkv, inputs.positions),
+                inputs.positions,
+                cache,
+                inputs.cache_places,
+                heads=self._heads,
+                rotation=layer.rotation,
+                norms=layer.head_norms,
+            )
         if (growth := self._decoder.query_growth) is not None:
             turns = torch.floor(inputs.positions / growth.every)
             query = query * (1 + growth.beta * torch.log1p(turns)).view(-1, 1, 1).to(query.dtype)
@@ -396,6 +440,13 @@ class TorchDecoder:
             )
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended.flatten(1)
+
+    def _query(self, layer: _Layer, states: Tensor, positions: Tensor) -> Tensor:
+        """Return normed and rotated queries [t, H, D] of a layer that uses another one's keys."""
+        query = states.view(len(states), self._heads, -1)
+        if (norms := layer.head_norms) is not None:
+            query = self._operations.rms_norm(query, norms.query, norms.epsilon)
+        return query if layer.rotation is None else rotate(query, positions, layer.rotation)
 
     def _logits(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         if self._final_norm is not None:
@@ -437,14 +488,19 @@ class _Attention:
         """Return what the layer adds to its input, made of its projection of the input."""
         layer, inputs = self._layer, self._inputs
         if layer.mixer is not None:
-            assert inputs.states is not None and not isinstance(self._cache, Tensor)  # noqa: PT018
-            return self.kept(layer.mixer(qkv, inputs.states, self._cache))
-        assert isinstance(self._cache, Tensor) and layer.dense is not None  # noqa: PT018
+            assert inputs.states is not None
+            mixed = self.kept(layer.mixer(qkv, inputs.states, tables_of(self._cache)))
+            return mixed if layer.own_qkv is None else mixed + self._attended(layer.own_qkv(qkv))
+        return self._attended(qkv)
+
+    def _attended(self, qkv: Tensor) -> Tensor:
+        layer, inputs, keys = self._layer, self._inputs, keys_of(self._cache)
+        assert keys is not None and layer.dense is not None  # noqa: PT018
         qkv, gates = self._decoder.without_gates(qkv)
-        attended = self._decoder.attend(layer, qkv, inputs, self._cache, self._shared)
+        attended = self._decoder.attend(layer, qkv, inputs, keys, self._shared)
         if gates is not None:
             attended = attended * gates.sigmoid()
-        return layer.dense(self.kept(attended), self.adapters)
+        return _scaled(layer.dense(self.kept(attended), self.adapters), layer.factor)
 
     def kept(self, states: Tensor) -> Tensor:
         """Return the states of the tokens that are needed."""

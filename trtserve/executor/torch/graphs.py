@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -175,6 +175,10 @@ class DecodeGraphs:
         logits.copy_(self._compute(step))
         self._choose(logits, words)
 
+    def seconds(self, most: int) -> list[float]:
+        """Return the times of steps of 1 … `most` rows."""
+        return _seconds(self._captured[False], most)
+
     def fits(self, step: StepInputs) -> bool:
         """Return whether a step only decodes, one token of each sequence and its logits."""
         rows = len(step.rows)
@@ -210,9 +214,34 @@ class DecodeGraphs:
         return self.logits[:rows]
 
 
+def _seconds(graphs: Mapping[int, Any], most: int) -> list[float]:
+    """Return the times of steps of 1 … `most` rows or tokens, whose graphs are those of the next larger sizes."""
+    sizes = sorted(graphs)
+    needed = {count: next(size for size in sizes if size >= count) for count in range(1, most + 1)}
+    measured = {size: _replayed(graphs[size]) for size in set(needed.values())}
+    return [measured[size] for size in needed.values()]
+
+
+def _replayed(graph: Any) -> float:
+    """Return the shortest of a few times of a graph."""
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1000)
+    return min(times)
+
+
 MOST_CAPTURED = 512
 PROMPT_SIZES = (32, 64, 128, 192, 256, 384, MOST_CAPTURED)
 """Tokens of captured steps with prompts. Larger steps compute for longer than the host takes to send them."""
+
+
+MOST_DRAFTED = 32
+"""The most tokens of a step with drafts: those of the smallest graph of `PromptGraphs`, sequences as well."""
 
 
 class PromptGraphs:
@@ -271,6 +300,11 @@ class PromptGraphs:
         logits = self._logits[:sequences]
         logits.copy_(self._compute(step))
         self._choose(logits, words.view(-1, WORDS)[:sequences])
+
+    def seconds(self, most: int) -> list[float]:
+        """Return the times of steps of 1 … `most` tokens of as many rows."""
+        fewest = self._sequences[0]
+        return _seconds({size: self._captured[size, fewest] for size in self.sizes}, most)
 
     def fits(self, step: StepInputs, *, apart: bool) -> bool:
         """Return whether there is a graph for a step; not if some of its sequences decode `apart` from its prompts."""

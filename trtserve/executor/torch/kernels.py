@@ -9,18 +9,20 @@ from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.adapter_kernels import add_adapters
 from trtserve.executor.torch.attention_kernels import decode_attention, prompt_attention, share_keys
 from trtserve.executor.torch.expert_kernels import expert_mlp, route
+from trtserve.executor.torch.fp8_kernels import multiply_fp8
 from trtserve.executor.torch.layer_kernels import (
     add_rms_norm,
     gated,
+    gated_rounded,
     multiply_vector,
+    norm_rounded,
     rms_norm,
     rotate_and_store,
     rounded,
 )
-from trtserve.executor.torch.operations import Matrix
-from trtserve.executor.torch.packed import Fp8Codes, PackedWeight
+from trtserve.executor.torch.operations import Matrix, Rows
+from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight
 from trtserve.executor.torch.packed_kernels import multiply_packed, multiply_packed_vector
-from trtserve.executor.torch.plain_operations import multiply_fp8
 
 __all__ = [
     "add_adapters",
@@ -38,13 +40,17 @@ __all__ = [
 ]
 
 
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Rows, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """See `Operations.linear`. One row takes a kernel that begins before its inputs are there."""
     if isinstance(weight, Fp8Codes):
-        codes = rounded(x, weight.input_scale)
         if len(x) != 1:
-            return multiply_fp8(codes, weight, bias)
-        return multiply_vector(codes, None, None, 0.0, weight, bias, None, factor_first=False)[0]
+            rows = rounded(x, weight) if isinstance(x, Tensor) and x.dtype != FP8 else x
+            return multiply_fp8(rows, weight, bias)
+        assert isinstance(x, Tensor)
+        vector = rounded(x, weight) if weight.input_scale is not None and x.dtype != FP8 else x
+        assert isinstance(vector, Tensor)
+        return multiply_vector(vector, None, None, 0.0, weight, bias, None, factor_first=False)[0]
+    assert isinstance(x, Tensor)
     if isinstance(weight, PackedWeight):
         return multiply_packed(x, weight, bias) if len(x) != 1 else multiply_packed_vector(x, weight, bias)
     if len(x) == 1:
@@ -62,26 +68,27 @@ def norm_linear(
     activation: Activation | None = None,
     *,
     factor_first: bool = False,
-    rounding: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    rounding: Fp8Codes | None = None,
+) -> tuple[Rows, Tensor]:
     """See `Operations.norm_linear`. One row takes a single kernel, or two if the matrix has codes."""
-    if len(x) == 1 and isinstance(weight, Tensor):
+    one = len(x) == 1
+    scale = rounding.input_scale if rounding is not None else None
+    if one and isinstance(weight, Tensor):
         return multiply_vector(
-            x, residual, norm, epsilon, weight, bias, activation, factor_first=factor_first, rounding=rounding
+            x, residual, norm, epsilon, weight, bias, activation, factor_first=factor_first, rounding=scale
         )
-    own = weight.input_scale if isinstance(weight, Fp8Codes) else None
-    if residual is None:
-        normed, total = rms_norm(x, norm, epsilon, own), x
-    else:
-        normed, total = add_rms_norm(x, residual, norm, epsilon, own)
-    if len(x) == 1 and isinstance(weight, PackedWeight):
-        return multiply_packed_vector(normed, weight, bias, activation, factor_first=factor_first), total
-    if len(x) == 1 and isinstance(weight, Fp8Codes):
-        product, _ = multiply_vector(
-            normed, None, None, 0.0, weight, bias, activation, factor_first=factor_first, rounding=rounding
-        )
-        return product, total
+    own = weight if isinstance(weight, Fp8Codes) and (not one or weight.input_scale is not None) else None
+    normed = norm_rounded(x, residual, norm, epsilon, own)
+    total = x if residual is None else residual
+    if one and isinstance(normed, Tensor):
+        if isinstance(weight, PackedWeight):
+            return multiply_packed_vector(normed, weight, bias, activation, factor_first=factor_first), total
+        if isinstance(weight, Fp8Codes):
+            product, _ = multiply_vector(
+                normed, None, None, 0.0, weight, bias, activation, factor_first=factor_first, rounding=scale
+            )
+            return product, total
     product = linear(normed, weight, bias)
     if activation is not None:
-        product = gated(product, activation, factor_first=factor_first, rounding=rounding)
+        return gated_rounded(product, activation, factor_first=factor_first, rounding=rounding), total
     return product, total

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation
+from trtserve.checkpoint.quantized import FP8_BLOCK as BLOCK
 from trtserve.executor.torch.operations import HeadNorms, RotationTables
-from trtserve.executor.torch.packed import FP8, Fp8Codes
+from trtserve.executor.torch.packed import FP8, Fp8Codes, Fp8Rows
 
 
 @functools.cache
@@ -39,15 +40,57 @@ def _stored(values, scale, out):
 
 
 @triton.jit
+def _store_row(values, scale, out, row, rows, column, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Store `values` at `column` of a row of `out` [rows, COLUMNS], see `_stored`.
+
+    With a GROUP, of which there are whole ones in `values`, FP8 codes; `scale` [groups, rows] gets what they are times.
+    """
+    mask = column < COLUMNS
+    if GROUP:
+        GROUPS: tl.constexpr = values.shape[0] // GROUP
+        parts = tl.reshape(tl.where(mask, values, 0.0), [GROUPS, GROUP])
+        own = tl.maximum(tl.max(tl.abs(parts), 1), 1e-12) / 448.0
+        number = tl.min(column, 0) // GROUP + tl.arange(0, GROUPS)
+        tl.store(scale + number * rows + row, own, mask=number * GROUP < COLUMNS)
+        # A quotient may exceed the largest code by a rounding.
+        codes = tl.clamp(parts / own[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        values = tl.reshape(codes, [GROUPS * GROUP]).to(out.dtype.element_ty)
+    else:
+        values = _stored(values, scale, out)
+    tl.store(out + row * COLUMNS + column, values, mask=mask)
+
+
+def _outputs(
+    rows: int, columns: int, like: Tensor, rounding: Fp8Codes | None
+) -> tuple[Tensor | Fp8Rows, Tensor, Tensor, int]:
+    """Return what a kernel makes for the matrix that follows: as a whole, its tensor, the scales and GROUP."""
+    if rounding is None:
+        out = like.new_empty((rows, columns))
+        return out, out, out, 0
+    out = like.new_empty((rows, columns), dtype=FP8)
+    if rounding.input_scale is not None:
+        return out, out, rounding.input_scale, 0
+    scales = like.new_empty((-(-columns // rounding.group), rows), dtype=torch.float32)
+    return Fp8Rows(out, scales), out, scales, rounding.group
+
+
+def _group(group: int, width: int) -> int:
+    """Return GROUP of a kernel whose programs have `width` numbers: all of them where tokens have one scale."""
+    return BLOCK if group == BLOCK else width if group else 0
+
+
+@triton.jit
 def _norm_kernel(
     x,
     residual,
     weight,
     scale,
     out,
+    rows,
     epsilon,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     ADDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -62,32 +105,47 @@ def _norm_kernel(
     floats = values.to(tl.float32)
     factor = tl.rsqrt(tl.sum(floats * floats, 0) / COLUMNS + epsilon)
     scales = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * COLUMNS + column, _stored(floats * factor * scales, scale, out), mask=mask)
+    _store_row(floats * factor * scales, scale, out, row, rows, column, COLUMNS, GROUP)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, rounding: Tensor | None = None) -> Tensor:
-    """See `Operations.rms_norm`. With `rounding` f32[1] the result is FP8, divided by that."""
-    return _norm(x, x, weight, epsilon, rounding, adds=False)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """See `Operations.rms_norm`."""
+    normed = norm_rounded(x, None, weight, epsilon, None)
+    assert isinstance(normed, Tensor)
+    return normed
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, rounding: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `Operations.add_rms_norm` and `rms_norm`. The sum overwrites the residual."""
-    return _norm(x, residual, weight, epsilon, rounding, adds=True), residual
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """See `Operations.add_rms_norm`. The sum overwrites the residual."""
+    normed = norm_rounded(x, residual, weight, epsilon, None)
+    assert isinstance(normed, Tensor)
+    return normed, residual
 
 
-def _norm(
-    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, rounding: Tensor | None, *, adds: bool
-) -> Tensor:
+def norm_rounded(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, rounding: Fp8Codes | None
+) -> Tensor | Fp8Rows:
+    """Return the RMS norm of x + residual, rounded for the matrix that follows; the sum overwrites the residual."""
     x = x.contiguous()
     columns = x.shape[-1]
-    out = torch.empty_like(x, dtype=x.dtype if rounding is None else FP8)
     rows, width = x.numel() // columns, triton.next_power_of_2(columns)
-    warps = min(max(width // 512, 1), 16)
-    sizes = {"COLUMNS": columns, "WIDTH": width, "ADDS": adds, "num_warps": warps}
-    _norm_kernel[(rows,)](x, residual, weight, x if rounding is None else rounding, out, epsilon, **sizes, **overlap())
-    return out
+    whole, out, scale, group = _outputs(rows, columns, x, rounding)
+    _norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        scale,
+        out,
+        rows,
+        epsilon,
+        COLUMNS=columns,
+        WIDTH=width,
+        GROUP=_group(group, width),
+        ADDS=residual is not None,
+        num_warps=min(max(width // 512, 1), 16),
+        **overlap(),
+    )
+    return whole if isinstance(whole, Fp8Rows) else out.view(x.shape)
 
 
 @triton.jit
@@ -219,39 +277,68 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(
-    joined,
+def _rows_kernel(
+    x,
     scale,
     out,
+    rows,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     FIRST: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Store one row of x [rows, COLUMNS], with an ACTIVATION its two halves [rows, 2 · COLUMNS] gated."""
     wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = column < COLUMNS
-    halves = joined + row * (2 * COLUMNS) + column
-    active = tl.load(halves + (COLUMNS if FIRST else 0), mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(halves + (0 if FIRST else COLUMNS), mask=mask, other=0.0).to(tl.float32)
-    factor *= activated(active, ACTIVATION).to(joined.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * COLUMNS + column, _stored(factor, scale, out), mask=mask)
+    if ACTIVATION == "":
+        values = tl.load(x + row * COLUMNS + column, mask=mask, other=0.0).to(tl.float32)
+    else:
+        halves = x + row * (2 * COLUMNS) + column
+        active = tl.load(halves + (COLUMNS if FIRST else 0), mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(halves + (0 if FIRST else COLUMNS), mask=mask, other=0.0).to(tl.float32)
+        values *= activated(active, ACTIVATION).to(x.dtype.element_ty).to(tl.float32)
+    _store_row(values, scale, out, row, rows, column, COLUMNS, GROUP)
 
 
-def gated(
-    joined: Tensor, activation: Activation, *, factor_first: bool = False, rounding: Tensor | None = None
-) -> Tensor:
-    """See `Operations.gated` and `rms_norm`."""
-    rows, both = joined.shape
-    columns = both // 2
-    out = joined.new_empty((rows, columns), dtype=joined.dtype if rounding is None else FP8)
-    sizes = {"COLUMNS": columns, "WIDTH": 1024, "FIRST": factor_first, "ACTIVATION": activation}
-    _gated_kernel[(rows, triton.cdiv(columns, 1024))](
-        joined, joined if rounding is None else rounding, out, **sizes, num_warps=4, **overlap()
-    )
+def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False) -> Tensor:
+    """See `Operations.gated`."""
+    out = gated_rounded(joined, activation, factor_first=factor_first, rounding=None)
+    assert isinstance(out, Tensor)
     return out
+
+
+def gated_rounded(
+    joined: Tensor, activation: Activation, *, factor_first: bool, rounding: Fp8Codes | None
+) -> Tensor | Fp8Rows:
+    """Return `gated`, rounded for the matrix that follows."""
+    return _store_rows(joined, joined.shape[1] // 2, activation, rounding, factor_first=factor_first)
+
+
+def _store_rows(
+    x: Tensor, columns: int, activation: Activation | None, rounding: Fp8Codes | None, *, factor_first: bool = False
+) -> Tensor | Fp8Rows:
+    rows = len(x)
+    whole, out, scale, group = _outputs(rows, columns, x, rounding)
+    # One scale for a token needs all of its numbers.
+    width = triton.next_power_of_2(columns) if group == columns else 1024
+    _rows_kernel[(rows, triton.cdiv(columns, width))](
+        x,
+        scale,
+        out,
+        rows,
+        COLUMNS=columns,
+        WIDTH=width,
+        GROUP=_group(group, width),
+        FIRST=factor_first,
+        ACTIVATION=activation or "",
+        num_warps=min(max(width // 512, 4), 16),
+        **overlap(),
+    )
+    return whole
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -262,13 +349,14 @@ def _round_kernel(x, scale, out, count, TILE: tl.constexpr, OVERLAPS: tl.constex
     tl.store(out + place, _stored(values, scale, out), mask=place < count)
 
 
-def rounded(x: Tensor, rounding: Tensor) -> Tensor:
-    """Return x / rounding in FP8; `x` as it is if it is FP8 already."""
-    if x.dtype == FP8:
-        return x
-    x, tile = x.contiguous(), 1024 if len(x) < 64 else 4096
-    out = torch.empty_like(x, dtype=FP8)
-    _round_kernel[(triton.cdiv(x.numel(), tile),)](x, rounding, out, x.numel(), TILE=tile, num_warps=4, **overlap())
+def rounded(x: Tensor, matrix: Fp8Codes) -> Tensor | Fp8Rows:
+    """Return x [t, in] in FP8, as the matrix that follows needs it."""
+    x = x.contiguous()
+    if matrix.input_scale is None:
+        return _store_rows(x, x.shape[1], None, matrix)
+    out, tile = torch.empty_like(x, dtype=FP8), 1024 if len(x) < 64 else 4096
+    grid = (triton.cdiv(x.numel(), tile),)
+    _round_kernel[grid](x, matrix.input_scale, out, x.numel(), TILE=tile, num_warps=4, **overlap())
     return out
 
 
@@ -296,10 +384,13 @@ def _vector_kernel(
     ADDS: tl.constexpr,
     GATE: tl.constexpr,
     FIRST: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply one vector by STRIP rows of `weight`.
 
+    SCALES of FP8 weights: "one", with one of the FP8 vector, "rows", or "blocks" of BLOCK × BLOCK; else "".
     ADDS: the vector is x + residual, which is also stored in `total`. HAS_NORM: it is normed first. GATE: an
     activation, of the product with the rows `outputs` further down if FIRST, else of the product with the first rows;
     both products are multiplied.
@@ -332,23 +423,34 @@ def _vector_kernel(
         if HAS_NORM:
             squares += values * values
             values *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+        below = values
+        if SCALES == "blocks":  # the rows of a program are in one block, or two with GATE
+            if GATE != "":
+                place = (outputs + program * STRIP) // BLOCK * tl.cdiv(columns, BLOCK) + column // BLOCK
+                below = values * tl.load(scale + place, mask=inside, other=0.0)
+            place = program * STRIP // BLOCK * tl.cdiv(columns, BLOCK) + column // BLOCK
+            values *= tl.load(scale + place, mask=inside, other=0.0)
         product += chunk.to(tl.float32) * values[None, :]
         following = begin + CHUNK
         ahead = kept & (unit * 0 + following < columns)
         chunk = _weights(at + following, ahead, following + lane, columns, EVEN)
         if GATE != "":
-            second += other.to(tl.float32) * values[None, :]
+            second += other.to(tl.float32) * below[None, :]
             other = _weights(at + further + following, ahead, following + lane, columns, EVEN)
     factor = 1.0
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / columns + epsilon)
-    if x.dtype.element_ty == tl.float8e4nv:
+    if SCALES == "one":
         factor = tl.load(scale) * tl.load(input_scale)
     result = tl.sum(product, 1) * factor
+    if SCALES == "rows":
+        result *= tl.load(scale + unit, mask=kept, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias + unit, mask=kept, other=0.0).to(tl.float32)
     if GATE != "":
         lower = tl.sum(second, 1) * factor
+        if SCALES == "rows":
+            lower *= tl.load(scale + outputs + unit, mask=kept, other=0.0)
         if HAS_BIAS:
             lower += tl.load(bias + outputs + unit, mask=kept, other=0.0).to(tl.float32)
         if FIRST:
@@ -380,7 +482,8 @@ def multiply_vector(
 ) -> tuple[Tensor, Tensor]:
     """See `Operations.norm_linear`, for one row, without `norm` too. The kernel begins before its inputs are there.
 
-    FP8 codes take inputs in FP8, without `norm`.
+    FP8 codes take inputs in FP8, without `norm`, if those are calibrated, and else as they are: a single row gains
+    nothing from being rounded. `rounding` f32[1] is the scale of the outputs in FP8.
     """
     x, fp8 = x.contiguous(), weight if isinstance(weight, Fp8Codes) else None
     matrix = weight.codes if isinstance(weight, Fp8Codes) else weight
@@ -406,7 +509,7 @@ def multiply_vector(
         matrix,
         x if bias is None else bias,
         x if fp8 is None else fp8.scale,
-        x if fp8 is None else fp8.input_scale,
+        x if fp8 is None or fp8.input_scale is None else fp8.input_scale,
         x if rounding is None else rounding,
         out,
         epsilon,
@@ -420,6 +523,8 @@ def multiply_vector(
         ADDS=residual is not None,
         GATE=activation or "",
         FIRST=factor_first,
+        SCALES="" if fp8 is None else {0: "one", BLOCK: "blocks"}.get(fp8.group, "rows"),
+        BLOCK=BLOCK,
         num_warps=warps,
         **overlap(),
     )

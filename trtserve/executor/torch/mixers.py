@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,8 +16,22 @@ from trtserve.executor.torch.modules import Linear, WeightMatrix
 from trtserve.executor.torch.operations import Operations
 from trtserve.executor.torch.weights import EngineWeights
 
-LayerCache = Tensor | Sequence[Tensor]
-"""Of a layer: its keys and values, or the tables of its states [rows, …]."""
+LayerCache: TypeAlias = Tensor | list[Tensor] | tuple[Tensor, list[Tensor]]
+"""Of a layer: its keys and values, the tables of its states [rows, …], or both."""
+
+
+def keys_of(cache: LayerCache) -> Tensor | None:
+    """Return a layer's keys and values, or None where it has none."""
+    if isinstance(cache, tuple):
+        return cache[0]
+    return cache if isinstance(cache, Tensor) else None
+
+
+def tables_of(cache: LayerCache) -> Sequence[Tensor]:
+    """Return the tables of a layer's states."""
+    tables: Sequence[Tensor] = cache[1] if isinstance(cache, tuple) else [] if isinstance(cache, Tensor) else cache
+    return tables
+
 
 _CHUNK = 64  # tokens whose states are computed at once
 _EPSILON = 1e-6  # of the length of queries and keys
@@ -76,8 +91,11 @@ class MixerLayer:
             self._gates = linear("gates")
         if not isinstance(mixer, ShortConvolution):
             self._decay, self._time_bias = -wide("decay").exp(), wide("time_bias")
+        self._factors = None
         if isinstance(mixer, StateSpace):
             self._skip = wide("skip")
+            if mixer.input_factors is not None:
+                self._factors = torch.tensor(mixer.input_factors, device=self._skip.device)
         self._norm_weight = wide("norm.weight") if f"{name}.norm.weight" in weights else None
         self._epsilon = epsilon
 
@@ -85,6 +103,8 @@ class MixerLayer:
         """Return what the layer adds to its input for normed hidden states [t, hidden]; writes the new states."""
         mixer = self._mixer
         joined = self._inner(x)
+        if self._factors is not None:
+            joined = joined * self._factors.to(joined.dtype)
         if isinstance(mixer, ShortConvolution):
             before, after, value = joined.chunk(3, dim=-1)
             result = after * self._convolved(before * value, states, tables[0]).to(x.dtype)
@@ -92,7 +112,8 @@ class MixerLayer:
             result = self._delta_net(mixer, joined, self._gates(x), states, tables)
         else:
             result = self._state_space(mixer, joined, states, tables)
-        return self._outer(result.to(x.dtype))
+        made = self._outer(result.to(x.dtype))
+        return made * mixer.factor if isinstance(mixer, StateSpace) and mixer.factor != 1.0 else made
 
     def _convolved(self, inputs: Tensor, states: StepStates, table: Tensor) -> Tensor:
         """Convolve the inputs [t, channels] of each sequence; f32."""

@@ -27,7 +27,7 @@ from trtserve.executor.engine.shapes import Sizes, layer_windows, lora_shape
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.torch.adapters import Adapters, AdapterStore, spans_of
 from trtserve.executor.torch.decoder import Inputs, TorchDecoder
-from trtserve.executor.torch.mixers import LayerCache, StepStates
+from trtserve.executor.torch.mixers import LayerCache, StepStates, keys_of, tables_of
 from trtserve.executor.torch.operations import Device, Operations
 from trtserve.executor.torch.ranks import ALONE, RankGroup
 from trtserve.executor.torch.weights import EngineWeights
@@ -47,7 +47,7 @@ _WORKSPACES, _WORKSPACE_BYTES = 4, 32 << 20
 class TorchModel:
     """The decoder of one rank with its KV cache: `ModelRunner` on PyTorch. Not thread-safe."""
 
-    step_costs: Sequence[float] = ()  # steps are sent before the last one's tokens are known: nothing to look up
+    step_costs: Sequence[float] = ()
 
     def __init__(
         self,
@@ -94,11 +94,13 @@ class TorchModel:
             self.adapters = AdapterStore(
                 self.lora, weights, layers, most=places, dtype=self.decoder.dtype, device=device
             )
-        self._block_shape = (2, self.tokens_per_block, self.decoder.kv_heads, sizes.head)
         self._layers = layers
         self._mixers = {layer: mixer for layer in layers if (mixer := decoder.mixer_of(layer)) is not None}
-        self._attending = [layer for layer in layers if layer not in decoder.mixer_layers | decoder.mlp_layers]
-        self.bytes_per_block = len(self._attending) * math.prod(self._block_shape) * self.decoder.dtype.itemsize
+        without = decoder.mlp_layers | (frozenset() if decoder.mixer_beside else decoder.mixer_layers)
+        self._attending = [layer for layer in layers if layer not in without]
+        self._key_layers = {layer: decoder.key_layer(layer) for layer in self._attending}
+        numbers = (math.prod(self._block_shape(layer)) for layer in set(self._key_layers.values()))
+        self.bytes_per_block = sum(numbers) * self.decoder.dtype.itemsize
         numbers = (math.prod(table) for mixer in self._mixers.values() for table in mixer.tables)
         self.bytes_per_state = sum(numbers) * torch.float32.itemsize
         self._step_bytes = _step_bytes(config, sizes, self.decoder.dtype.itemsize)
@@ -123,22 +125,29 @@ class TorchModel:
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache; one more block is the model's own."""
-        shape = (num_blocks + 1, *self._block_shape)
         self.spare_block = num_blocks
-        self.caches = [
-            torch.zeros(shape, dtype=self.decoder.dtype, device=self.device) if layer in self._attending else []
-            for layer in self._layers
-        ]
+        made = {
+            layer: torch.zeros(
+                (num_blocks + 1, *self._block_shape(layer)), dtype=self.decoder.dtype, device=self.device
+            )
+            for layer in set(self._key_layers.values())
+        }
+        self.caches = [made[self._key_layers[layer]] if layer in self._key_layers else [] for layer in self._layers]
         self.allocate_states(0)
+
+    def _block_shape(self, layer: int) -> tuple[int, int, int, int]:
+        return 2, self.tokens_per_block, *self.decoder.cache_shape(layer)
 
     def allocate_states(self, num_states: int) -> None:
         """Allocate the rows of states in float32; one more row is the model's own."""
         self._spare_state = num_states
         for place, layer in enumerate(self._layers):
             if layer in self._mixers:
-                self.caches[place] = [
+                tables = [
                     torch.zeros((num_states + 1, *table), device=self.device) for table in self._mixers[layer].tables
                 ]
+                keys = keys_of(self.caches[place])
+                self.caches[place] = tables if keys is None else (keys, tables)
 
     def warm_up(self) -> None:
         """Run prompts and a decode step in the spare block."""
@@ -223,15 +232,15 @@ class TorchModel:
         """Copy keys and values of block `source` to block `target`, in every layer."""
         with self.faults:
             for cache in self.caches:
-                if isinstance(cache, Tensor):
-                    cache[target] = cache[source]
+                if (keys := keys_of(cache)) is not None:
+                    keys[target] = keys[source]
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `StatefulModel.copy_states`."""
         with self.faults, torch.inference_mode():
             read, written = (self._copy(np.array(rows, np.int64)) for rows in (sources, targets))
             for cache in self.caches:
-                for table in () if isinstance(cache, Tensor) else cache:
+                for table in tables_of(cache):
                     table[written] = table[read]
 
 

@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation, Decoder, Experts
 from trtserve.checkpoint.architectures.base import Norm as NormKind
+from trtserve.checkpoint.quantized import FP8_BLOCK as BLOCK
 from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.operations import ExpertWeights, Matrix, Operations, RotationTables
-from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight, join_packed
-from trtserve.executor.torch.plain_operations import activate, rotate
+from trtserve.executor.torch.operations import ExpertWeights, Matrix, Operations, RotationTables, Rows
+from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight, join_packed, spread
+from trtserve.executor.torch.plain_operations import activate, rotate, xielu
 from trtserve.executor.torch.ranks import RankGroup
 from trtserve.executor.torch.weights import EngineWeights
 
@@ -89,8 +90,8 @@ class Norm:
         activation: Activation | None = None,
         *,
         factor_first: bool = False,
-        rounding: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        rounding: Fp8Codes | None = None,
+    ) -> tuple[Rows, Tensor]:
         """Return linear(norm(x + residual)), `gated` if there is an activation, and the sum.
 
         `rounding`: see `Operations.norm_linear`.
@@ -195,9 +196,9 @@ class Linear:
             self._parts.append((name.removeprefix(f"transformer.layers.{layer}."), outputs))
             first = outputs.stop
 
-    def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
+    def __call__(self, x: Rows, adapters: Adapters | None = None) -> Tensor:
         product = self.matrix(x, None if self._bias_last else self.bias)
-        if adapters is not None and self._layer is not None:
+        if adapters is not None and self._layer is not None and isinstance(x, Tensor):
             adapters.add(product, x, self._layer, self._parts, self._operations)
         if self._group is not None:
             product = self._group.all_reduce(product)
@@ -212,11 +213,11 @@ class WeightMatrix:
         self._operations = operations
 
     @property
-    def rounding(self) -> Tensor | None:
-        """The scale f32[1] with which inputs may be rounded to FP8 before; None: they may not."""
-        return self.weight.input_scale if isinstance(self.weight, Fp8Codes) else None
+    def rounding(self) -> Fp8Codes | None:
+        """The matrix if its inputs may be rounded to FP8 before."""
+        return self.weight if isinstance(self.weight, Fp8Codes) else None
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Rows, bias: Tensor | None) -> Tensor:
         """Return x [t, in] · matrixᵀ + bias: [t, out]."""
         return self._operations.linear(x, self.weight, bias)
 
@@ -228,7 +229,8 @@ class ScaledMatrix(WeightMatrix):
         super().__init__(weight, operations)
         self._input_scales = input_scales
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Rows, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
         return super().__call__(x * self._input_scales.to(x.dtype), bias)
 
 
@@ -244,18 +246,31 @@ def load_matrix(weights: EngineWeights, names: Sequence[str], operations: Operat
         return WeightMatrix(weight, operations) if factors is None else ScaledMatrix(weight, factors, operations)
     scales = [weights.fp8_scales(name) for name in names]
     own = [pair for pair in scales if pair is not None]
-    if len(own) < len(names):
+    codes = [weights.tensor(name) for name in names] if len(own) == len(names) else []
+    blocks = any(scale.ndim > 1 for scale, _ in own)
+    if not codes or (blocks and any(len(part) % BLOCK for part in codes[:-1])):
         parts = [load_floats(weights, name) for name in names]
         return WeightMatrix(parts[0] if len(parts) == 1 else torch.cat(parts), operations)
-    shared = torch.stack([scale for scale, _ in own]).amax(0)
-    codes = [
-        part if torch.equal(scale, shared) else (part.float() * (scale / shared)).to(FP8)
-        for part, (scale, _) in zip(map(weights.tensor, names), own, strict=True)
-    ]
+    input_scales = [each for _, each in own if each is not None]
+    if input_scales:
+        shared = torch.stack([scale for scale, _ in own]).amax(0)
+        codes = [
+            part if torch.equal(scale, shared) else (part.float() * (scale / shared)).to(FP8)
+            for part, (scale, _) in zip(codes, own, strict=True)
+        ]
+    else:
+        shared = torch.cat([scale for scale, _ in own])
     # Bytes can be joined on every device.
     joined = codes[0] if len(codes) == 1 else torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
-    input_scale = torch.stack([each for _, each in own]).amax(0)
-    return WeightMatrix(Fp8Codes(codes=joined, scale=shared, input_scale=input_scale, dtype=weights.dtype), operations)
+    return WeightMatrix(
+        Fp8Codes(
+            codes=joined,
+            scale=shared,
+            input_scale=torch.stack(input_scales).amax(0) if input_scales else None,
+            dtype=weights.dtype,
+        ),
+        operations,
+    )
 
 
 def _key(factors: Tensor | None) -> bytes | None:
@@ -272,7 +287,7 @@ def load_floats(weights: EngineWeights, name: str) -> Tensor:
     if scales is None:
         return tensor
     # Experts [experts, out, in] have a scale each.
-    factors = scales[0].view(-1, *[1] * (tensor.ndim - 1)) if tensor.ndim > 2 else scales[0]
+    factors = scales[0].view(-1, 1, 1) if tensor.ndim > 2 else spread(scales[0], tensor.shape)
     return (tensor.float() * factors).to(weights.dtype)
 
 
@@ -291,13 +306,18 @@ class Mlp(ABC):
         return self(normed, adapters), total
 
 
-def make_mlp(decoder: Decoder, weights: EngineWeights, layer: int, operations: Operations, group: RankGroup) -> Mlp:
+def make_mlp(
+    decoder: Decoder, weights: EngineWeights, layer: int, operations: Operations, group: RankGroup, epsilon: float
+) -> Mlp:
     experts = decoder.experts_of(layer)
     if experts is not None:
+        if experts.apart:
+            return _ExpertsApart(experts, decoder, weights, layer, operations, group, epsilon)
         return _Experts(experts, decoder.activation, weights, layer, operations, group)
     if decoder.mlp == "plain" or (decoder.mlp == "experts" and not decoder.gated):
         return _Plain(decoder.activation, weights, layer, operations, group)
-    return _Gated(decoder, weights, layer, operations, group)
+    scaled = decoder.gate_factor != 1.0 or decoder.mlp_factor != 1.0
+    return (_ScaledGated if scaled else _Gated)(decoder, weights, layer, operations, group)
 
 
 class _Plain(Mlp):
@@ -306,11 +326,14 @@ class _Plain(Mlp):
     ) -> None:
         name = f"transformer.layers.{layer}.mlp"
         self._activation = activation
+        self._numbers = weights.tensor(f"{name}.xielu") if activation == "xielu" else None
         self._fc = Linear(weights, [f"{name}.fc"], operations, layer=layer)
         self._proj = Linear(weights, [f"{name}.proj"], operations, layer=layer, group=group)
 
     def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
-        return self._proj(activate(self._fc(x, adapters), self._activation), adapters)
+        inner = self._fc(x, adapters)
+        activated = activate(inner, self._activation) if self._numbers is None else xielu(inner, self._numbers)
+        return self._proj(activated, adapters)
 
 
 class _Gated(Mlp):
@@ -345,6 +368,26 @@ class _Gated(Mlp):
         return self._proj(states, adapters), total
 
 
+class _ScaledGated(_Gated):
+    """What is activated and what is returned are multiplied by factors."""
+
+    def __init__(
+        self, decoder: Decoder, weights: EngineWeights, layer: int, operations: Operations, group: RankGroup
+    ) -> None:
+        super().__init__(decoder, weights, layer, operations, group)
+        self._factor, self._gate_factor = decoder.mlp_factor, decoder.gate_factor
+
+    def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
+        first, second = self._joined(x, adapters).chunk(2, dim=-1)
+        factor, gate = (first, second) if self._factor_first else (second, first)
+        return self._proj(activate(gate * self._gate_factor, self._activation) * factor, adapters) * self._factor
+
+    def after_norm(
+        self, norm: Norm, x: Tensor, residual: Tensor | None, adapters: Adapters | None
+    ) -> tuple[Tensor, Tensor]:
+        return Mlp.after_norm(self, norm, x, residual, adapters)
+
+
 class _Experts(Mlp):
     def __init__(
         self,
@@ -361,9 +404,10 @@ class _Experts(Mlp):
         self._operations = operations
         self._group = group
         self._router = weights.tensor(f"{name}.router.weight").float()
-        bias, correction = f"{name}.router.bias", f"{name}.router.correction"
-        self._router_bias = weights.tensor(bias).float() if bias in weights else None
-        self._correction = weights.tensor(correction).float() if correction in weights else None
+        self._router_bias, self._correction, self._scale = (
+            weights.tensor(f"{name}.router.{part}").float() if f"{name}.router.{part}" in weights else None
+            for part in ("bias", "correction", "scale")
+        )
         held = weights.shard(f"{name}.proj.weight").pieces[0]
         outer = [load_floats(weights, f"{name}.fc.{kind}") for kind in _kinds(weights, f"{name}.fc")]
         inner = [load_floats(weights, f"{name}.proj.{kind}") for kind in _kinds(weights, f"{name}.proj")]
@@ -387,21 +431,57 @@ class _Experts(Mlp):
 
     def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
         del adapters  # LoRA's modules are those of decoders without experts
-        logits = functional.linear(x.float(), self._router, self._router_bias)
+        output = self._routed(x, x)
+        return self._group.all_reduce(output + self._shared_output(x) if self._experts.shared else output)
+
+    def _routed(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Return this rank's part of the experts' outputs; the router sees `seen`."""
+        logits = functional.linear(seen.float(), self._router, self._router_bias)
         chosen, shares = self._operations.route(logits, self._correction, self._experts)
+        if self._scale is not None:
+            shares = shares * self._scale[chosen.long()]
         held = len(self._weights.outer)
         if self._first or held < self._experts.count:  # experts below the first belong to another rank too
             chosen = (chosen - self._first).where(chosen >= self._first, self._experts.count)
-        output = self._operations.expert_mlp(x, self._weights, chosen, shares, self._activation)
-        if self._experts.shared:
-            states = self._shared(x)
-            if self._experts.gated:
-                states = self._operations.gated(states, self._activation, factor_first=True)
-            else:
-                states = activate(states, self._activation)
-            shared = self._shared_proj(states)
-            output = output + (shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid())
-        return self._group.all_reduce(output)
+        return self._operations.expert_mlp(x, self._weights, chosen, shares, self._activation)
+
+    def _shared_output(self, x: Tensor) -> Tensor:
+        states = self._shared(x)
+        if self._experts.gated:
+            states = self._operations.gated(states, self._activation, factor_first=True)
+        else:
+            states = activate(states, self._activation)
+        shared = self._shared_proj(states)
+        return shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid()
+
+
+class _ExpertsApart(_Experts):
+    """Experts and a shared one that have norms of their own: see `Experts.apart`."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        decoder: Decoder,
+        weights: EngineWeights,
+        layer: int,
+        operations: Operations,
+        group: RankGroup,
+        epsilon: float,
+    ) -> None:
+        super().__init__(experts, decoder.activation, weights, layer, operations, group)
+        names = "router_norm", "pre_experts_layernorm", "post_experts_layernorm", "post_shared_layernorm"
+        self._seen, self._before, self._after, self._after_shared = (
+            Norm(weights, f"transformer.layers.{layer}.mlp.{name}", decoder.norm, epsilon, operations) for name in names
+        )
+
+    def after_norm(
+        self, norm: Norm, x: Tensor, residual: Tensor | None, adapters: Adapters | None
+    ) -> tuple[Tensor, Tensor]:
+        del adapters
+        normed, total = norm.add(x, residual)
+        routed = self._routed(self._before(total), self._seen(total) * total.shape[-1] ** -0.5)
+        shared = self._after_shared(self._group.all_reduce(self._shared_output(normed)))
+        return shared + self._after(self._group.all_reduce(routed)), total
 
 
 def _kinds(weights: EngineWeights, name: str) -> list[str]:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
 from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.packed import Fp8Codes, PackedWeight
+from trtserve.executor.torch.packed import Fp8Codes, Fp8Rows, PackedWeight
 
 Matrix: TypeAlias = Tensor | PackedWeight | Fp8Codes
 """A matrix [out, in] of floats or of codes."""
+Rows: TypeAlias = Tensor | Fp8Rows
+"""Inputs [t, in] of a matrix, maybe rounded for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class Operations(Protocol):
         """Return the norm of x + residual, and the sum. Both inputs may be overwritten."""
         ...
 
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """Return x [t, in] · weight [out, in]ᵀ + bias. The `x` of FP8 codes may have been rounded already."""
         ...
 
@@ -101,12 +103,12 @@ class Operations(Protocol):
         activation: Activation | None = None,
         *,
         factor_first: bool = False,
-        rounding: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        rounding: Fp8Codes | None = None,
+    ) -> tuple[Rows, Tensor]:
         """Return the product of a matrix with the RMS norm of x + residual, and this sum.
 
-        With an activation the product is `gated`, and rounded to FP8 if `rounding` f32[1] is the scale of the inputs of
-        what follows. Both x and residual may be overwritten.
+        With an activation the product is `gated`, and may be rounded to FP8 for the matrix `rounding` that follows.
+        Both x and residual may be overwritten.
         """
         ...
 

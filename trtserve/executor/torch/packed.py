@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from trtserve.checkpoint.quantized import FP8_BLOCK as BLOCK
 from trtserve.checkpoint.quantized import Int4Weight, group_size
 from trtserve.errors import UnsupportedModelError
 
@@ -65,16 +67,53 @@ LARGEST_FP8 = torch.finfo(FP8).max
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Codes:
-    """A matrix [out, in] of FP8 codes: weight = code × scale. Its inputs are rounded to FP8 with a scale too."""
+    """A matrix [out, in] of FP8 codes: weight = code × scale. Its inputs are rounded to FP8 with scales too."""
 
     codes: Tensor
     """f8e4m3[out, in]."""
     scale: Tensor
-    """f32[1]."""
-    input_scale: Tensor
-    """f32[1], that the model was calibrated with."""
+    """f32[1], f32[out], or for blocks f32[⌈out / BLOCK⌉, ⌈in / BLOCK⌉]."""
+    input_scale: Tensor | None = None
+    """f32[1], that the model was calibrated with; None: tokens have scales of their own, see `group`."""
     dtype: Any
     """Of the products."""
+
+    @property
+    def group(self) -> int:
+        """How many inputs of a token share a scale; 0 if all tokens have the same one."""
+        if self.input_scale is not None:
+            return 0
+        return BLOCK if self.scale.ndim > 1 else self.codes.shape[1]
+
+    def floats(self, dtype: Any) -> Tensor:
+        """Return the weights [out, in]."""
+        return (self.codes.float() * spread(self.scale, self.codes.shape)).to(dtype)
+
+
+def spread(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the scales of an FP8 matrix [out, in] so that they multiply its codes."""
+    if scale.ndim < 2:
+        return scale.view(-1, 1)
+    return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Tokens [t, in], rounded to FP8 with scales of their own: number = code × scale."""
+
+    codes: Tensor
+    """f8e4m3[t, in]."""
+    scales: Tensor
+    """f32[groups, t]; the numbers of a group are neighbours."""
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def floats(self) -> Tensor:
+        """Return the numbers f32[t, in]."""
+        columns = self.codes.shape[1]
+        each = BLOCK if len(self.scales) > 1 else columns
+        return self.codes.float() * self.scales.T.repeat_interleave(each, 1)[:, :columns]
 
 
 def join_packed(parts: list[PackedWeight]) -> PackedWeight:

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from trtserve.checkpoint.architectures.base import Activation, ClampedGate, Experts
 from trtserve.executor.torch.adapters import Adapters
-from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, Matrix, RotationTables, Scores
-from trtserve.executor.torch.packed import FP8, LARGEST_FP8, Fp8Codes, PackedWeight
+from trtserve.executor.torch.operations import ExpertWeights, HeadNorms, Matrix, RotationTables, Rows, Scores
+from trtserve.executor.torch.packed import FP8, LARGEST_FP8, Fp8Codes, Fp8Rows, PackedWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -22,24 +22,40 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     return rms_norm(total, weight, epsilon), total
 
 
-def rounded(x: Tensor, rounding: Tensor) -> Tensor:
-    """Return x / rounding in FP8; `x` as it is if it is FP8 already."""
-    return x if x.dtype == FP8 else (x / rounding).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+def rounded(x: Tensor, matrix: Fp8Codes) -> Rows:
+    """Return x [t, in] in FP8, as the matrix that follows needs it."""
+    if matrix.input_scale is not None:
+        return _fp8(x / matrix.input_scale)
+    groups = functional.pad(x.float(), (0, -x.shape[1] % matrix.group)).unflatten(1, (-1, matrix.group))
+    scales = groups.abs().amax(-1).clamp(min=1e-12) / LARGEST_FP8
+    return Fp8Rows(_fp8(groups / scales.unsqueeze(-1)).flatten(1)[:, : x.shape[1]], scales.T.contiguous())
 
 
-def multiply_fp8(codes: Tensor, weight: Fp8Codes, bias: Tensor | None) -> Tensor:
-    """Return the product of inputs in FP8."""
+def _fp8(x: Tensor) -> Tensor:
+    return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+
+
+def linear(x: Rows, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Fp8Codes):
+        rows = rounded(x, weight) if isinstance(x, Tensor) and x.dtype != FP8 else x
+        if weight.input_scale is not None:
+            assert isinstance(rows, Tensor)
+            product = multiply_static(rows, weight)
+        else:
+            assert isinstance(rows, Fp8Rows)
+            product = (rows.floats() @ weight.floats(torch.float32).T).to(weight.dtype)
+        return product if bias is None else product + bias
+    assert isinstance(x, Tensor)
+    return functional.linear(x, weight.floats(x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
+
+
+def multiply_static(codes: Tensor, weight: Fp8Codes) -> Tensor:
+    """Return the product of inputs f8[t, in] that have the matrix's own scale."""
+    assert weight.input_scale is not None
     one = functional.ScalingType.TensorWise
-    product = functional.scaled_mm(
+    return functional.scaled_mm(
         codes, weight.codes.T, weight.input_scale, one, weight.scale, one, output_dtype=weight.dtype
     )
-    return product if bias is None else product + bias
-
-
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    if isinstance(weight, Fp8Codes):
-        return multiply_fp8(rounded(x, weight.input_scale), weight, bias)
-    return functional.linear(x, weight.floats(x.dtype) if isinstance(weight, PackedWeight) else weight, bias)
 
 
 def norm_linear(
@@ -52,8 +68,8 @@ def norm_linear(
     activation: Activation | None = None,
     *,
     factor_first: bool = False,
-    rounding: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    rounding: Fp8Codes | None = None,
+) -> tuple[Rows, Tensor]:
     total = x if residual is None else x + residual
     product = linear(rms_norm(total, norm, epsilon), weight, bias)
     if activation is not None:
@@ -105,6 +121,15 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         positive = functional.relu(x)
         return positive if activation == "relu" else positive.square()
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """Return the activation whose two learned numbers are f32[2] `numbers` (see `base.Activation`)."""
+    above, below = functional.softplus(numbers).unbind()
+    wide = x.float()
+    negative = wide.clamp(max=0)
+    curve = torch.where(wide > 0, above * wide.square(), (below + 0.5) * (negative.expm1() - negative))
+    return (curve + 0.5 * wide).to(x.dtype)
 
 
 def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False) -> Tensor:

@@ -48,6 +48,7 @@ class RankedModel:
     """
 
     step_costs: Sequence[float] = ()
+    plain_costs: Sequence[float] = ()
 
     def __init__(self, model: TorchModel, ranks: Ranks) -> None:
         self._model = model

@@ -19,7 +19,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.architectures import family, parameter_count
 from trtserve.checkpoint.memory import ITEM_SIZE, PRECISIONS, kv_bytes_per_token, state_bytes, torch_step_bytes
-from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
+from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BY_TOKEN, GPTQ
 from trtserve.errors import DiskSpaceError, MissingDependencyError, UnsupportedModelError, UsageError
 from trtserve.executor.embedded import (
     EmbeddedPlan,
@@ -32,7 +32,7 @@ from trtserve.executor.embedded import (
 from trtserve.host import machine
 from trtserve.host.gpus import count_gpus, visible_gpu
 from trtserve.host.machine import install_command
-from trtserve.nvidia.gpu_findings import missing_fp8
+from trtserve.nvidia.gpu_findings import FIRST_FP8, missing_fp8
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
@@ -48,7 +48,7 @@ _ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_nu
 # Python, NumPy and PyTorch on the CPU before the first weight, measured with PyTorch 2.13.
 _PROCESS = 260 * 2**20
 _CONFIG_BYTES = 2**20
-_SUPPORTED = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4, GPTQ, AWQ, FP8)
+_SUPPORTED = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4, GPTQ, AWQ, FP8, *FP8_BY_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,11 @@ class TorchRuntime(EmbeddedRuntime):
 
         return matrix_speed()
 
+    @property
+    def keeps_fp8(self) -> bool:
+        gpu = visible_gpu()
+        return gpu is not None and round(10 * float(gpu.capability)) >= FIRST_FP8
+
     def device(self, asked: Device | None = None) -> Device:
         return asked or "cuda"
 
@@ -108,6 +113,12 @@ class TorchRuntime(EmbeddedRuntime):
             raise UnsupportedModelError(
                 f"{config.architecture} has latent attention with keys of {config.head_size} numbers; the torch "
                 "runtime's kernels for GPUs hold 256.",
+                hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
+            )
+        if device == "cuda" and config.full_head_size:
+            raise UnsupportedModelError(
+                f"{config.architecture} has layers with different heads, up to {config.full_head_size} numbers; the "
+                "torch runtime's kernels for GPUs hold 256.",
                 hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
             )
         experts = family(config.architecture).decoder(config).experts

@@ -15,7 +15,16 @@ from torch import Tensor
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.architectures.base import Split, Target
-from trtserve.checkpoint.quantized import AWQ, GPTQ, is_excluded, is_quantised, unpack_int4
+from trtserve.checkpoint.quantized import (
+    AWQ,
+    FP8_BLOCK,
+    FP8_BLOCKS,
+    FP8_BY_TOKEN,
+    GPTQ,
+    is_excluded,
+    is_quantised,
+    unpack_int4,
+)
 from trtserve.checkpoint.sharding import Shard, name_in_stage, older_name, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import CODES, TensorFile
 from trtserve.errors import CorruptFileError
@@ -87,20 +96,33 @@ class EngineWeights:
         self._require_shape(name, stored, self._file.entries[stored].shape)
         return self._mapped(stored).to(self._device)
 
-    def fp8_scales(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return the scales f32[1] of an FP8 matrix and of its inputs, or None for a tensor of floats.
+    def fp8_scales(self, name: str) -> tuple[Tensor, Tensor | None] | None:
+        """Return the scales of an FP8 matrix, see `Fp8Codes`, and of its inputs; None for a tensor of floats.
 
         A matrix of experts has a scale for each.
         """
         stored = self._stored_name(self._targets[name])
         if stored is None or self._file.entries[stored].code != CODES["float8_e4m3"]:
             return None
+        algorithm = self._config.quantization.algorithm
+        static = algorithm not in FP8_BY_TOKEN
         prefix = stored.removesuffix("weight")
-        names = [f"{prefix}{kind}_scaling_factor" for kind in ("weights", "activation")]
+        kinds = ("weights", "activation") if static else ("weights",)
+        names = [f"{prefix}{kind}_scaling_factor" for kind in kinds]
         if missing := [each for each in names if each not in self._file.entries]:
             raise CorruptFileError(f"{self._file.path} lacks the tensor {missing[0]}.", hint="Convert the model again.")
-        scales, inputs = (self._mapped(each).float().reshape(-1).to(self._device) for each in names)
-        return scales, inputs
+        scales = [self._mapped(each).float().to(self._device) for each in names]
+        if static:
+            scales = [each.reshape(-1) for each in scales]
+        *experts, outputs, columns = self.shard(name).shape
+        blocks = (-(-outputs // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        expected = (math.prod(experts),) if static else blocks if algorithm == FP8_BLOCKS else (outputs,)
+        if scales[0].shape != expected or any(each.shape != (1,) for each in scales[1:]):
+            raise CorruptFileError(
+                f"{self._file.path}: the scales of {stored} have shape {list(scales[0].shape)}; its config requires "
+                f"{list(expected)}."
+            )
+        return scales[0], scales[1] if static else None
 
     def packed(self, name: str) -> tuple[PackedWeight, Tensor | None] | None:
         """Return a matrix of int8 or int4 codes and the factors f32[in] of its inputs, or None for other tensors.

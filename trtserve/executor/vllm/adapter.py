@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from trtserve.executor.engine.admission import allowed_bias, allowed_end_id, allowed_max_tokens, check_sampling
+from trtserve.executor.engine.admission import (
+    allowed_bias,
+    allowed_end_id,
+    allowed_max_tokens,
+    check_prompt,
+    check_sampling,
+)
 from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.requests import (
     BlockUse,
@@ -18,11 +23,11 @@ from trtserve.executor.engine.requests import (
     GenerationRequest,
     GuideType,
     PromptLogProbs,
-    PromptTable,
     RequestMetrics,
     RequestOutput,
 )
 from trtserve.executor.engine.sampling import SamplingParameters
+from trtserve.executor.engine.sequence import as_tokens
 from trtserve.executor.engine.stop_words import StopWords
 
 _GUIDES = {
@@ -41,6 +46,11 @@ _SAMPLING = (
 _REQUEST = (
     "position_ids", "draft", "post_processor", "retention", "return_context_logits", "return_generation_logits",
 )  # fmt: skip
+# Fields that vLLM has under the same names: of every request, and of one that is not greedy.
+_SAME, _DRAWN = (
+    ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ("temperature", "top_k", "top_p", "min_p"),
+)
 # vLLM refuses values beyond these.
 _BOUNDS = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 # vLLM schedules whole numbers, low ones first; ours are 0 … 1, high ones first.
@@ -75,18 +85,17 @@ class PeftAdapters:
 
 
 def vllm_request(
-    request: GenerationRequest, limits: EngineLimits, adapters: PeftAdapters, *, guides: bool
+    request: GenerationRequest, limits: EngineLimits, adapters: PeftAdapters, *, hidden_size: int, guides: bool
 ) -> dict[str, Any]:
     """Return the request for the engine side. Raises RuntimeError for what vLLM cannot do, by name."""
     if request.problem is not None:
         raise RuntimeError(request.problem)
     _refuse_unsupported(request)
     check_sampling(request, limits)
-    prompt = list(map(int, request.tokens))
-    rows = 0 if request.prompt_table is None else _table_rows(request.prompt_table, limits)
-    _check_prompt(prompt, limits, limits.vocab_size + rows)
+    prompt = as_tokens(request.tokens)
+    check_prompt(request, prompt, limits, hidden_size=hidden_size, max_position=0, reuse=False)
     found: dict[str, Any] = {
-        "prompt": prompt,
+        "prompt": prompt.tolist(),
         "images": list(request.images),
         "sampling": _sampling(request, limits),
         # Stop words of several tokens are found here, so their tokens are needed as they come.
@@ -131,25 +140,6 @@ def _refuse_unsupported(request: GenerationRequest) -> None:
             )
 
 
-def _table_rows(table: PromptTable, limits: EngineLimits) -> int:
-    """Return the rows of a prompt table. Raises RuntimeError for one that the engine does not take."""
-    if not limits.max_prompt_embedding_table_size:
-        raise RuntimeError("prompt_embedding_table needs an import with --max-prompt-embedding-table-size")
-    rows = len(table.rows)
-    if np.ndim(table.rows) != 2 or rows > limits.max_prompt_embedding_table_size:
-        most = limits.max_prompt_embedding_table_size
-        raise RuntimeError(f"prompt_embedding_table has {rows} rows; expected at most {most}, in two dimensions")
-    return rows
-
-
-def _check_prompt(prompt: SequenceOf[int], limits: EngineLimits, ids: int) -> None:
-    if len(prompt) > limits.max_input_len:
-        raise RuntimeError(f"Prompt length ({len(prompt)}) exceeds maximum input length ({limits.max_input_len}).")
-    wrong = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < ids), None)
-    if wrong is not None:
-        raise RuntimeError(f"Token id {wrong} of the prompt is outside the vocabulary of {limits.vocab_size}")
-
-
 def _sampling(request: GenerationRequest, limits: EngineLimits) -> dict[str, Any]:
     """Return the keywords of SamplingParams."""
     own = request.sampling
@@ -161,19 +151,15 @@ def _sampling(request: GenerationRequest, limits: EngineLimits) -> dict[str, Any
         ends += [word[0] for word in request.stop_words if len(word) == 1]
     words: dict[str, Any] = {
         "n": 1 if own.greedy else request.num_sequences,  # greedy sequences are copies
-        "temperature": 0.0 if own.greedy else own.temperature,
-        "repetition_penalty": own.repetition_penalty,
-        "presence_penalty": own.presence_penalty,
-        "frequency_penalty": own.frequency_penalty,
+        "temperature": 0.0,
         "max_tokens": max_tokens,
         "min_tokens": min(own.min_tokens, max_tokens),
         "ignore_eos": True,
         "stop_token_ids": ends,
     }
-    if not own.greedy:
-        words |= {"top_k": own.top_k, "top_p": own.top_p, "min_p": own.min_p}
-        if own.seed:  # a seed costs a generator of its own for each row of a step, so the default, 0, is none
-            words["seed"] = own.seed % _MOST_SEED
+    words |= {name: getattr(own, name) for name in (*_SAME, *(() if own.greedy else _DRAWN))}
+    if not own.greedy and own.seed:  # a generator of its own for each row of a step is slow; the default, 0, is none
+        words["seed"] = own.seed % _MOST_SEED
     if request.return_log_probs or request.top_log_probs:
         words["logprobs"] = request.top_log_probs
     if request.prompt_log_probs:

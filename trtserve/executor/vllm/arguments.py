@@ -10,7 +10,7 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.memory import kv_bytes_per_token
 from trtserve.executor.engine.limits import DEFAULT_FREE_FRACTION, EngineOptions
 from trtserve.host import machine
-from trtserve.host.gpus import Device, list_gpus
+from trtserve.host.gpus import Device, gpus_now
 
 MODEL_FOLDER = "model"
 """The Hugging Face model in the engine's folder."""
@@ -77,7 +77,7 @@ def _cache_size(config: EngineConfig, options: EngineOptions) -> dict[str, Any]:
         longest = -(-config.build.max_seq_len // _BLOCK) * _BLOCK * config.build.max_batch_size * per_token
         wanted = free if asked.free_fraction is not None else longest
         return {"kv_cache_memory_bytes": min(wanted, int((asked.free_fraction or DEFAULT_FREE_FRACTION) * free))}
-    gpus = list_gpus()
+    gpus = gpus_now()
     if asked.free_fraction is None or not gpus:
         return {}
     return {"gpu_memory_utilization": gpu_memory_utilization(config, asked.free_fraction, gpus)}

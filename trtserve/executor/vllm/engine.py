@@ -75,6 +75,9 @@ def load_model(engine: Path, options: EngineOptions) -> VllmEngine:
 class VllmProcess(ABC):
     """vLLM in its own interpreter. `run` reads what it says; all other methods are for other threads."""
 
+    progress = 0
+    """Steps that vLLM has made."""
+
     def __init__(
         self,
         python: Path,
@@ -98,11 +101,13 @@ class VllmProcess(ABC):
         self._heard = self._worked = time.monotonic()
 
     @abstractmethod
-    def _take(self, messages: list[Any]) -> None:
-        """Take what the engine side says; see `engine_side.py`."""
+    def _answered(self, answers: list[tuple[str, int, Any]]) -> None:
+        """Take `output` and `refused` of the engine side, as (kind, number, content); see `engine_side.py`."""
 
-    @abstractmethod
-    def _ended(self) -> None:
+    def _stepped(self, statistics: Mapping[str, Any]) -> None:  # noqa: B027 - not every one needs them
+        """Take the statistics of a step."""
+
+    def _ended(self) -> None:  # noqa: B027 - `terminate` has waited for the requests
         """Close what gives answers: the process has ended as it was asked to."""
 
     @abstractmethod
@@ -127,7 +132,13 @@ class VllmProcess(ABC):
         """Deliver answers until terminated. When vLLM is dead, every open request gets an error response."""
         while self._failure is None and (messages := self._child.read()) is not None:
             self._heard = time.monotonic()
-            self._take(messages)
+            for kind, *content in messages:
+                if kind == "stats":
+                    self._worked, self.progress = self._heard, self.progress + 1
+                    self._stepped(content[0])
+                elif kind == "dead":
+                    self._failure = content[0]
+            self._answered([(*each,) for each in messages if each[0] in ("output", "refused")])
         if self._terminating.is_set():
             self._ended()
             if self._child.wait() is None:
@@ -163,6 +174,13 @@ class VllmProcess(ABC):
             time.sleep(0.01)
         self._child.finish()
         self._killer.start()
+
+    def _submit(self, number: int, request: Any, asked: Mapping[str, Any]) -> None:
+        """Hand a request to vLLM; the caller holds the lock."""
+        if not self._open:
+            self._worked = time.monotonic()
+        self._open[number] = request
+        self._child.send(["submit", number, asked])
 
     def _fail(self, message: str) -> None:
         logger.critical("%s", message)
@@ -204,6 +222,7 @@ class VllmEngine(VllmProcess):
             chunked=True,
         )
         self._tokens_per_block: int = facts["tokens_per_block"]
+        self._hidden_size: int = facts["hidden_size"]
         self.kv_cache_tokens: int = facts["blocks"] * self._tokens_per_block
         self.recorder = VllmRecorder(options, blocks=facts["blocks"], tokens_per_block=self._tokens_per_block)
         logger.info(
@@ -213,18 +232,23 @@ class VllmEngine(VllmProcess):
             self.limits.max_seq_len,
         )
 
-    def _take(self, messages: list[Any]) -> None:
+    def _stepped(self, statistics: Mapping[str, Any]) -> None:
+        self.recorder.record(statistics)
+
+    def _answered(self, answers: list[tuple[str, int, Any]]) -> None:
         made: list[RequestOutput] = []
-        for kind, *content in messages:
-            if kind == "output":
-                made += self._outputs(content[0], msgspec.convert(content[1], VllmOutput))
-            elif kind == "stats":
-                self._worked = self._heard
-                self.recorder.record(content[0])
-            elif kind == "refused":
-                made += self._refused(content[0], content[1])
-            elif kind == "dead":
-                self._failure = content[0]
+        with self._lock:
+            for kind, number, content in answers:
+                if (opened := self._open.get(number)) is None:  # it was cancelled
+                    continue
+                if kind == "refused":
+                    self._close(number, in_vllm=False)
+                    made.append(_error(number, opened.request, content))
+                    continue
+                news = msgspec.convert(content, VllmOutput)
+                made += opened.outputs(news)
+                if opened.ended:
+                    self._close(number, in_vllm=not news.finished)
         if made:
             self.mailbox.deliver(made)
         self._end_late()
@@ -234,24 +258,6 @@ class VllmEngine(VllmProcess):
 
     def _failed(self, message: str) -> None:
         self.mailbox.fail(message)
-
-    def _outputs(self, number: int, news: VllmOutput) -> list[RequestOutput]:
-        with self._lock:
-            opened = self._open.get(number)
-            if opened is None:  # it was cancelled
-                return []
-            made = opened.outputs(news)
-            if opened.ended:
-                self._close(number, in_vllm=not news.finished)
-        return made
-
-    def _refused(self, number: int, reason: str) -> list[RequestOutput]:
-        with self._lock:
-            opened = self._open.get(number)
-            if opened is None:
-                return []
-            self._close(number, in_vllm=False)
-        return [_error(number, opened.request, reason)]
 
     def _close(self, number: int, *, in_vllm: bool) -> None:
         """Forget a request; the caller holds the lock."""
@@ -279,16 +285,15 @@ class VllmEngine(VllmProcess):
             self.mailbox.expect({number: each.client_id for number, each in zip(ids, requests, strict=True)})
             for number, request in zip(ids, requests, strict=True):
                 try:
-                    asked = vllm_request(request, self.limits, self._adapters, guides=self._guides)
+                    asked = vllm_request(
+                        request, self.limits, self._adapters, hidden_size=self._hidden_size, guides=self._guides
+                    )
                 except RuntimeError as error:
                     refused.append(_error(number, request, str(error)))
                     continue
-                if not self._open:
-                    self._worked = time.monotonic()
-                self._open[number] = OpenRequest(number, request, tokens_per_block=self._tokens_per_block)
                 if request.time_limit is not None:
                     self._deadlines[number] = time.monotonic() + request.time_limit
-                self._child.send(["submit", number, asked])
+                self._submit(number, OpenRequest(number, request, tokens_per_block=self._tokens_per_block), asked)
         if refused:
             self.mailbox.deliver(refused)
         return ids
@@ -323,7 +328,10 @@ class VllmEngine(VllmProcess):
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment without what leads to this interpreter's packages and libraries; a driver's stay."""
+    """Return the environment without what leads to this interpreter's packages and libraries; a driver's stay.
+
+    vLLM reports its use to its makers unless VLLM_NO_USAGE_STATS is 1; here it does so only if that is 0.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
     own = sysconfig.get_config_var("LIBDIR")
     folders = [
@@ -331,7 +339,7 @@ def child_environment() -> dict[str, str]:
         for each in kept.pop(_LIBRARIES, "").split(":")
         if each and each != own and (sys.prefix == "/usr" or not Path(each).is_relative_to(sys.prefix))
     ]
-    return {**kept, **({_LIBRARIES: ":".join(folders)} if folders else {})}
+    return {"VLLM_NO_USAGE_STATS": "1", **kept, **({_LIBRARIES: ":".join(folders)} if folders else {})}
 
 
 def _error(number: int, request: GenerationRequest, reason: str) -> RequestOutput:
@@ -349,6 +357,7 @@ class VllmRecorder:
     def __init__(self, options: EngineOptions, *, blocks: int, tokens_per_block: int) -> None:
         self._records: deque[IterationRecord] = deque(maxlen=options.iteration_records)
         self._use = BlockUse()
+        self._at = time.monotonic()  # of the last record
         self._last = self._idle = IterationRecord(
             number=0,
             time=time.time(),
@@ -361,7 +370,7 @@ class VllmRecorder:
 
     def record(self, given: Mapping[str, Any]) -> None:
         """Record an iteration from the engine side's statistics. vLLM counts reuse in tokens, without allocations."""
-        now, size = time.time(), self._idle.tokens_per_block
+        size, before, self._at = self._idle.tokens_per_block, self._at, time.monotonic()
         reused, queried = given["reused"] // size, -(-given["queried"] // size)
         self._use = BlockUse(
             total=self._use.total + queried,
@@ -373,8 +382,8 @@ class VllmRecorder:
         record = replace(
             self._idle,
             number=self._last.number + 1,
-            time=now,
-            seconds=now - self._last.time if self._last.active else 0.0,
+            time=time.time(),
+            seconds=self._at - before if self._last.active else 0.0,
             started=given["contexts"],
             **{name: given[name] for name in _COUNTS},
             right_guesses=drafts[1] if drafts else 0,

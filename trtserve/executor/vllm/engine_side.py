@@ -146,24 +146,18 @@ class EngineSide:
 
     async def _serve(self, number: int, request: dict[str, Any]) -> None:
         try:
+            if "pooling" in request:
+                self._emit(["output", number, await self._pooled(number, request)])
+                return
             lora, tops = _lora(request.get("lora")), request.get("tops", 0)
             prompt = _prompt(request, self._llm.vllm_config.model_config)
             if images := request.get("images"):
                 prompt["multi_modal_data"] = {"image": await asyncio.to_thread(_images, images)}
             if "salt" in request:
                 prompt["cache_salt"] = request["salt"]
-            pools = "pooling" in request
-            work, params = (
-                (self._llm.encode, _pooling_params(request["pooling"]))
-                if pools
-                else (self._llm.generate, _sampling_params(request))
-            )
-            answers = work(prompt, params, str(number), lora_request=lora, priority=request.get("priority", 0))
-            async for answer in answers:
-                if pools:
-                    made = _vector(answer)
-                else:
-                    made = _texts(answer) if "text" in request else _output(answer, tops, counts=bool(images))
+            params, priority = _sampling_params(request), request.get("priority", 0)
+            async for answer in self._llm.generate(prompt, params, str(number), lora_request=lora, priority=priority):
+                made = _texts(answer) if "text" in request else _output(answer, tops, counts=bool(images))
                 self._emit(["output", number, made])
         except asyncio.CancelledError:
             pass
@@ -173,6 +167,40 @@ class EngineSide:
             self._emit(["refused", number, str(error) or type(error).__name__])
         finally:
             self._tasks.pop(number, None)
+
+    async def _pooled(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the vector of a text, or the score of a text for a query.
+
+        A model that only scores pairs has no vector for a query that is going to rank texts.
+        """
+        tasks, query = await self._llm.get_supported_tasks(), request.get("query")
+        makes_vectors = "embed" in tasks
+        if not makes_vectors and "classify" not in tasks:
+            raise ValueError(f"the model has no vectors or scores of whole texts; it is for {', '.join(tasks)}")
+        if request.get("ranks") and not makes_vectors:
+            return {"finished": True, "prompt_tokens": 0, "vector": None}
+        if makes_vectors == (query is not None):
+            raise ValueError(
+                "the model makes vectors of texts, and reads no pairs of query and document"
+                if makes_vectors
+                else "the model makes no vectors: it reads query and document together, which /v1/rerank does"
+            )
+        from vllm import PoolingParams
+
+        params = PoolingParams(task="embed" if makes_vectors else "classify", **request["pooling"])
+        prompt = {"prompt": request["text"]} if "text" in request else {"prompt_token_ids": request["prompt"]}
+        if query is not None:
+            if not self._llm.vllm_config.model_config.use_sep_token:
+                raise ValueError("the model reads query and document in a template of its own, which is not supported")
+            pair = self._llm.get_tokenizer()(text=query, text_pair=request["text"])
+            prompt = {"prompt_token_ids": pair["input_ids"]}
+            if 1 in (kinds := pair.get("token_type_ids") or ()):  # vLLM takes the place where the second text begins
+                params.extra_kwargs = {"compressed_token_type_ids": kinds.index(1)}
+        (answer,) = [each async for each in self._llm.encode(prompt, params, str(number))]
+        vector = answer.outputs.data.reshape(-1).tolist()
+        if query is not None and len(vector) != 1:
+            raise ValueError(f"the model sorts texts into {len(vector)} classes, and scores no documents")
+        return {"finished": True, "prompt_tokens": len(answer.prompt_token_ids), "vector": vector}
 
     def _emit(self, message: Message) -> None:
         """Send a message together with all others of this turn of the loop."""
@@ -332,6 +360,7 @@ def _facts(config: Any) -> dict[str, Any]:
         "version": vllm.__version__,
         "max_model_len": model.max_model_len,
         "vocab_size": model.get_vocab_size(),
+        "hidden_size": model.get_hidden_size(),
         "blocks": cache.num_gpu_blocks or 0,
         "tokens_per_block": cache.block_size or 1,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -385,17 +414,6 @@ def _sampling_params(request: dict[str, Any]) -> Any:
     return params
 
 
-def _pooling_params(words: dict[str, Any]) -> Any:
-    from vllm import PoolingParams
-
-    return PoolingParams(task="embed", **words)
-
-
-def _vector(answer: Any) -> dict[str, Any]:
-    vector = answer.outputs.data.reshape(-1).tolist()
-    return {"finished": answer.finished, "prompt_tokens": len(answer.prompt_token_ids), "vector": vector}
-
-
 def _prompt(request: dict[str, Any], model: Any) -> dict[str, Any]:
     """Return the prompt; ids beyond the vocabulary are rows of the request's table."""
     if "text" in request:
@@ -406,8 +424,6 @@ def _prompt(request: dict[str, Any], model: Any) -> dict[str, Any]:
     import torch
 
     vocabulary, width, data = request["table"]
-    if width != model.get_hidden_size():
-        raise ValueError(f"prompt_embedding_table has {width} columns; the model has {model.get_hidden_size()}")
     table = torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(-1, width)
     known = [token < vocabulary for token in ids]
     embeds = torch.zeros(len(ids), width, dtype=model.dtype)

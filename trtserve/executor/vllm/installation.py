@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from trtserve import process
 from trtserve.errors import MissingDependencyError, TrtserveError, UnsupportedModelError, UsageError, did_you_mean
 from trtserve.files import locked
+from trtserve.host.gpus import list_gpus
 from trtserve.process import Command
 from trtserve.progress import SILENT, Progress
 from trtserve.store import Store
@@ -34,6 +36,8 @@ _SECONDS = 60.0
 _INSTALLING = 7200.0
 # Lists of the registry whose models answer a text with a text.
 _LISTS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+# Lists whose models make a vector of a text, or score it for a query; the last one was replaced by the second.
+_POOLING = ("_EMBEDDING_MODELS", "_SEQUENCE_CLASSIFICATION_MODELS", "_CROSS_ENCODER_MODELS")
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,21 @@ class VllmInstallation:
 
     @cached_property
     def architectures(self) -> frozenset[str]:
-        """The architectures of `config.json` that its registry knows."""
+        """The architectures of `config.json` that its registry knows, and that answer with text."""
+        return self._listed(_LISTS)
+
+    @cached_property
+    def pooling(self) -> frozenset[str]:
+        """The architectures that its registry has for vectors and scores; some of them answer with text too."""
+        return self._listed(_POOLING)
+
+    def _listed(self, names: tuple[str, ...]) -> frozenset[str]:
         tree = ast.parse(_text(self.package / "model_executor" / "models" / "registry.py"))
         return frozenset(
             key.value
             for node in tree.body
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-            if any(isinstance(target, ast.Name) and target.id in _LISTS for target in node.targets)
+            if any(isinstance(target, ast.Name) and target.id in names for target in node.targets)
             for key in node.value.keys
             if isinstance(key, ast.Constant) and isinstance(key.value, str)
         )
@@ -90,10 +102,11 @@ class VllmInstallation:
                     hint=did_you_mean(name, self.arguments, "`vllm serve --help` lists the arguments.", most=3),
                 )
 
-    def require_architecture(self, name: str) -> None:
-        """Raise UnsupportedModelError for an architecture that the registry does not know."""
-        if name not in self.architectures:
-            close = difflib.get_close_matches(name, self.architectures, n=3)
+    def require_architecture(self, name: str, *, pools: bool = False) -> None:
+        """Raise UnsupportedModelError for an architecture that the registry does not know, at all or for text."""
+        known_ones = self.architectures | self.pooling if pools else self.architectures
+        if name not in known_ones:
+            close = difflib.get_close_matches(name, known_ones, n=3)
             known = f" Similar ones that it knows: {', '.join(close)}." if close else ""
             if others := _releases_of(name):
                 known = f" vLLM {others} has."
@@ -104,12 +117,13 @@ class VllmInstallation:
 
 
 class Releases(msgspec.Struct):
-    """What the releases of vLLM have, by their own sources: name → its first release, and the last one or null."""
+    """What the releases of vLLM have, by their own sources: "0.19 – 0.24" or "0.20 and later" → names."""
 
     source: str
     releases: list[str]
-    architectures: dict[str, tuple[str, str | None]]
-    arguments: dict[str, tuple[str, str | None]]
+    architectures: dict[str, list[str]]
+    pooling: dict[str, list[str]]
+    arguments: dict[str, list[str]]
 
 
 @cache
@@ -120,34 +134,27 @@ def read_releases() -> Releases:
 
 def _releases_of(architecture: str) -> str:
     """Return which releases of the table have an architecture, such as "0.24 and later", or "" for none."""
-    first, last = read_releases().architectures.get(architecture, ("", None))
-    return f"{first} – {last}" if last is not None else f"{first} and later" if first else ""
+    spans = (*read_releases().architectures.items(), *read_releases().pooling.items())
+    return next((span for span, names in spans if architecture in names), "")
 
 
 def offer_of(architecture: str) -> str:
     """Return the words that offer vLLM for an architecture, or "" when neither the one here nor any release has it."""
     with suppress(MissingDependencyError):
         found = find_installation()
-        if found is not None and architecture in found.architectures:
+        if found is not None and architecture in found.architectures | found.pooling:
             return f"vLLM {found.version}, which is here, has it: --runtime vllm. "
     releases = _releases_of(architecture)
     return f"vLLM {releases} has it: --runtime vllm --install-vllm newest. " if releases else ""
 
 
-class SomeRelease(VllmInstallation):
-    """A release of vLLM on GPUs that is not installed here: it has what any release of the table has."""
-
-    version, on_cpu = "", False
-
-    @property
-    def arguments(self) -> frozenset[str]:
-        """The keywords of any release."""
-        return frozenset(read_releases().arguments)
-
-    @property
-    def architectures(self) -> frozenset[str]:
-        """The architectures of any release."""
-        return frozenset(read_releases().architectures)
+def any_release() -> VllmInstallation:
+    """Return a vLLM on GPUs that is not installed here: it has what any release of the table has."""
+    found = VllmInstallation(Path(), Path())
+    table = read_releases()
+    names = {key: frozenset(chain(*getattr(table, key).values())) for key in ("architectures", "pooling", "arguments")}
+    vars(found).update(names, version="", on_cpu=False)  # in place of what would be read from its files
+    return found
 
 
 def find_installation(python: str | None = None) -> VllmInstallation | None:
@@ -182,6 +189,11 @@ def install_vllm(version: str, progress: Progress = SILENT) -> Path:
     python = folder / "bin" / "python"
     what = ["--upgrade", "vllm"] if version == "newest" else [f"vllm=={version}"]
     progress.step(f"Installing vLLM ({version}) into {folder}: several GB, which takes minutes")
+    if not list_gpus():
+        progress.warn(
+            "There is no NVIDIA GPU here, and vLLM's package in the index is for those: it will not serve on this "
+            f"machine. For a CPU install a build for CPUs yourself, and name it with {OPTION}."
+        )
     with locked(folder.with_name("vllm.lock")):
         for words in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", *what]):
             if words[0] == sys.executable and python.exists():

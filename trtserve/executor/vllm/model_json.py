@@ -16,6 +16,8 @@ from trtserve.specs.build import Device
 BACKEND = "vllm"
 """The word in `config.pbtxt`."""
 MODEL_JSON, ADAPTERS = "model.json", "multi_lora.json"
+PYTHON = "vllm_python"
+"""Parameter of our own in `config.pbtxt`: the interpreter that has vLLM. NVIDIA's backend does not read it."""
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
@@ -61,8 +63,8 @@ class ModelJson:
         """Whether the model makes vectors, not texts."""
         return self.arguments.get("runner") == "pooling"
 
-    def engine_config(self, repository: Path, device: Device) -> EngineConfig:
-        """Return what an engine of the vllm runtime with these arguments would record."""
+    def engine_config(self, repository: Path, device: Device, python: str) -> EngineConfig:
+        """Return what an engine of the vllm runtime with these arguments and this interpreter would record."""
         folder = repository / self.model
         hf = optional_json_object(folder / "config.json", RepositoryError) if folder.is_dir() else {}
         tp_size, pp_size = self.sizes
@@ -80,6 +82,7 @@ class ModelJson:
                 "device": device,
                 "compute_precision": shape.get("dtype", ""),
                 "engine_arguments": self.arguments,
+                "vllm_python": python,
             },
         }
         return EngineConfig.of(content)

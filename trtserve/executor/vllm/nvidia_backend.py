@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ from numpy.typing import NDArray
 
 from trtserve.executor.vllm.engine import VllmProcess
 from trtserve.executor.vllm.installation import VARIABLE, require_installation
-from trtserve.executor.vllm.model_json import ADAPTERS, MODEL_JSON, ModelJson, read_adapters
-from trtserve.programs.shared.run_folder import STOPPED, Heartbeat
-from trtserve.programs.shared.senders import GuardedSender, Turns, error_response, repeat
+from trtserve.executor.vllm.model_json import ADAPTERS, MODEL_JSON, PYTHON, ModelJson, read_adapters
+from trtserve.programs.shared.engine_model import EngineModel
+from trtserve.programs.shared.run_folder import STOPPED
+from trtserve.programs.shared.senders import GuardedSender, error_response
 
 _TEXTS = ("text_input", "sampling_parameters", "image", "embedding_request")
 _RETURNED = {
@@ -37,13 +37,16 @@ _RETURNED = {
 _SWITCHES = ("stream", "exclude_input_in_output", *(f"return_{name}" for name in _RETURNED))
 _ELSEWHERE = "is for NVIDIA's own backend: trtserve start --container 26.08"
 _MOST_SEQUENCES = 1024
-_CANCEL_PERIOD, _BEAT, _LAST_WORDS = 0.1, 0.5, 2.0
+_CANCEL_PERIOD = 0.1
 
 Inputs = Mapping[str, NDArray[Any]]
 
 
 class TextRequest:
     """A request of one prompt, and the answers that it gets."""
+
+    number = 0
+    """Its number in the engine."""
 
     def __init__(self, inputs: Inputs, parameters: str, sender: GuardedSender, adapters: Mapping[str, str]) -> None:
         """`parameters`: those of the request itself, which the input sampling_parameters replaces.
@@ -101,7 +104,14 @@ class TextRequest:
 
 
 class EmbeddingRequest:
-    """A request for the vector of one text: JSON with `input`, a text or token ids, and `pooling_params`."""
+    """A request for the vector of one text: JSON with `input`, a text or token ids, and `pooling_params`.
+
+    The gateway ranks documents with two more keys: `ranks`, for a query, is answered with null by a model that reads
+    query and document together; that is then asked with `query` and each document as `input`.
+    """
+
+    number = 0
+    """Its number in the engine."""
 
     def __init__(self, inputs: Inputs, sender: GuardedSender) -> None:
         """Raises ValueError or TypeError, which says what is wrong."""
@@ -114,12 +124,16 @@ class EmbeddingRequest:
             raise TypeError("input of embedding_request must be a text or a list of token ids")
         if not prompt:
             raise ValueError("input of embedding_request is empty")
+        query = given.get("query")
+        if query is not None and not (isinstance(query, str) and query and isinstance(prompt, str)):
+            raise TypeError("query of embedding_request must be a text, beside a text as input")
         words = {name: value for name, value in given.get("pooling_params", {}).items() if value is not None}
         if isinstance(words.get("dimensions"), list) and words["dimensions"]:  # as NVIDIA's front end writes it
             words["dimensions"] = words["dimensions"][0]
         if unknown := words.keys() - {"dimensions"}:
             raise ValueError(f"pooling_params has {min(unknown)}; this backend knows dimensions")
-        self.asked = {"pooling": words, "text" if isinstance(prompt, str) else "prompt": prompt}
+        self.asked: dict[str, Any] = {"pooling": words, "text" if isinstance(prompt, str) else "prompt": prompt}
+        self.asked |= {"query": query, "ranks": given.get("ranks") is True}
 
     def send(self, news: Mapping[str, Any]) -> None:
         """Send the vector as JSON, and the tokens of its text."""
@@ -135,67 +149,47 @@ class TextEngine(VllmProcess):
 
     _open: dict[int, TextRequest | EmbeddingRequest]
 
-    def __init__(self, python: Path, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        super().__init__(python, arguments, environment=environment)
-        self._turns = Turns()
-        self.progress = 0
-        """Steps that vLLM has made."""
-
-    @property
-    def open_requests(self) -> int:
-        """Number of requests that vLLM works on."""
-        return len(self._open)
+    def opened(self) -> list[TextRequest | EmbeddingRequest]:
+        """Return the requests that vLLM works on."""
+        with self._lock:
+            return list(self._open.values())
 
     def submit(self, request: TextRequest | EmbeddingRequest) -> None:
         """Hand a request to vLLM. Raises RuntimeError when vLLM is dead."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
-            if not self._open:
-                self._worked = time.monotonic()
-            number, self._next_id = self._next_id, self._next_id + 1
-            self._open[number] = request
-            self._child.send(["submit", number, request.asked])
+            request.number, self._next_id = self._next_id, self._next_id + 1
+            self._submit(request.number, request, request.asked)
 
-    def cancel_gone(self) -> None:
-        """Cancel requests whose clients have gone."""
+    def cancel(self, request: TextRequest | EmbeddingRequest) -> None:
+        """Cancel a request, unless it has ended."""
         with self._lock:
-            opened = list(self._open.items())
-        for number, request in self._turns.next(opened):
-            if request.sender.is_cancelled():
-                with self._lock:
-                    found = self._open.pop(number, None)
-                    self._child.send(["cancel", number])
-                if found is not None:
-                    error = pb_utils.TritonError("Request was cancelled", pb_utils.TritonError.CANCELLED)
-                    _send(found, pb_utils.InferenceResponse(output_tensors=[], error=error))
+            found = self._open.pop(request.number, None)
+            self._child.send(["cancel", request.number])
+        if found is not None:
+            error = pb_utils.TritonError("Request was cancelled", pb_utils.TritonError.CANCELLED)
+            _send(found, pb_utils.InferenceResponse(output_tensors=[], error=error))
 
-    def _take(self, messages: list[Any]) -> None:
-        for kind, *content in messages:
-            if kind == "stats":
-                self._worked, self.progress = self._heard, self.progress + 1
-            elif kind == "dead":
-                self._failure = content[0]
-            elif kind in ("output", "refused"):
-                number, news = content
-                with self._lock:
-                    ended = kind == "refused" or news["finished"]
-                    request = self._open.pop(number, None) if ended else self._open.get(number)
-                if request is not None and kind == "output":
-                    _send(request, news)
-                elif request is not None:
-                    _send(request, error_response(f"Error generating stream: {news}"))
-
-    def _ended(self) -> None:
-        """Nothing is open: `terminate` has waited for the requests."""
+    def _answered(self, answers: list[tuple[str, int, Any]]) -> None:
+        for kind, number, news in answers:
+            refused = kind == "refused"
+            with self._lock:
+                request = (
+                    self._open.get(number) if not refused and not news["finished"] else self._open.pop(number, None)
+                )
+            if request is not None:
+                _send(request, error_response(f"{TritonPythonModel.problem}: {news}") if refused else news)
 
     def _failed(self, message: str) -> None:
         for request in self._open.values():
             _send(request, error_response(message))
 
 
-class TritonPythonModel:
+class TritonPythonModel(EngineModel):
     """A model of the backend."""
+
+    problem = "Error generating stream"
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -215,64 +209,58 @@ class TritonPythonModel:
         config.set_model_transaction_policy({"decoupled": True})
         return config
 
-    def initialize(self, args: dict[str, str]) -> None:
+    def load(self, args: dict[str, str], config: dict[str, Any]) -> float:
         """Start vLLM with the arguments of model.json."""
         logging.basicConfig(format="%(message)s")
-        config = json.loads(args["model_config"])
         folder = Path(args["model_repository"], args["model_version"])
-        try:
-            settings = ModelJson.read(folder / MODEL_JSON)
-            self._adapters = read_adapters(folder) if settings.adapters else {}
-            self._pools = settings.pools
-            gpus = config["parameters"].get("GPU_DEVICE_IDS", {}).get("string_value", "")
-            if args["model_instance_kind"] == "GPU":
-                gpus = args["model_instance_device_id"]
-            environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-            python = require_installation(os.environ.get(VARIABLE)).python
-            # The watch over its steps needs the statistics.
-            self._engine = TextEngine(python, {**settings.arguments, "disable_log_stats": False}, environment)
-        except Exception as error:
-            raise pb_utils.TritonModelException(f"The model cannot be loaded: {error}") from error
-        self._stopping = threading.Event()
-        self._heartbeat = Heartbeat(args["model_name"])
+        settings = ModelJson.read(folder / MODEL_JSON)
+        self._adapters = read_adapters(folder) if settings.adapters else {}
+        self._pools = settings.pools
+        gpus, named = (config["parameters"].get(key, {}).get("string_value", "") for key in ("GPU_DEVICE_IDS", PYTHON))
+        if args["model_instance_kind"] == "GPU":
+            gpus = args["model_instance_device_id"]
+        environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        model = Path(args["model_repository"]).resolve().parent / settings.model
+        # A folder of the repository becomes an absolute path; other folders and names of the hub stay as they are.
+        arguments = {**settings.arguments, **({"model": str(model)} if model.is_dir() else {})}
+        python = require_installation(os.environ.get(VARIABLE) or named or None).python
+        # The watch over its steps needs the statistics.
+        self._engine = TextEngine(python, {**arguments, "disable_log_stats": False}, environment=environment)
         self._reader = threading.Thread(target=self._engine.run, daemon=True)
         self._reader.start()
-        for period, action in ((_CANCEL_PERIOD, self._engine.cancel_gone), (_BEAT, self._beat)):
-            threading.Thread(target=repeat, args=(self._stopping, period, action), daemon=True).start()
+        return _CANCEL_PERIOD
 
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Start each request; one that fails does not affect the others."""
-        for request in requests:
-            sender = GuardedSender(request.get_response_sender())
-            try:
-                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                self._engine.submit(self._request(inputs, request.parameters(), sender))
-            except (ValueError, TypeError, RuntimeError) as error:
-                sender.send(error_response(f"Error generating stream: {error}"), final=True)
-
-    def _request(self, inputs: Inputs, parameters: str, sender: GuardedSender) -> TextRequest | EmbeddingRequest:
+    def submit(self, request: Any, sender: GuardedSender) -> None:
+        """Hand a request to vLLM."""
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         if "embedding_request" not in inputs and not self._pools:
-            return TextRequest(inputs, parameters, sender, self._adapters)
-        if not self._pools:
+            self._engine.submit(TextRequest(inputs, request.parameters(), sender, self._adapters))
+        elif self._pools:
+            self._engine.submit(EmbeddingRequest(inputs, sender))
+        else:
             raise ValueError('embedding_request needs a pooling model: "runner": "pooling" in model.json')
-        return EmbeddingRequest(inputs, sender)
 
-    def _beat(self) -> None:
-        """Show that vLLM works. When it does not, say why and end this process, as the core model does."""
+    def opened(self) -> Sequence[Any]:
+        """Return the requests that vLLM works on."""
+        return self._engine.opened()
+
+    def cancel(self, request: Any) -> None:
+        """Cancel a request in vLLM."""
+        self._engine.cancel(request)
+
+    def progress(self) -> int:
+        """Return the steps that vLLM has made."""
+        return self._engine.progress
+
+    def failure(self) -> str | None:
+        """Return why vLLM is dead or hangs."""
         hang = self._engine.hang()
-        failure = self._engine.failure if hang is None else f"{STOPPED}: {hang}"
-        beat = {"open_requests": self._engine.open_requests, "progress": self._engine.progress}
-        self._heartbeat.beat(**beat, failure=failure)
-        if failure is not None and not self._stopping.wait(_LAST_WORDS):
-            pb_utils.Logger.log_error(f"The process of the model ends: {failure}")
-            os._exit(1)
+        return self._engine.failure if hang is None else f"{STOPPED}: {hang}"
 
-    def finalize(self) -> None:
+    def close(self) -> None:
         """Wait for the open requests, then end vLLM."""
-        self._stopping.set()
         self._engine.terminate()
         self._reader.join()
-        self._heartbeat.close()
 
 
 def _send(request: TextRequest | EmbeddingRequest, answer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -11,11 +12,12 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.memory import PRECISIONS
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.executor.vllm.arguments import kv_per_token, shape_of
-from trtserve.executor.vllm.installation import VllmInstallation, find_installation
+from trtserve.executor.vllm.installation import VARIABLE, VllmInstallation, find_installation
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import Device
 from trtserve.specs.runtime import EngineNeeds, Limits, Runtime, resolve_limits
+from trtserve.specs.settings import put_setting, setting_value
 
 # Python, PyTorch and vLLM in three processes before the first weight, measured with vLLM 0.32 on a CPU.
 _PROCESSES = 1_600 * 2**20
@@ -47,12 +49,12 @@ class VllmRuntime(Runtime):
     folder_as_engine = True
     gpu_limits = _ON_GPU
 
-    def device(self, asked: Device | None = None) -> Device:
-        """Return the device that is asked for, else the one that the vLLM here is built for, else a GPU."""
+    def device(self, asked: Device | None = None, *, python: str | None = None) -> Device:
+        """Return the device that is asked for, else the one that the vLLM here, or of `python`, is for, else a GPU."""
         if asked is not None:
             return asked
         with suppress(MissingDependencyError):
-            found = find_installation()
+            found = find_installation(os.environ.get(VARIABLE) or python)
             return "cpu" if found is not None and found.on_cpu else "cuda"
         return "cuda"
 
@@ -73,18 +75,20 @@ def vllm_engine_config(
     installation: VllmInstallation,
     *,
     named: str | None,
+    pools: bool = False,
 ) -> EngineConfig:
     """Return the `config.json` of an engine's folder for a Hugging Face model with the config `hf`.
 
-    `settings` are vLLM's own arguments (`--set`), and `named` is the interpreter, if the user named one. Raises
-    UsageError for options and arguments that vLLM does not have, and UnsupportedModelError for an architecture.
+    `settings` are vLLM's own arguments (`--set`), `named` is the interpreter, if the user named one, and `pools` says
+    that the model makes vectors or scores. Raises UsageError for options and arguments that vLLM does not have, and
+    UnsupportedModelError for an architecture.
     """
     for spec, known in ((convert, _CONVERT), (build, _BUILD)):
         _require_defaults(spec, known)
     arguments = _arguments(convert, build, settings)
     installation.require_arguments(arguments)
     if "model_impl" not in arguments:
-        installation.require_architecture(str((hf.get("architectures") or ["None"])[0]))
+        installation.require_architecture(str((hf.get("architectures") or ["None"])[0]), pools=pools)
     shape = shape_of(hf, dtype=convert.dtype, tp_size=convert.tp_size, pp_size=convert.pp_size)
     shape["mapping"]["moe_ep_size"] = convert.moe_ep_size or 1
     device: Device = build.device or ("cpu" if installation.on_cpu else "cuda")
@@ -123,8 +127,8 @@ def vllm_engine_config(
 
 def _reads_images(hf: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     """Return whether a model reads images, unless vLLM is told to leave that out."""
-    limits = arguments.get("limit_mm_per_prompt") or {}
-    off = bool(arguments.get("language_model_only")) or limits.get("image") == 0
+    limits = arguments.get("limit_mm_per_prompt")
+    off = bool(arguments.get("language_model_only")) or (isinstance(limits, dict) and limits.get("image") == 0)
     return not off and any(key in each for each in (hf, hf.get("thinker_config") or {}) for key in _VISION)
 
 
@@ -140,8 +144,6 @@ def _require_defaults(spec: BuildSpec | ConvertSpec, known: tuple[str, ...]) -> 
 
 def _arguments(convert: ConvertSpec, build: BuildSpec, settings: Mapping[str, str]) -> dict[str, Any]:
     """Return vLLM's arguments that the user gave, with --set or with an option that means the same."""
-    import yaml
-
     found: dict[str, Any] = {}
     if convert.dtype != "auto":
         found["dtype"] = convert.dtype
@@ -158,12 +160,5 @@ def _arguments(convert: ConvertSpec, build: BuildSpec, settings: Mapping[str, st
     for key, text in settings.items():
         if key == "model":
             raise UsageError("--set model is set by the MODEL argument.")
-        place = found
-        *parents, name = key.split(".")
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        try:
-            place[name] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--set {key}={text}: the value is not YAML: {error}.") from None
+        put_setting(found, key, setting_value(key, text))
     return found

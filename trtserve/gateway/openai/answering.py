@@ -60,6 +60,8 @@ class Sequenced(Generic[A]):
 class Form(ABC, Generic[A]):
     """One API's form of an answer: a JSON document, or events of a stream."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, sequences: Sequence[Sequenced[A]], *, id: str | None = None) -> None:  # noqa: A002 - the field's word
         """`id` is the name of the request, for the header `x-request-id`."""
         self.sequences = sequences
@@ -181,14 +183,11 @@ class Answering:
         Raises ApiError or TrtserveError for an error before the first token.
         """
         headers = {"x-request-id": self.form.id}
-        try:
-            if stream:
-                events = self._events()
-                first = await while_connected(request.receive, _next(events))
-                return EventStream(first, events, headers)
-            await while_connected(request.receive, self._collect())
-        except ClientGoneError as error:
-            return error.response
+        if stream:
+            events = self._events()
+            first = await while_connected(request.receive, _next(events))
+            return EventStream(first, events, headers, self.form.media_type)
+        await while_connected(request.receive, self._collect())
         return JSONResponse(self.form.whole(), headers=headers)
 
     @property
@@ -285,10 +284,11 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-class ClientGoneError(Exception):
+class ClientGoneError(ApiError):
     """The client closed its connection before its answer began."""
 
-    response = Response(status_code=_CLIENT_CLOSED_REQUEST)
+    def __init__(self) -> None:
+        super().__init__("The client closed its connection.", status=_CLIENT_CLOSED_REQUEST)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -314,15 +314,14 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of server-sent events."""
-
-    media_type = "text/event-stream"
+    """A stream of server-sent events, or of lines."""
 
     def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], media_type: str
     ) -> None:
         # Without this header nginx would collect the events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        kept = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        super().__init__(headers=kept, media_type=media_type)
         del self.headers["content-length"]
         self._first, self._events = first, events
 
@@ -415,6 +414,7 @@ _NAMES_OF_VLLM = {
     "trtserve_openai_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
     "trtserve_openai_inter_token_seconds": "vllm:inter_token_latency_seconds",
 }
+_QUEUED = re.compile("^nv_trtserve_queue_seconds(_.*)$", re.MULTILINE)
 _RUNNING = re.compile(r'^vllm:num_requests_running{adapter="([^"]+)",.*} ([1-9].*)$', re.MULTILINE)
 
 
@@ -433,12 +433,13 @@ def _with_names_of_vllm(page: str, adapters: int) -> bytes:
     return f"{page}{''.join(again)}{info}".encode()
 
 
-def engine_page(page: bytes) -> bytes:
+def engine_page(content: bytes) -> bytes:
     """Return what Triton's page says of the engines under the names that vLLM's have.
 
     Dashboards read them, and the picker of the Gateway API's inference extension.
     """
-    cores, lines = core_metrics(parse(page.decode(errors="replace"))), list[str]()
+    page = content.decode(errors="replace")
+    cores, lines = core_metrics(parse(page)), list[str]()
     used = {
         core.model: (core.value(KV_BLOCKS, "used") or 0) / most
         for core in cores
@@ -452,6 +453,9 @@ def engine_page(page: bytes) -> bytes:
     ):
         lines.append(f"# TYPE vllm:{name} gauge")
         lines += [f'vllm:{name}{{model_name="{model}"}} {value:g}' for model, value in values.items()]
+    if queued := _QUEUED.findall(page):
+        lines.append("# TYPE vllm:request_queue_time_seconds histogram")
+        lines += [f"vllm:request_queue_time_seconds{line.replace('model=', 'model_name=')}" for line in queued]
     return ("\n".join(lines) + "\n").encode()
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import to_json
 
+from trtserve._version import __version__
+from trtserve.files import parse_json
 from trtserve.gateway.openai.reading import Call, Part, Reader
 
 DONE = b"data: [DONE]\n\n"
@@ -210,18 +212,24 @@ class ChatAnswer(Message):
 
     def chunks(self, piece: TextPiece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
-        choices = [] if self.begun else [self._chunk({"role": "assistant", "content": ""})]
-        self.begun = True
+        parts, choices = self.add(piece), list[Json]()
+        shown = piece.ids if self.shows_ids else []
+        if not (parts or piece.tokens or shown or self.finish_reason):
+            return []  # of a text that may become a call
+        if not self.begun:
+            self.begun = True
+            calls = bool(parts) and parts[0].kind == "call"  # otherwise clients begin an empty text
+            choices.append(self._chunk({"role": "assistant", "content": None if calls else ""}))
         tokens: Sequence[TokenLogProb] = piece.tokens
-        for part in self.add(piece):
+        for part in parts:
             choices.append(self._chunk(_delta(part), tokens))
             tokens = ()
-        if tokens:
+        if tokens or (shown and not choices):
             choices.append(self._chunk({"content": ""}, tokens))
         if self.finish_reason is not None:
             choices.append(self._chunk({}, finish_reason=self.finish_reason))
-        if self.shows_ids and piece.ids:
-            choices[-1]["token_ids"] = piece.ids
+        if shown:
+            choices[-1]["token_ids"] = shown
         return choices
 
     def whole(self) -> Json:
@@ -251,6 +259,15 @@ class ChatAnswer(Message):
 def call_json(call: Call, arguments: str) -> Json:
     """Return a call of a tool in OpenAI's JSON."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> Json:
+    """Return the arguments of a call as an object; those of one that was cut are none."""
+    try:
+        found = parse_json(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {"value": found}
 
 
 def _delta(part: Part) -> Json:
@@ -295,7 +312,13 @@ class Envelope:
         return b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b',"choices":'
 
     def _head(self, kind: str) -> Json:
-        return {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": f"{self.prefix}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"trtserve-{__version__}",
+        }
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,14 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    object_schema: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's, of json_object
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        if self.type != "json_object" and self.object_schema is not None:
+            raise ValueError("schema belongs to the type json_object; json_schema has its own")
         return self
 
 
@@ -195,24 +198,29 @@ class Sampling(Body):
         found += [("regex", _one_of(choice)) for choice in choices]
         found += [("ebnf_grammar", text) for text in (self.guided_grammar, other.grammar) if text is not None]
         if self.response_format is not None and self.response_format.type != "text":
-            named = self.response_format.json_schema
-            found.append(("json_schema", self._schema(_ANY_OBJECT if named is None else named.json_schema)))
+            named = self.response_format.json_schema or JsonSchema.model_validate(
+                {"schema": self.response_format.object_schema or _ANY_OBJECT}
+            )
+            schema = self._schema(named.json_schema, strict=named.strict)
+            found.append(("json_schema", schema))
         return found
 
-    def _schema(self, schema: str | dict[str, Any]) -> str:
-        """Return the text of a schema; llguidance reads the pattern of its white space from the schema itself."""
+    def _schema(self, schema: str | dict[str, Any], *, strict: bool = True) -> str:
+        """Return the text of a schema; llguidance reads options from the schema itself."""
         pattern = self.guided_whitespace_pattern
         if pattern is None and self.structured_outputs is not None:
             pattern = self.structured_outputs.whitespace_pattern
-        if pattern is None:
+        options: dict[str, Any] = {} if pattern is None else {"whitespace_pattern": pattern}
+        options |= {} if strict else {"lenient": True}  # llguidance leaves out the keys that it cannot keep
+        if not options:
             return schema if isinstance(schema, str) else json.dumps(schema)
         try:
             content = parse_json(schema) if isinstance(schema, str) else schema
         except ValueError as error:
             raise ValueError(f"the schema is not JSON: {error}") from None
         if not isinstance(content, dict):
-            raise ValueError("the schema must be an object where a pattern of white space is given")  # noqa: TRY004
-        return json.dumps({**content, "x-guidance": {"whitespace_pattern": pattern}})
+            raise ValueError("the schema must be an object where it has options")  # noqa: TRY004
+        return json.dumps({**content, "x-guidance": options})
 
 
 class CompletionBody(Sampling):
@@ -359,11 +367,13 @@ class ChatBody(Sampling):
             raise ValueError("continue_final_message continues the last message; leave add_generation_prompt out")
         last = self.messages[-1]["content"]
         if self.continue_final_message and not (isinstance(last, str) and last.strip()):
-            raise ValueError("continue_final_message needs a text in the last message")
+            raise ValueError("only a text is continued, and the last message has none (continue_final_message)")
         if self.tool_choice == "required" and not self.tools:
-            raise ValueError("tool_choice is 'required', but there are no tools")
-        if self.must_call and self._guides:
-            raise ValueError("tool_choice prescribes the answer; leave response_format and guided_ parameters out")
+            raise ValueError("tool_choice asks for a call, but there are no tools")
+        # A response_format is that of a text, as in OpenAI's API: there is none where a tool must be called.
+        of_text = self.response_format is not None and self.response_format.type != "text"
+        if self.must_call and self._guides and not of_text:
+            raise ValueError("tool_choice prescribes the answer; leave the guided_ parameters out")
         return self
 
     @property
@@ -437,7 +447,8 @@ class ChatBody(Sampling):
         ]
         # References of a tool's schema begin at its own root, which is below $defs here.
         definitions = {str(number): moved(tool.parameters, f"#/$defs/{number}") for number, tool in enumerate(tools)}
-        return "json_schema", self._schema({"anyOf": calls, "$defs": definitions})
+        strict = any(tool.strict for tool in tools)
+        return "json_schema", self._schema({"anyOf": calls, "$defs": definitions}, strict=strict)
 
 
 class LoadAdapterBody(Body):
@@ -500,9 +511,12 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates expect it: its content a text or parts, the arguments of calls objects."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")  # noqa: TRY004 - pydantic reports ValueError
-    made = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+    made = {**message, "role": {"developer": "system", "function": "tool"}.get(message["role"], message["role"])}
     made["content"] = _content(number, message.get("content"))
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if not calls and (former := made.pop("function_call", None)):  # before there were tools
+        calls = [{"type": "function", "function": former}]
+    if calls:
         if not isinstance(calls, list):
             raise ValueError(f"the tool_calls of message {number} must be a list")
         made["tool_calls"] = [_call(number, call) for call in calls]
@@ -546,7 +560,9 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError):
-            arguments = parse_json(arguments)
+            read = parse_json(arguments)
+            json.dumps(read, ensure_ascii=False).encode()  # half a character cannot be part of a prompt
+            arguments = read
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import Request, Response
@@ -15,11 +16,11 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
 
+from trtserve.client.endpoint import UnavailableError
 from trtserve.errors import ServerUnreachableError, TrtserveError
-from trtserve.gateway.asgi import SMALL, RefusedError
+from trtserve.gateway.asgi import MOST_VALUES, SMALL, RefusedError, has_many_values
 from trtserve.gateway.openai.other_keys import reason_against
 
-_MOST_VALUES = 1 << 19
 _MOST_PARTS = 1 << 16  # objects, lists and keys: each costs as much as hundreds of characters
 _LOG = logging.getLogger(__name__)
 _TYPES = {
@@ -32,6 +33,8 @@ _TYPES = {
 }
 MESSAGES = "/v1/messages"
 """Where Anthropic's API is; its errors have a shape of their own."""
+OLLAMA = "/api/"
+"""Where Ollama's API is; its errors are a text, and its streams are lines."""
 TOKENS = ("/tokenize", "/detokenize")
 """Paths of vLLM outside /v1."""
 _MESSAGES_TYPES = {
@@ -44,20 +47,24 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# What the engine's error contains → status and code; the first one counts, since the first two quote anything.
+_TOO_LONG = "context_length_exceeded"
+# How the engine's error begins → status and code; what follows may quote the request.
 # Whatever else the engine refuses is the request's fault.
 _ENGINE_ERRORS: tuple[tuple[re.Pattern[str], int, str | None], ...] = (
-    (re.compile("executor has stopped working"), 503, None),
-    (re.compile("in forwardAsync function: the step failed"), 500, None),
-    (re.compile("queue", re.IGNORECASE), 429, "queue_full"),
-    (re.compile("is not healthy|is not ready|unexpectedly|shut ?down", re.IGNORECASE), 503, None),
-    (re.compile("exceeds maximum input length", re.IGNORECASE), 400, "context_length_exceeded"),
+    (re.compile("Encountered an error in forwardAsync function: the step failed"), 500, None),
+    (re.compile("(?:Maximum|Exceeds maximum) queue size|The queue of guides"), 429, "queue_full"),
+    (re.compile(".*exceeds maximum input length", re.IGNORECASE), 400, _TOO_LONG),
 )
 
 
 def error_type(status: int) -> str:
     """Return OpenAI's name for errors with this status."""
     return _TYPES.get(status, "invalid_request_error")
+
+
+def asks_model(path: str) -> bool:
+    """Return whether a path belongs to one of the APIs of language models."""
+    return path.startswith(("/v1/", OLLAMA)) or path in TOKENS
 
 
 Validate = Callable[..., tuple[Any, Sequence[Any] | None]]
@@ -77,8 +84,11 @@ def error_content(path: str, status: int, text: str) -> object:
 
 def error_event(path: str, status: int, text: str) -> bytes:
     """Return the event of an error within a stream."""
+    content = to_json(error_content(path, status, text))
+    if path.startswith(OLLAMA):
+        return content + b"\n"
     name = b"event: error\n" if path.startswith((MESSAGES, "/v1/responses")) else b""
-    return name + b"data: " + to_json(error_content(path, status, text)) + b"\n\n"
+    return name + b"data: " + content + b"\n\n"
 
 
 class ApiError(Exception):
@@ -101,8 +111,27 @@ class ApiError(Exception):
     def response(self, path: str = "") -> Response:
         """Return the HTTP response, in the shape of the path's API."""
         headers = self.headers | ({"Retry-After": "1"} if self.status in (429, 503) else {})
-        body = error_content(path, self.status, self.message) if path.startswith(MESSAGES) else self.body
+        text, code = self.message, self.body["error"]["code"]
+        if path.startswith(MESSAGES) and code == _TOO_LONG:
+            text = f"prompt is too long: {text}"  # Anthropic's words, which Claude Code knows
+        own = path.startswith((MESSAGES, OLLAMA))
+        body = error_content(path, self.status, text) if own else self.body
         return JSONResponse(body, status_code=self.status, headers=headers)
+
+
+@contextmanager
+def naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields that the client sent: field of a chat → the one that became it."""
+    try:
+        yield
+    except ApiError as error:
+        content = error.body["error"]
+        first, dot, rest = (content["param"] or "").partition(".")
+        if first not in fields:
+            raise
+        param = f"{fields[first]}{dot}{rest}"
+        message = error.message.replace(f"'{content['param']}'", f"'{param}'", 1)
+        raise ApiError(message, status=error.status, param=param, code=content["code"]) from error
 
 
 class MethodNotAllowedError(ApiError):
@@ -115,10 +144,10 @@ class MethodNotAllowedError(ApiError):
 
 def api_error(error: TrtserveError) -> ApiError:
     """Return what the client sees of an error from the engine or from preparing its request."""
-    if isinstance(error, ServerUnreachableError):
+    if isinstance(error, (ServerUnreachableError, UnavailableError)):
         return ApiError(error.message, status=503)
     for pattern, status, code in _ENGINE_ERRORS:
-        if pattern.search(error.message):
+        if pattern.match(error.message):
             return ApiError(error.message, status=status, code=code)
     return ApiError(error.message)
 
@@ -166,8 +195,8 @@ async def _prepare(request: Request, validate: Validate) -> None:
     if len(body) <= SMALL:
         _readable(body or b"{}")
         return
-    if body.count(b",") > _MOST_VALUES:
-        raise ApiError(f"The body has more than {_MOST_VALUES} values, counted by its commas.")
+    if await asyncio.to_thread(has_many_values, body):
+        raise ApiError(f"The body has more than {MOST_VALUES} values.")
     content = await asyncio.to_thread(_readable, body)
     await asyncio.to_thread(_require_few_parts, content)
     if "json" in request.headers.get("content-type", ""):
@@ -198,9 +227,9 @@ def _require_few_parts(content: Any) -> None:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Describe the first fault of a body; unknown keys come before wrong values."""
-    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    param = _param(first["loc"][1:], body)  # the first part is "body"
+    """Describe the first fault of a body; unknown keys come before wrong values, but behind an unknown type."""
+    first = min(errors, key=lambda error: (not _of_type(error), error["type"] != "extra_forbidden"))
+    param = _param(first["loc"][1:], body, missing=first["type"] == "missing")  # the first part is "body"
     if first["type"] == "extra_forbidden":
         if (reason := reason_against(param or "")) is not None:
             return ApiError(f"{param} is not supported: {reason}.", param=param, code="unsupported_parameter")
@@ -220,18 +249,26 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     message = str(first["msg"]).removeprefix("Value error, ")
+    message += f", not {str(first['input'])[:50]!r}" if _of_type(first) else ""
     if param is None:  # values that do not go together
         return ApiError(f"{message}.", code="invalid_value")
     return ApiError(f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")
 
 
-def _param(places: Sequence[int | str], body: Any) -> str | None:
+def _of_type(error: Mapping[str, Any]) -> bool:
+    """Return whether an object of a list has an unknown type, so that its other keys are not known either."""
+    kind, place = error["type"], error["loc"]
+    return kind == "literal_error" and place[-1] == "type" and isinstance(place[-2], int)
+
+
+def _param(places: Sequence[int | str], body: Any, *, missing: bool) -> str | None:
     """Return the path of a value in the body, without the parts that name the branch of a union."""
     path: list[str] = []
     for place in places:
         if isinstance(body, dict) and isinstance(place, str):
-            path.append(place)
-            body = body.get(place)
+            if place in body or (missing and place is places[-1]):
+                path.append(place)
+                body = body.get(place)
         elif isinstance(body, list) and isinstance(place, int):
             path.append(str(place))
             body = body[place]

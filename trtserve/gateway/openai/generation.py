@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.client.grpc_transport import GrpcTransport
-from trtserve.client.tensors import IDS_INPUT, Reply, stop_tensors
+from trtserve.client.tensors import IDS_INPUT, ModelRequest, Reply, stop_request
 from trtserve.client.transport import STOP_TIMEOUT
 from trtserve.errors import RequestError, TrtserveError
 from trtserve.gateway.admission import stop_until_ended
@@ -26,7 +25,7 @@ from trtserve.gateway.openai.answers import (
 from trtserve.gateway.openai.reading import overlap
 from trtserve.gateway.openai.request import EngineRequest, with_adapter_weights
 from trtserve.gateway.openai.served import Backend, ServedModel
-from trtserve.gateway.replicas import Replica, UnansweredError
+from trtserve.gateway.replicas import Replica
 from trtserve.programs.bls.texts import IncrementalText
 from trtserve.programs.shared.lora_names import NOT_CACHED
 
@@ -34,10 +33,6 @@ _UNFINISHED = ("", "not_finished", "None")  # the last one from NVIDIA's vllm ba
 # A stop is repeated, ever more rarely, until its request has ended.
 _FIRST_PAUSE = 0.25
 _STOPPED_WITHIN = 60.0
-# Errors of a server that is ending, or whose model has died: another copy may answer.
-_GOES_ELSEWHERE = re.compile(
-    r"stopped (?:accepting|working)|is not (?:ready|healthy)|[Ss]erver is stopping|unknown model"
-)
 
 
 async def generate(
@@ -191,13 +186,11 @@ def _prompt_log_probs(served: ServedModel, request: EngineRequest, replies: Sequ
 
 
 def _ids(reply: Reply) -> list[int]:
-    ids, lengths = reply.outputs["output_ids"], reply.outputs["sequence_length"]
-    flat: list[int] = ids.reshape(-1)[: int(lengths.reshape(-1)[0])].tolist()
-    return flat
+    return reply.numbers("output_ids")[: reply.numbers("sequence_length")[0]]
 
 
 def _numbers(reply: Reply, name: str) -> list[int]:
-    return [int(number) for number in reply.outputs[name].reshape(-1)] if name in reply.outputs else []
+    return reply.numbers(name) if name in reply.outputs else []
 
 
 def _finish_reason(reply: Reply) -> str | None:
@@ -220,7 +213,8 @@ class EngineCall:
     def __init__(self, backend: Backend, served: ServedModel, request: EngineRequest) -> None:
         self._backend, self._served, self._request = backend, served, request
         self._id = uuid.uuid4().hex
-        self._arrived: asyncio.Queue[Reply | Exception | None] = asyncio.Queue()
+        self._arrived: list[Reply | Exception | None] = []
+        self._waiting: asyncio.Future[None] | None = None
         self._begun = False
         self._client: GrpcTransport | None = None
         self._reader = backend.spawn(self._read())
@@ -228,9 +222,10 @@ class EngineCall:
     async def replies(self) -> AsyncIterator[list[Reply]]:
         """Yield the responses, all that have arrived at a time. Raises RequestError or ServerUnreachableError."""
         while True:
-            arrived = [await self._arrived.get()]
-            while not self._arrived.empty():
-                arrived.append(self._arrived.get_nowait())
+            if not self._arrived:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            arrived, self._arrived = self._arrived, []
             if replies := [each for each in arrived if isinstance(each, Reply)]:
                 yield replies
             if isinstance(error := arrived[-1], Exception):
@@ -243,40 +238,44 @@ class EngineCall:
         if not self._reader.done():
             self._backend.spawn(self._stop())
 
+    def _put(self, arrived: Reply | Exception | None) -> None:
+        """Hand a response over, an error, or None at the end."""
+        self._arrived.append(arrived)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
     async def _read(self) -> None:
         try:
             await self._read_from_any()
-        except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
-            self._arrived.put_nowait(error)
+        except Exception as error:  # noqa: BLE001 - who waits for the responses raises it
+            self._put(error)
         else:
-            self._arrived.put_nowait(None)
+            self._put(None)
 
     async def _read_from_any(self) -> None:
-        await self._backend.replicas.send(self._read_of, self._request.prompt.ids, begun=lambda: self._begun)
+        ids = self._request.tensors.get(IDS_INPUT)
+        prompt = () if ids is None else ids.values
+        await self._backend.replicas.send(self._read_of, prompt, begun=lambda: self._begun)
 
     async def _read_of(self, replica: Replica) -> None:
         self._client = replica.client
-        try:
-            await self._read_from(replica.client, self._request)
-        except RequestError as error:
-            if not self._begun and _GOES_ELSEWHERE.search(error.message):
-                raise UnansweredError(error) from error
-            raise
+        await self._read_from(replica.client, self._request)
 
     async def _read_from(self, client: GrpcTransport, request: EngineRequest) -> None:
-        model = self._served.model
         replies = client.infer(
-            model,
-            list(request.tensors.values()),
-            request_id=self._id,
-            stream=True,
-            outputs=request.outputs,
-            timeout=self._backend.timeout,
+            ModelRequest(
+                model=self._served.model,
+                tensors=list(request.tensors.values()),
+                id=self._id,
+                stream=True,
+                outputs=request.outputs,
+                timeout=self._backend.timeout,
+            )
         )
         try:
             async for reply in replies:
                 self._begun = True
-                self._arrived.put_nowait(reply)
+                self._put(reply)
         except RequestError as error:
             if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
                 raise
@@ -291,9 +290,7 @@ class EngineCall:
 
         async def stop() -> None:
             with suppress(TrtserveError):  # the server may be gone
-                async for _ in client.infer(
-                    core, stop_tensors(core), request_id=self._id, stream=core.decoupled, timeout=STOP_TIMEOUT
-                ):
+                async for _ in client.infer(stop_request(core, self._id, timeout=STOP_TIMEOUT)):
                     pass
 
         await stop_until_ended(self._reader, stop, within=_STOPPED_WITHIN, pause=_FIRST_PAUSE, growth=2)

@@ -14,6 +14,7 @@ OTHER_NAMES = {
     "ebnf": "guided_grammar",
     "grammar": "guided_grammar",
     "json_schema": "guided_json",
+    "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "n_predict": "max_tokens",
     "regex": "guided_regex",
@@ -26,6 +27,7 @@ NOT_SET: dict[str, tuple[Any, ...]] = {
     "json_schema": ({}, ""),
     "logit_bias": ([],),
     "max_completion_tokens": (-1,),
+    "max_new_tokens": (-1,),
     "max_tokens": (-1,),
     "n_predict": (-1,),
     "regex": ("",),
@@ -44,11 +46,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "decoder_input_details": (False,),
     "details": (False,),
     "detokenize": (True,),
+    "do_sample": (True,),
     "documents": ([],),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "early_stopping": (False,),
     "echo": (False,),
+    "extra_body": ({},),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_decoding_backend": ("auto", "guidance", "llguidance"),
@@ -59,10 +63,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora": ([],),
+    "mcp_servers": ([],),
     "mirostat": (0,),
     "mm_processor_kwargs": ({},),
     "models": ([],),
     "n_indent": (0,),
+    "num_beams": (1,),
     "n_probs": (0,),
     "no_stop_trim": (False,),
     "options": ({},),
@@ -90,11 +96,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_regex": ("", []),
     "suffix": ("",),
     "t_max_predict_ms": (0, -1),
+    "tfs": (1,),
     "tfs_z": (1,),
     "thinking_forced_open": (False,),
     "timings_per_token": (False,),
     "tool_stream": (False,),
     "top_a": (0,),
+    "top_logprobs": (0,),
     "top_logprobs_num": (0,),
     "top_n_sigma": (-1, 0),
     "top_p_min": (0,),
@@ -114,7 +122,7 @@ WITHOUT_EFFECT = frozenset(
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "min_keep", "n_keep"),
         # How another server caches, names or reports a request, and how much it thinks.
         *("cache_control", "cache_prompt", "id_slot", "request_id", "rid", "return_progress", "usage"),
-        *("stream_reasoning", "reasoning", "verbosity", "keep_alive"),
+        *("stream_reasoning", "reasoning", "verbosity", "keep_alive", "session_id", "ttl"),
     }
 )
 """Keys that say nothing about the answer of this server, whatever their value."""
@@ -129,6 +137,8 @@ REFUSED = {
     "use_beam_search": "ask with temperature 0, or use `trtserve query --beam-width`",
     "cache_salt": "prompts share one cache",
     "custom_logit_processor": "clients cannot bring programs",
+    "do_sample": "ask with temperature 0",
+    "extra_body": "it is an argument of OpenAI's Python client; its keys belong into the body itself",
     "input_ids": "give token ids as the prompt of a completion",
     "lora_path": "name the adapter as the model",
     "lora_request": "name the adapter as the model",
@@ -162,5 +172,6 @@ def understood(asked: Mapping[str, Any], fields: Collection[str]) -> dict[str, A
         key = OTHER_NAMES[name] if name not in fields and OTHER_NAMES.get(name) in fields else name
         if key in kept:
             raise ValueError(f"{name} and {key} mean the same: give one of them")
-        kept[key] = value
+        # Some languages have no whole numbers: 16.0 is an integer in JSON Schema too.
+        kept[key] = int(value) if isinstance(value, float) and value.is_integer() else value
     return kept

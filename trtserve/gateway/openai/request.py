@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from trtserve.client.inputs import RequestContext
 from trtserve.client.request import VLLM_SEEDS, request_tensors, vllm_guide
 from trtserve.client.spec import QuerySpec, tensors_of
-from trtserve.client.tensors import VLLM_INPUT, Tensor
+from trtserve.client.tensors import IDS_INPUT, VLLM_INPUT, Tensor
 from trtserve.client.tokenizer import PreparedPrompts, end_words, find_chat_template, text_to_send
 from trtserve.errors import UsageError
 from trtserve.gateway.openai.bodies import AllowedTools, ChatBody, Sampling
@@ -103,7 +103,11 @@ async def engine_requests(
     context = RequestContext(
         spec=spec, model=served.model, prompts=prompts, tokenizer=served.files, repository=repository
     )
-    tensors = {tensor.name: tensor for tensor in request_tensors(context)}
+    # The ids are an array once: the choice of a replica reads them too.
+    tensors = {
+        each.name: replace(each, values=np.array(prompt.ids, dtype=np.int32)) if each.name == IDS_INPUT else each
+        for each in request_tensors(context)
+    }
     in_json = served.model.has(VLLM_INPUT)
     if in_json:
         tensors |= _in_json(context, tensors, _vllm_words(body, untrained=prompt.untrained))

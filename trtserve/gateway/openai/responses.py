@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic_core import from_json, to_json
@@ -24,6 +24,8 @@ _ID = re.compile(r"resp_[0-9a-f]{1,64}")
 _MOST_STORED = 1024
 _MOST_STORED_BYTES = 64 << 20
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_NAMED = {"message": "role", "function_call": "name"}
+"""Type of an item → the key that it needs."""
 
 
 class FunctionOfResponses(Body):
@@ -78,6 +80,14 @@ class Reasoning(Body):
 class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
+    fields: ClassVar = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+    """Field of the chat → the one here."""
+
     model: str
     input: str | list[dict[str, Any]]
     instructions: str = ""
@@ -105,6 +115,7 @@ class ResponsesBody(Body):
     safety_identifier: str = ""
     prompt_cache_key: str = ""
     prompt_cache_retention: str = ""
+    client_metadata: dict[str, Any] = Field(default_factory=dict)  # Codex sends it
 
     def messages(self, before: Sequence[Json]) -> list[Json]:
         """Return the conversation that goes on: what was said before, and the input. Raises ApiError."""
@@ -150,7 +161,9 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Json]:
     made: list[Json] = []
     thoughts = ""
     for number, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"item {number} of the input"
+        kind, where = str(item.get("type") or "message"), f"item {number} of the input"
+        if kind in _NAMED and not isinstance(item.get(_NAMED[kind]), str):
+            raise ApiError(f"{where} has no {_NAMED[kind]}.", param="input")
         if kind == "message":
             made.append({"role": item.get("role"), "content": _content(where, item.get("content"))})
         elif kind == "function_call":
@@ -166,7 +179,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Json]:
             thoughts += _text(where, item.get("content") or item.get("summary") or "")
             continue
         else:
-            raise ApiError(f"{where} has the type {str(kind)[:50]!r}, which is not supported.", param="input")
+            raise ApiError(f"{where} has the type {kind[:50]!r}, which is not supported.", param="input")
         if thoughts and made[-1]["role"] == "assistant":
             made[-1]["reasoning_content"], thoughts = thoughts, ""
     if not made:
@@ -183,8 +196,8 @@ def _text(where: str, content: Any) -> str:
 
 def _content(where: str, content: Any) -> str | list[Json]:
     """Return the text of an item, or its parts as those of a chat if there are images among them."""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     made: list[Json] = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -242,7 +255,9 @@ class ResponseStore:
         size = len(to_json(document)) + len(to_json(messages))
         stored = Stored(document=document, messages=messages, size=size)
         if self._folder is not None:
-            self._path(id).write_bytes(to_json({"document": document, "messages": messages}))
+            staged = self._path(id).with_suffix(".partial")
+            staged.write_bytes(to_json({"document": document, "messages": messages}))
+            staged.replace(self._path(id))  # a killed process leaves no half of a response
             stored = Stored(document={}, messages=(), size=size)
         self._kept[id] = stored
         self._bytes += size

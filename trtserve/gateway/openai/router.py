@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,19 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 
+from trtserve._version import __version__
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.gateway.anthropic import CountBody, MessagesBody, MessagesForm
-from trtserve.gateway.openai.answering import Answering, ChoicesForm, Form, Measures, Sequenced
+from trtserve.gateway.ollama import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaForm,
+    OllamaGenerateBody,
+    OllamaShowBody,
+    shown,
+    tags,
+)
+from trtserve.gateway.openai.answering import Answering, ChoicesForm, Form, Measures, Sequenced, while_connected
 from trtserve.gateway.openai.answers import ChatAnswer, Completion, Envelope, Json, Message
 from trtserve.gateway.openai.bodies import (
     ChatBody,
@@ -30,7 +41,7 @@ from trtserve.gateway.openai.bodies import (
     TokenizeBody,
     UnloadAdapterBody,
 )
-from trtserve.gateway.openai.errors import TOKENS, ApiError, MethodNotAllowedError, OpenAIRoute
+from trtserve.gateway.openai.errors import OLLAMA, TOKENS, ApiError, MethodNotAllowedError, OpenAIRoute, naming
 from trtserve.gateway.openai.reading import reader_of
 from trtserve.gateway.openai.request import (
     EngineRequest,
@@ -42,9 +53,8 @@ from trtserve.gateway.openai.request import (
 )
 from trtserve.gateway.openai.responses import ResponsesBody, ResponsesForm, ResponseStore
 from trtserve.gateway.openai.served import Backend, ServedModel
-from trtserve.gateway.openai.vectors import EmbeddingBody, RerankBody, embeddings, rerank
+from trtserve.gateway.openai.vectors import EmbeddingBody, RerankBody, embeddings, makes_vectors, rerank
 from trtserve.programs.shared.tokenizer import decode
-from trtserve.repository.adapters import add_adapter, remove_adapter
 
 COMPLETION_TOKENS = 16
 """Most tokens of a completion that does not say, as in OpenAI's API."""
@@ -94,6 +104,13 @@ def openai_router(
     router.add_api_route("/v1/rerank", paths.rerank, methods=["POST"])
     router.add_api_route("/v1/load_lora_adapter", paths.load_adapter, methods=["POST"])
     router.add_api_route("/v1/unload_lora_adapter", paths.unload_adapter, methods=["POST"])
+    router.add_api_route("/api/chat", paths.ollama_chat, methods=["POST"])
+    router.add_api_route("/api/generate", paths.ollama_generate, methods=["POST"])
+    router.add_api_route("/api/embed", paths.ollama_embed, methods=["POST"])
+    router.add_api_route("/api/show", paths.ollama_show, methods=["POST"])
+    router.add_api_route("/api/tags", paths.ollama_tags, methods=["GET"])
+    router.add_api_route("/api/ps", paths.ollama_tags, methods=["GET"])
+    router.add_api_route("/api/version", paths.ollama_version, methods=["GET", "HEAD"])
     router.add_api_route("/tokenize", paths.tokenize, methods=["POST"])
     router.add_api_route("/detokenize", paths.detokenize, methods=["POST"])
     known = [route for route in router.routes if isinstance(route, APIRoute)]
@@ -107,7 +124,7 @@ def openai_router(
         raise ApiError(f"Unknown request URL: {method} {path}.", status=404, code="unknown_url")
 
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    for path in ("/v1/{path:path}", *TOKENS):
+    for path in ("/v1/{path:path}", f"{OLLAMA}{{path:path}}", *TOKENS):
         router.add_api_route(path, unknown, methods=every, include_in_schema=False)
     return router
 
@@ -120,6 +137,7 @@ class Paths:
     ) -> None:
         self._backend, self._measures, self._require = backend, measures, require
         self._store = ResponseStore(folder=folder)
+        self._requests = partial(engine_requests, repository=backend.repository)
 
     async def models(self) -> Response:
         """List the models and their adapters."""
@@ -145,7 +163,14 @@ class Paths:
         for prompt in prompts:
             echoed = _echoed(served, prompt) if body.echo else ""
             requests = await self._requests(
-                served, body, prompt, count, max(1, max_tokens), adapter, tops, echoes_log_probs=body.echoes_log_probs
+                served,
+                body,
+                prompt,
+                count=count,
+                max_tokens=max(1, max_tokens),
+                adapter=adapter,
+                tops=tops,
+                echoes_log_probs=body.echoes_log_probs,
             )
             for each in requests:
                 answer = Completion(
@@ -182,22 +207,28 @@ class Paths:
         form = ChoicesForm(sequences, envelope, body.stream_options or StreamOptions(), prompt_ids=ids)
         return await self._respond(request, conversation.served, form, stream=body.stream)
 
-    async def conversation(self, request: Request, body: ChatBody) -> AskedConversation:
-        """Return what any API needs to answer a conversation."""
+    async def conversation(self, request: Request, body: ChatBody, *, raw: str | None = None) -> AskedConversation:
+        """Return what any API needs to answer a conversation, or to continue a `raw` text."""
         served, adapter = await self._find(request, body.model)
-        prompt = await chat_prompt(served, body, self._backend.images, _reserve(request))
+        if raw is None:
+            prompt = await chat_prompt(served, body, self._backend.images, _reserve(request))
+        else:
+            prompt = await completion_prompt(served, raw)
         length = len(prompt.ids)
         room = CHAT_TOKENS if served.max_seq_len is None else max(1, served.max_seq_len - length)
         max_tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, room)
         tops = (body.top_logprobs or 0) if body.logprobs else None
-        requests = await self._requests(served, body, prompt, body.n, max_tokens, adapter, tops)
+        requests = await self._requests(
+            served, body, prompt, count=body.n, max_tokens=max_tokens, adapter=adapter, tops=tops
+        )
         return AskedConversation(served=served, body=body, prompt=prompt, requests=requests)
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation that the server may keep."""
         before = self._store.find(body.previous_response_id).messages if body.previous_response_id else ()
         said = await asyncio.to_thread(body.messages, before)
-        asked = await self.conversation(request, await asyncio.to_thread(body.chat, said))
+        with naming(body.fields):
+            asked = await self.conversation(request, await asyncio.to_thread(body.chat, said))
         sequence = Sequenced(request=asked.requests[0], answer=Message(**asked.message()))
 
         def store(name: str, document: Json, answer: Json) -> None:
@@ -215,9 +246,47 @@ class Paths:
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         """Answer a conversation in Anthropic's form."""
-        asked = await self.conversation(request, await asyncio.to_thread(body.chat))
+        with naming(body.fields):
+            asked = await self.conversation(request, await asyncio.to_thread(body.chat))
         sequence = Sequenced(request=asked.requests[0], answer=Message(**asked.message()))
         return await self._respond(request, asked.served, MessagesForm(sequence, body.model), stream=body.stream)
+
+    async def ollama_chat(self, body: OllamaChatBody, request: Request) -> Response:
+        """Answer a conversation in Ollama's form."""
+        return await self._ollama(body, request, chat=True)
+
+    async def ollama_generate(self, body: OllamaGenerateBody, request: Request) -> Response:
+        """Answer a question, or continue a text, in Ollama's form."""
+        return await self._ollama(body, request, chat=False)
+
+    async def _ollama(self, body: OllamaChatBody | OllamaGenerateBody, request: Request, *, chat: bool) -> Response:
+        raw = body.prompt if isinstance(body, OllamaGenerateBody) and body.raw else None
+        with naming(body.fields):
+            conversation = await self.conversation(request, await asyncio.to_thread(body.chat), raw=raw)
+        sequence = Sequenced(request=conversation.requests[0], answer=Message(**conversation.message()))
+        form = OllamaForm(sequence, body.model, chat=chat)
+        return await self._respond(request, conversation.served, form, stream=body.stream)
+
+    async def ollama_embed(self, body: OllamaEmbedBody, request: Request) -> Response:
+        """Return the vectors of texts in Ollama's form."""
+        served, _ = await self._find(request, body.model)
+        asked = EmbeddingBody(model=body.model, input=body.input, dimensions=body.dimensions)
+        return await while_connected(request.receive, embeddings(self._backend, served, asked, plain=True))
+
+    async def ollama_tags(self) -> Response:
+        """List the models and their adapters as Ollama does."""
+        return JSONResponse(tags([each for model in await self._backend.models() for each in _described(model)]))
+
+    async def ollama_show(self, body: OllamaShowBody) -> Response:
+        """Describe a model as Ollama does."""
+        served, adapter = await self._backend.find(body.model)
+        entry = next(each for each in _described(served) if each["id"] == (adapter or served.name))
+        templates = {} if served.files is None else served.files.chat_templates
+        return JSONResponse(shown(entry, templates.get("default", ""), embeds=makes_vectors(served)))
+
+    async def ollama_version(self) -> dict[str, str]:
+        """Return our version; clients ask whether a server is there."""
+        return {"version": __version__}
 
     async def count_tokens(self, body: CountBody, request: Request) -> Response:
         """Count the tokens of a conversation."""
@@ -228,6 +297,8 @@ class Paths:
 
     async def load_adapter(self, body: LoadAdapterBody) -> Response:
         """Add a LoRA adapter of a folder on this machine to the repository, where it stays."""
+        from trtserve.repository.adapters import add_adapter  # brings every runtime
+
         served, repository, table = await self._adapters()
         known = [each for model in await self._backend.models() for each in model.names]
         replaced = body.load_inplace and served.adapters is not None and body.lora_name in served.adapters.names
@@ -243,6 +314,8 @@ class Paths:
 
     async def unload_adapter(self, body: UnloadAdapterBody) -> Response:
         """Remove an adapter from the repository; requests that have begun go on."""
+        from trtserve.repository.adapters import remove_adapter
+
         served, repository, table = await self._adapters()
         assert served.core is not None
         try:
@@ -292,42 +365,18 @@ class Paths:
     async def embeddings(self, body: EmbeddingBody, request: Request) -> Response:
         """Return the vectors of texts."""
         served, _ = await self._find(request, body.model)
-        return await embeddings(self._backend, served, body)
+        return await while_connected(request.receive, embeddings(self._backend, served, body))
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """Order documents by what they have to do with a question."""
         served, _ = await self._find(request, body.model)
-        return JSONResponse(await rerank(self._backend, served, body))
+        return JSONResponse(await while_connected(request.receive, rerank(self._backend, served, body)))
 
     async def _find(self, request: Request, name: str) -> tuple[ServedModel, str | None]:
         served, adapter = await self._backend.find(name)
         if self._require is not None:
             await self._require(request, served.model.name)
         return served, adapter
-
-    async def _requests(
-        self,
-        served: ServedModel,
-        body: Sampling,
-        prompt: Prompt,
-        count: int,
-        max_tokens: int,
-        adapter: str | None,
-        tops: int | None,
-        *,
-        echoes_log_probs: bool = False,
-    ) -> list[EngineRequest]:
-        return await engine_requests(
-            served,
-            body,
-            prompt,
-            count=count,
-            max_tokens=max_tokens,
-            adapter=adapter,
-            tops=tops,
-            echoes_log_probs=echoes_log_probs,
-            repository=self._backend.repository,
-        )
 
     async def _respond(self, request: Request, served: ServedModel, form: Form[Any], *, stream: bool) -> Response:
         exchange = getattr(request.state, "exchange", None)  # of a gateway, which may keep a log

@@ -8,17 +8,15 @@ from typing import Any
 from trtserve.files import parse_json
 
 MOST_CHARACTERS = 32
+MOST_OF_FORMAT = 64
+"""Characters of a text with a format: a UUID has 36."""
 MOST_ELEMENTS = 4
 MOST_NUMBER = 999_999
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples", "required")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
-_ANY_OBJECT = {
-    "patternProperties": {"^[a-z_]{1,16}$": {"type": "string", "maxLength": MOST_CHARACTERS}},
-    "additionalProperties": False,
-    "maxProperties": MOST_ELEMENTS,
-}
-_LIMITED_BY = ("maxLength", "pattern", "format", "enum", "const")
+_ANY_NAME = "^[a-z_]{1,16}$"
+_LIMITED_BY = ("maxLength", "pattern", "enum", "const")
 
 
 def moved(schema: Any, root: str) -> Any:
@@ -55,15 +53,27 @@ def _bounded(schema: Any) -> Any:
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "string" in kinds and not any(name in schema for name in _LIMITED_BY):
-        found["maxLength"] = max(MOST_CHARACTERS, _least(schema, "minLength"))
+        most = MOST_OF_FORMAT if "format" in schema else MOST_CHARACTERS
+        found["maxLength"] = max(most, _least(schema, "minLength"))
     if "integer" in kinds and not any(name in schema for name in _RANGE):
         found |= {"minimum": -MOST_NUMBER, "maximum": MOST_NUMBER}
     if "array" in kinds and "maxItems" not in schema:
         found["maxItems"] = max(MOST_ELEMENTS, _least(schema, "minItems"))
-    if "object" in kinds and schema.keys().isdisjoint(("additionalProperties", "patternProperties")):
-        # Without names of its own an object would have any.
-        found |= {"additionalProperties": False} if schema.get("properties") else _ANY_OBJECT
+    if "object" in kinds and "patternProperties" not in schema and schema.get("additionalProperties") is not False:
+        found |= _names(schema, found.get("additionalProperties"))
     return found
+
+
+def _names(schema: dict[str, Any], value: Any) -> dict[str, Any]:
+    """Return what bounds the names of an object, whose other properties are `value`: without it an object has any."""
+    named, required = schema.get("properties") or {}, schema.get("required") or []
+    if not (isinstance(named, dict) and isinstance(required, list) and named.keys() >= set(map(str, required))):
+        return {}  # the engine says what is wrong
+    if named:
+        return {"additionalProperties": False}
+    value = value if isinstance(value, dict) and value else {"type": "string", "maxLength": MOST_CHARACTERS}
+    most = schema.get("maxProperties", max(MOST_ELEMENTS, _least(schema, "minProperties")))
+    return {"patternProperties": {_ANY_NAME: value}, "additionalProperties": False, "maxProperties": most}
 
 
 def _inside(key: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ from fastapi import Response
 from pydantic import Field
 from pydantic_core import to_json
 
-from trtserve.client.tensors import Reply
+from trtserve.client.tensors import ModelRequest, Reply
 from trtserve.gateway.openai.bodies import Body, TokenId
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.served import Backend, ServedModel
@@ -24,7 +24,7 @@ Vectors = npt.NDArray[np.float32]
 
 _INPUT = "embedding_request"
 _MOST_INPUTS = 2048  # OpenAI's
-_MOST_DIMENSIONS = 1 << 16
+MOST_DIMENSIONS = 1 << 16
 _AT_ONCE = 64
 
 
@@ -34,7 +34,7 @@ class EmbeddingBody(Body):
     model: str
     input: str | list[str] | list[TokenId] | list[list[TokenId]]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, le=_MOST_DIMENSIONS)
+    dimensions: int | None = Field(None, ge=1, le=MOST_DIMENSIONS)
     user: str | None = None
 
     @property
@@ -59,14 +59,23 @@ class RerankBody(Body):
     return_documents: bool = True
 
 
-async def embeddings(backend: Backend, served: ServedModel, body: EmbeddingBody) -> Response:
-    """Return OpenAI's answer. Raises ApiError for a model that makes no vectors."""
-    rows, tokens = await _vectors(backend, served, body.inputs, body.dimensions)
-    return Response(await asyncio.to_thread(_written, body, rows, tokens), media_type="application/json")
+def makes_vectors(served: ServedModel) -> bool:
+    """Return whether a model answers with vectors or scores, and writes no text."""
+    return _INPUT in served.model.inputs
 
 
-def _written(body: EmbeddingBody, rows: Vectors, tokens: int) -> bytes:
-    """Return OpenAI's answer as JSON; row by row, so that other threads run between: all take seconds."""
+async def embeddings(backend: Backend, served: ServedModel, body: EmbeddingBody, *, plain: bool = False) -> Response:
+    """Return OpenAI's answer, or a `plain` one of Ollama's. Raises ApiError for a model that makes no vectors."""
+    rows, tokens = await _all(backend, served, [{"input": each} for each in body.inputs], body.dimensions)
+    written = await asyncio.to_thread(_written, body, np.stack(rows), tokens, plain=plain)
+    return Response(written, media_type="application/json")
+
+
+def _written(body: EmbeddingBody, rows: Vectors, tokens: int, *, plain: bool) -> bytes:
+    """Return the answer as JSON; row by row, so that other threads run between: all take seconds."""
+    if plain:
+        rest = to_json({"model": body.model, "prompt_eval_count": tokens})
+        return b'{"embeddings":[' + b",".join(to_json(row.tolist()) for row in rows) + b"]," + rest[1:]
     data = []
     for index, row in enumerate(rows):
         vector = base64.b64encode(row.tobytes()).decode() if body.encoding_format == "base64" else row.tolist()
@@ -77,62 +86,85 @@ def _written(body: EmbeddingBody, rows: Vectors, tokens: int) -> bytes:
 
 
 async def rerank(backend: Backend, served: ServedModel, body: RerankBody) -> dict[str, Any]:
-    """Return the documents by the cosine of their vectors and that of the query, the nearest first."""
+    """Return the documents by their scores, the best first.
+
+    The score is that of a model which reads query and document together, else the cosine of their vectors.
+    """
     if not all(body.documents):
         raise ApiError("documents must not be empty.", param="documents")
-    rows, tokens = await _vectors(backend, served, [body.query, *body.documents], None)
-    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
-    scores = rows[1:] @ rows[0]
+    (query,), tokens = await _all(backend, served, [{"input": body.query, "ranks": True}])
+    pair = {} if query.ndim else {"query": body.query}  # see EmbeddingRequest
+    rows, more = await _all(backend, served, [{"input": each, **pair} for each in body.documents])
+    scores = np.concatenate(rows) if pair else _unit(np.stack(rows)) @ _unit(query)
     results = [
         {"index": int(index), "relevance_score": float(scores[index])}
         | ({"document": {"text": body.documents[index]}} if body.return_documents else {})
         for index in np.argsort(-scores, kind="stable")[: body.top_n]
     ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    usage = {"prompt_tokens": tokens + more, "total_tokens": tokens + more}
     return {"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage, "results": results}
 
 
-async def _vectors(
-    backend: Backend, served: ServedModel, inputs: list[str | list[int]], dimensions: int | None
-) -> tuple[Vectors, int]:
-    """Return a row for each input, and the tokens of all."""
-    if _INPUT not in served.model.inputs:
+def _unit(rows: Vectors) -> Vectors:
+    found: Vectors = rows / np.linalg.norm(rows, axis=-1, keepdims=True).clip(1e-12)
+    return found
+
+
+async def _all(
+    backend: Backend, served: ServedModel, asked: list[dict[str, Any]], dimensions: int | None = None
+) -> tuple[list[Vectors], int]:
+    """Return an array for each request, and the tokens of all."""
+    if not makes_vectors(served):
         raise ApiError(
-            f"The model `{served.name}` generates text; it has no embeddings and ranks no documents. A pooling model "
-            'has them, which NVIDIA\'s backend vllm serves with "runner": "pooling" in model.json.',
+            f"The model `{served.name}` generates text; it has no embeddings and ranks no documents. An embedding "
+            "model or a reranker does: trtserve import MODEL --runtime vllm (docs/how-to/vllm-repositories.md).",
             code="unsupported_endpoint",
         )
-    for each in inputs:
-        served.require_room(each)
-    places = asyncio.Semaphore(_AT_ONCE)
+    for each in asked:
+        served.require_room(each["input"])
+    places, failed = asyncio.Semaphore(_AT_ONCE), False
 
-    async def vector(given: str | list[int]) -> tuple[Vectors, int]:
+    async def one(request: dict[str, Any]) -> tuple[Vectors, int]:
+        nonlocal failed
         async with places:
-            reply = await _ask(backend, served, {"input": given, "pooling_params": {"dimensions": dimensions}})
+            if failed:
+                raise asyncio.CancelledError
+            try:
+                reply = await _ask(backend, served, {"pooling_params": {"dimensions": dimensions}, **request})
+            except BaseException:
+                failed = True
+                raise
             row = json.loads(str(reply.outputs["text_output"].reshape(-1)[0]))  # here, one at a time: all take seconds
             return np.array(row, np.float32), int(reply.outputs["num_input_tokens"].item())
 
-    # Cancelling a call can crash Triton's gRPC front end, so the others end by themselves when one has failed.
-    replies = await asyncio.gather(*map(vector, inputs), return_exceptions=True)
+    # When one has failed, or the client has gone, those that were sent end by themselves, because cancelling a call can
+    # crash Triton's gRPC front end; the others are not sent.
+    asking = asyncio.gather(*map(one, asked), return_exceptions=True)
+    try:
+        replies = await asyncio.shield(asking)
+    except asyncio.CancelledError:
+        failed = True
+        await asking
+        raise
     answers = [reply for reply in replies if not isinstance(reply, BaseException)]
     if len(answers) < len(replies):
-        raise next(each for each in replies if isinstance(each, BaseException))
-    return np.stack([row for row, _ in answers]), sum(tokens for _, tokens in answers)
+        raise next((each for each in replies if isinstance(each, Exception)), asyncio.CancelledError())
+    return [row for row, _ in answers], sum(tokens for _, tokens in answers)
 
 
 async def _ask(backend: Backend, served: ServedModel, asked: dict[str, Any]) -> Reply:
-    model, found = served.model, list[Reply]()
-    tensors = [model.row_tensor(_INPUT, [[json.dumps(asked)]])]
+    found = list[Reply]()
+    request = ModelRequest(
+        model=served.model,
+        tensors=[served.model.row_tensor(_INPUT, [[json.dumps(asked)]])],
+        id=uuid.uuid4().hex,
+        stream=True,
+        outputs=("text_output", "num_input_tokens"),
+        timeout=backend.timeout,
+    )
 
     async def read(replica: Replica) -> None:
-        async for reply in replica.client.infer(
-            model,
-            tensors,
-            request_id=uuid.uuid4().hex,
-            stream=True,
-            outputs=("text_output", "num_input_tokens"),
-            timeout=backend.timeout,
-        ):
+        async for reply in replica.client.infer(request):
             found.append(reply)
 
     await backend.replicas.send(read, (), begun=lambda: bool(found))

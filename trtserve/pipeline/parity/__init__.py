@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, load_artifact, looks_like
+from trtserve.artifacts import (
+    KINDS,
+    Artifact,
+    Checkpoint,
+    Engine,
+    Model,
+    ModelRepository,
+    load_artifact,
+    looks_like,
+)
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import family
 from trtserve.checkpoint.unified import CheckpointReader, require_files
-from trtserve.errors import ArtifactError, CheckError, ModelNotFoundError, UsageError
+from trtserve.errors import ArtifactError, CheckError, ModelNotFoundError, TrtserveError, UsageError
+from trtserve.executor.loaders import read_engine_config
 from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.memory import check_memory
-from trtserve.pipeline.parity import constants, converted, original
+from trtserve.pipeline.parity import built, constants, converted, original
 from trtserve.pipeline.parity.comparison import (
     Differences,
     Judgement,
@@ -38,13 +49,15 @@ if TYPE_CHECKING:
     from trtserve.pipeline.parity.comparison import Logits
 
 # Kinds of artefacts that can be checked; folders of other kinds are refused by name.
-CHECKED: tuple[type[Artifact], ...] = (Checkpoint, ModelRepository)
+CHECKED: tuple[type[Artifact], ...] = (Checkpoint, ModelRepository, Engine)
 
 _HINTS = {
     "conversion": "Was it converted from that model? If so it must not be used: report the model's config.json with "
     "this message.",
     "precision": "The conversion itself is right, but this model loses too much in this precision: convert with "
     "another --dtype, or without --quantize.",
+    "engine": "Its files, or its runtime on this machine, compute something else than the weights mean: build it "
+    "again. If its checkpoint passes and a new engine does not, report both.",
 }
 
 
@@ -52,11 +65,12 @@ _HINTS = {
 class Stage:
     """One comparison.
 
-    `conversion` rounds the original's weights like the checkpoint's, so only a fault makes a difference. `precision`
+    `engine` runs the built engine and compares it with the original itself; the others run the checkpoint. `conversion`
+    rounds the original's weights like the checkpoint's, so only a fault makes a difference. `precision`
     compares with the original itself, so the difference is the cost of rounding.
     """
 
-    name: Literal["conversion", "precision"]
+    name: Literal["conversion", "precision", "engine"]
     bounds: Precision
     differences: Differences
     verdicts: Sequence[Judgement]
@@ -146,9 +160,14 @@ class CheckPlan:
 
 
 def plan_check(
-    config: CheckpointConfig, model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
+    config: CheckpointConfig,
+    model: Path,
+    spec: CheckSpec | None = None,
+    *,
+    positions: int = 0,
+    progress: Progress = SILENT,
 ) -> CheckPlan:
-    """Plan a check from a checkpoint's `config.json` and its original's folder.
+    """Plan a check from a checkpoint's `config.json` and its original's folder; an engine has fewer `positions`.
 
     Raises MissingDependencyError if PyTorch or OpenVINO is missing, UnsupportedModelError for models that cannot run
     here, and UsageError for prompts that do not fit the model, and MemoryLimitError when one of the two models does not
@@ -158,15 +177,82 @@ def plan_check(
     original.require_oracle()
     converted.require_runtime()
     changes = changes_of(config, model)
-    prompts = prompt_set(model, _vocabulary(config, spec), spec.prompts, progress=progress)
+    prompts = prompt_set(model, _vocabulary(config, spec, positions), spec.prompts, progress=progress)
     require_check_memory(config, prompts, spec, beside=converted.numbers_beside(config, model))
     return CheckPlan(model=model, prompts=prompts, max_tokens=spec.max_tokens, changes=changes, config=config)
 
 
-def check_checkpoint(
-    checkpoint: Path, model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
+def check_engine(
+    engine: Path, model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
 ) -> CheckReport:
-    """Run a checkpoint and its original on the same prompts and compare their logits.
+    """Run a built engine and the original on the same prompts and compare their logits.
+
+    The bounds are those of the coarsest of its weights, arithmetic and KV cache. Raises UnsupportedModelError for an
+    engine that one process of ours does not run, and what `plan_check` raises.
+    """
+    began, config = time.monotonic(), read_engine_config(engine)
+    built.require_comparable(engine, config)
+    plan = plan_check(config.model, model, spec, positions=config.build.max_seq_len, progress=progress)
+    said = original.run_original(plan.model, plan.prompts, max_tokens=plan.max_tokens, rounding=None, progress=progress)
+    stage = _engine_stage(plan, said, engine, progress)
+    return CheckReport(
+        path=engine,
+        against=model,
+        precision=stage.bounds,
+        reason=plan.changes.reason,
+        prompts=len(plan.prompts),
+        stages=[stage],
+        seconds=time.monotonic() - began,
+    )
+
+
+def verify_engine(engine: Engine, model: Model, spec: CheckSpec, *, progress: Progress = SILENT) -> None:
+    """Compare an engine that was just built with its original. Raises what `check_engine` and `require_passed` raise.
+
+    One that another program or several processes run is left out, and `progress` says so.
+    """
+    if not _is_own(engine.path):
+        progress.warn(f"The engine {engine.path} is not compared with the original; its checkpoint was.")
+        return
+    report = check_engine(engine.path, model.path, spec, progress=progress)
+    require_passed(report)
+    found = report.stages[0]
+    progress.step(f"The engine matches the model ({found.bounds}: difference {found.differences.relative:.2g})")
+
+
+def _engine_stage(plan: CheckPlan, said: Original, engine: Path, progress: Progress) -> Stage:
+    config = read_engine_config(engine)
+    logits = built.logits_of_engine(engine, config, said.answers, progress=progress)
+    bounds = built.bounds_of(config, plan.changes.precision)
+    return _stage("engine", bounds, said.answers, logits, experts=plan.changes.experts)
+
+
+def engine_made_of(checkpoint: Artifact, store: Store | None = None) -> Path | None:
+    """Return the newest engine in the store that was built from this checkpoint and can be compared, or None."""
+    made = [
+        (each.manifest.created, each.path)
+        for each in (store or Store()).complete(Engine)
+        if each.manifest is not None and checkpoint.fingerprint in each.manifest.inputs.values()
+    ]
+    own = [(created, path) for created, path in made if _is_own(path)]
+    return max(own)[1] if own else None
+
+
+def _is_own(engine: Path) -> bool:
+    with suppress(TrtserveError):  # an engine of TensorRT-LLM
+        return built.obstacle(read_engine_config(engine)) is None
+    return False
+
+
+def check_checkpoint(
+    checkpoint: Path,
+    model: Path,
+    spec: CheckSpec | None = None,
+    *,
+    engine: Path | None = None,
+    progress: Progress = SILENT,
+) -> CheckReport:
+    """Run a checkpoint, its original and an engine made of it on the same prompts and compare their logits.
 
     Files and headers are checked first: ArtifactError for a missing rank, CorruptFileError for a damaged one. Then
     raises the errors of `plan_check`, CorruptFileError for damaged tensors, and CheckError when the vocabularies
@@ -174,25 +260,31 @@ def check_checkpoint(
     """
     config = CheckpointReader(checkpoint).config
     require_files(checkpoint, config)
-    plan = plan_check(config, model, spec, progress=progress)
+    positions = read_engine_config(engine).build.max_seq_len if engine else 0
+    plan = plan_check(config, model, spec, positions=positions, progress=progress)
     manifest = load_artifact(Checkpoint, checkpoint).manifest
     of_nvidia = manifest is not None and "tensorrt_llm" in manifest.tools
-    return run_check(replace(plan, windows=not of_nvidia), checkpoint, progress=progress)
+    return run_check(replace(plan, windows=not of_nvidia), checkpoint, engine=engine, progress=progress)
 
 
-def run_check(plan: CheckPlan, checkpoint: Path, *, progress: Progress = SILENT) -> CheckReport:
-    """Run `plan`: the original first, then the checkpoint, so that only one is in memory."""
+def run_check(
+    plan: CheckPlan, checkpoint: Path, *, engine: Path | None = None, progress: Progress = SILENT
+) -> CheckReport:
+    """Run `plan`: the original first, then the checkpoint, then the engine, so that only one is in memory."""
     began = time.monotonic()
     said = original.run_original(
         plan.model, plan.prompts, max_tokens=plan.max_tokens, rounding=plan.changes.rounding, progress=progress
     )
+    stages = compare_checkpoint(plan, said, checkpoint, progress=progress)
+    if engine is not None:
+        stages.append(_engine_stage(plan, said, engine, progress))
     return CheckReport(
         path=checkpoint,
         against=plan.model,
         precision=plan.changes.precision,
         reason=plan.changes.reason,
         prompts=len(plan.prompts),
-        stages=compare_checkpoint(plan, said, checkpoint, progress=progress),
+        stages=stages,
         seconds=time.monotonic() - began,
     )
 
@@ -223,7 +315,7 @@ def compare_checkpoint(
 
 
 def _stage(
-    name: Literal["conversion", "precision"],
+    name: Literal["conversion", "precision", "engine"],
     bounds: Precision,
     answers: Sequence[PromptLogits],
     logits: Sequence[Logits],
@@ -235,9 +327,9 @@ def _stage(
     return Stage(name=name, bounds=bounds, differences=differences, verdicts=judged)
 
 
-def _vocabulary(config: CheckpointConfig, spec: CheckSpec) -> Vocabulary:
-    """Return the prompts' limits, leaving room for answers within the model's positions."""
-    positions = config.max_position_embeddings
+def _vocabulary(config: CheckpointConfig, spec: CheckSpec, positions: int) -> Vocabulary:
+    """Return the prompts' limits, leaving room for answers within the positions of the engine, or of the model."""
+    positions = positions or int(config.max_position_embeddings or 0)
     longest = int(positions) - spec.max_tokens if positions else 2**31
     if longest < 1:
         raise UsageError(f"--max-tokens is {spec.max_tokens}; the model has {positions} positions.")

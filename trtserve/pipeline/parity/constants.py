@@ -224,7 +224,8 @@ def _apart(own: Sequence[float], original: Sequence[float]) -> float:
     """Return the largest difference as a share of the original's value; infinite when counts differ."""
     if len(own) != len(original):
         return math.inf
-    return max((abs(one - other) / abs(other) if other else math.inf for one, other in zip(own, original, strict=True)))
+    pairs = [pair for pair in zip(own, original, strict=True) if pair[0] != pair[1]]
+    return max((abs(one - other) / abs(other) if other else math.inf for one, other in pairs), default=0.0)
 
 
 def _judged_windows(config: CheckpointConfig, decoder: Decoder, original: Constants) -> Iterator[Judgement]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import checkpoint_targets, described, family
 from trtserve.checkpoint.architectures.base import Target
-from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ
+from trtserve.checkpoint.quantized import AWQ, FP8, FP8_BY_TOKEN, GPTQ, is_excluded
+from trtserve.checkpoint.quantized_tensors import is_packed
 from trtserve.checkpoint.repacking import float_types, quantised_names
 from trtserve.checkpoint.source import SourceTensor, read_hf_config, read_source, vision_tensors
 from trtserve.checkpoint.supported import source_quantization
@@ -68,7 +69,7 @@ def changes_of(config: CheckpointConfig, model: Path) -> Changes:
     UnsupportedModelError for a quantisation that cannot run here.
     """
     algorithm, dtype = _algorithm(config), _dtype(config)
-    known = (*_QUANTISED, *_CODES)
+    known = (*_QUANTISED, *_CODES, *FP8_BY_TOKEN)
     if algorithm and algorithm not in known:
         raise UnsupportedModelError(
             f"The checkpoint is quantised with {algorithm}, which cannot run here; supported: float weights, "
@@ -79,17 +80,24 @@ def changes_of(config: CheckpointConfig, model: Path) -> Changes:
     if algorithm in _CODES:
         return _changes_of_codes(config, model, algorithm, experts=experts)
     targets = checkpoint_targets(described(read_hf_config(model), config))
-    kinds = float_types(_sources(config, model, targets)) or {"unknown"}
+    codes = frozenset[str]()
+    if algorithm in FP8_BY_TOKEN:
+        kept = (each for each in targets if is_packed(each) and not is_excluded(config, each))
+        codes = frozenset(name for target in kept for name in target.sources)
+    floats = {name: each for name, each in _sources(config, model, targets).items() if name not in codes}
+    kinds = float_types(floats) or {"unknown"}
     products = any(target.factor for target in targets)
-    rounding = _rounding(dtype, targets, kinds) if dtype != "float32" else None
+    rounding = _rounding(dtype, targets, kinds, codes) if dtype != "float32" else None
     reason = f"weights {'kept their values' if rounding is None else 'were rounded'}: {dtype} from {_listed(kinds)}"
-    if algorithm:
+    if codes:
+        reason += f", beside FP8 codes that were kept ({algorithm})"
+    elif algorithm:
         reason += f", and the runtime quantises them ({algorithm})"
     return Changes(
         precision=_QUANTISED.get(algorithm, "float32" if rounding is None else dtype),
         reason=reason,
         rounding=rounding,
-        quantised=bool(algorithm),
+        quantised=algorithm in _QUANTISED,
         conversion=_conversion_bounds(config, products=products),
         rows=dtype if products else "float32",
         experts=experts,

@@ -25,9 +25,10 @@ from trtserve.files import optional_json_object, write_json
 from trtserve.pipeline.import_spec import as_json
 from trtserve.pipeline.setup_file.content import SearchSetup
 from trtserve.pipeline.tuning.race import Race, Run
-from trtserve.pipeline.tuning.roofline import ASSUMED, MachineSpeed, Offered, SpeedModel
+from trtserve.pipeline.tuning.roofline import ASSUMED, MachineSpeed, SpeedModel
 from trtserve.pipeline.tuning.space import Candidate, Space, Values, words
 from trtserve.pipeline.tuning.trials import Bench, Trial, Trials
+from trtserve.pipeline.tuning.virtual_engine import Offered
 from trtserve.progress import SILENT, Progress
 from trtserve.store import Store
 
@@ -251,7 +252,8 @@ class Search:
 
     def _race(self, racers: Sequence[Lane], own: Lane | None, first: Race[Lane]) -> None:
         """Measure the racers again, in turns, and drop those that are significantly worse."""
-        race, last = Race[Lane](comparisons=max(1, len(racers) - 1)), dict(self._explored)
+        # Each is compared with the best one after the second round, and after the third.
+        race, last = Race[Lane](comparisons=max(1, len(racers) - 1) * (_ROUNDS - 1)), dict(self._explored)
         # The server that runs goes first.
         left = sorted(racers, key=lambda lane: lane[0] != self.trials.done[-1].candidate.values)
         misses: dict[Lane, list[float]] = {}
@@ -271,8 +273,10 @@ class Search:
                 misses.setdefault(lane, []).append(
                     self.goal.missed(lambda name, report=report: figure_of(report.statistics, name))  # type: ignore[misc]
                 )
+            if turn == 1:
+                continue  # how far runs of one lane differ is not known yet
             left = [lane for lane in race.survivors() if lane in left and self._holds(misses[lane])] or left[:1]
-            if turn > 1 and len(left) > 1 and own not in left:
+            if len(left) > 1 and own not in left:
                 break  # which of those is best makes no difference that can be seen
         if not race.runs:  # what explored has to do: the best one must be far better
             race, left = first, [lane for lane in racers if lane == own or own is None or first.beats(lane, own)]
@@ -329,6 +333,8 @@ class Search:
         self._progress.step(f"Trial {len(self.trials.done) + 1}: {name}")
         trial = self.trials.run(candidate, load, requests=requests, turn=turn)
         statistics = trial.report.statistics
+        if not statistics.counts.completed:
+            return trial
         self._lengths = statistics.input_tokens_per_request, statistics.output_tokens_per_request
         measured = {name: figure_of(statistics, name) or 0.0 for name in {*_LEARNT, *self.goal.limits}}
         measured |= {RATE_OF[aim]: steady_rate(trial.report, aim) for aim in RATE_OF}
@@ -344,11 +350,15 @@ class Search:
             recorded = report or next((each.report for each in self.trials.done), None)
             own = float(recorded.spec.get("speed") or 1.0) if recorded else 1.0
             rate = recorded.statistics.requests_per_second / own * float(asked["speed"]) if recorded else None
+        spec = self.trials.spec
         return Offered(
             input_tokens=self._lengths[0],
             output_tokens=self._lengths[1],
+            input_stdev=spec.input_stdev,
+            output_stdev=spec.output_stdev,
             concurrency=asked.get("concurrency") or 8,
             rate=rate,
+            requests=self._requests(load, 1) if report is None else report.statistics.counts.completed,
         )
 
     def _meets(self, report: BenchReport) -> bool:

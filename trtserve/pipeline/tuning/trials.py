@@ -190,17 +190,17 @@ def measure_speed(name: RuntimeName, *, progress: Progress = SILENT) -> tuple[st
             bench.measure(plan, ServerSpec(), replace(spec, concurrency=count, num_requests=32 * count))
             for count in (1, _MANY)
         )
-    # A request alone takes its first token and all steps; many together share the steps.
-    request = _figure(one, "ttft_mean") / 1000
-    token = max(2e-5, (1 / _figure(one, "requests_per_second") - request) / _TOKENS)
-    shared = (1 / _figure(many, "requests_per_second") - request / _MANY) / _TOKENS
-    sequence = min(0.95 * token, max(0.05 * token, (shared - token / _MANY) / (1 - 1 / _MANY)))
+    # A request alone has all steps for itself, and waits for the engine first; many share the steps.
+    first = _figure(one, "ttft_mean") / 1000
+    token = max(2e-5, (1 / _figure(one, "requests_per_second") - first) / (_TOKENS - 1))
+    shared = (_MANY / _figure(many, "requests_per_second") - first) / (_TOKENS - 1)
+    sequence = min(0.95 * token, max(0.05 * token, (shared - token) / (_MANY - 1)))
     speed = MachineSpeed(
         bytes_per_second=bytes_per_second,
         operations_per_second=operations_per_second,
         step_seconds=token - sequence,
         sequence_seconds=sequence,
-        request_seconds=request,
+        request_seconds=max(1e-4, first - token),
         device=str(machine()["cpu"]),
         measured=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )

@@ -75,6 +75,7 @@ _DRAFTS = "nv_trtserve_draft_tokens_total"
 # each token.
 _FIRST = "nv_trtserve_first_token_seconds"
 _GAPS = "nv_trtserve_inter_token_seconds"
+_QUEUE = "nv_trtserve_queue_seconds"
 _TIME_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, math.inf)
 _LENGTH_BUCKETS = [10, 50, 100, 500, 1000]
 
@@ -150,6 +151,7 @@ class MetricsReporter:
         }
         self._first = _Times(_FIRST, "From a streamed request to its first token", self._labels)
         self._gaps = _Times(_GAPS, "Between two tokens of a stream", self._labels)
+        self._queue = _Times(_QUEUE, "From a request to the step that begins it", self._labels)
         self._tokens = dict.fromkeys(self._counters, 0)
         self._lock = threading.Lock()
         self._input_lengths = self._histogram("nv_llm_input_token_len", "total_input_tokens")
@@ -173,7 +175,7 @@ class MetricsReporter:
         self._gauges.clear()
         self._counters.clear()
         self._drafts.clear()
-        for times in (self._first, self._gaps):
+        for times in (self._first, self._gaps, self._queue):
             times.clear()
         self._families.clear()
 
@@ -203,15 +205,21 @@ class MetricsReporter:
         for kind, tokens in counted.items():
             if tokens:
                 self._counters[kind].increment(tokens)
-        for times in (self._first, self._gaps):
+        for record in records:
+            if begun := getattr(record, "num_new_active_requests", 0):  # those of one step count with their mean
+                self._queue.observe(record.new_active_requests_queue_latency_ms / 1000 / begun, begun)
+        for times in (self._first, self._gaps, self._queue):
             times.report()
-        if not records:
-            return
         for field, counter in self._drafts.items():
             parts = (getattr(record, "specdec_stats", None) for record in records)
             if count := sum(getattr(part, field) for part in parts if part is not None):
                 counter.increment(count)
-        values = _values(records[-1])
+        if records:
+            self._show(records[-1])
+
+    def _show(self, record: Any) -> None:
+        """Set the gauges."""
+        values = _values(record)
         for (family, field), gauge in self._gauges.items():
             value = values.get(field)
             if value is not None and value != self._last.get((family, field)):

@@ -84,7 +84,7 @@ class LlmEngine:
             keywords["gpus_per_node"] = gpus
         if utilities.global_mpi_size() > 1:
             keywords["_mpi_session"] = _mpi_session()
-        self._llm = self._api.LLM(**keywords)
+        self._llm, self._turns = self._api.LLM(**keywords), 0
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="llm", daemon=True)
         self._thread.start()
@@ -97,6 +97,16 @@ class LlmEngine:
             requests = importlib.import_module("tensorrt_llm.executor.request")
             keywords["lora_request"] = requests.LoRARequest(**request.lora)
         return self._llm.generate_async(request.prompt, parameters, streaming=request.streaming, **keywords)
+
+    def turn(self) -> int:
+        """Ask the event loop for a turn, and return how many of them it has made."""
+        self.loop.call_soon_threadsafe(lambda: setattr(self, "_turns", self._turns + 1))
+        return self._turns
+
+    def healthy(self) -> bool:
+        """Return whether the LLM still works; True in older releases, which cannot tell."""
+        check = getattr(self._llm, "_check_health", None)
+        return check is None or bool(check())
 
     def close(self) -> None:
         """Stop the event loop and the model."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +11,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from ..shared.senders import (
-    FIRST,
-    NEXT,
-    FetchedAnswers,
-    FetchedSender,
-    GuardedSender,
-    Turns,
-    error_response,
-    repeat,
-    wanted_answers,
-)
+from ..shared.engine_model import EngineModel
+from ..shared.run_folder import STOPPED
+from ..shared.senders import FIRST, NEXT, FetchedAnswers, FetchedSender, GuardedSender, error_response, wanted_answers
 from .engine import LlmEngine, choose_gpus, read_settings
 from .requests import LlmRequest, output_arrays, read_request
 
@@ -38,7 +29,7 @@ class _Running:
     cancelled: bool = False
 
 
-class TritonPythonModel:
+class TritonPythonModel(EngineModel):
     """Runs each request in the event loop of the LLM."""
 
     @staticmethod
@@ -46,42 +37,25 @@ class TritonPythonModel:
         """Change nothing: config.pbtxt has the batch size and the streaming of model.yaml already."""
         return auto_complete_model_config
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Load the model that model.yaml names."""
-        config = json.loads(args["model_config"])
+    def load(self, args: dict[str, str], config: dict[str, Any]) -> float | None:
+        """Load the model that model.yaml names; ranks other than 0 only work for rank 0."""
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self._outputs = {output["name"] for output in config["output"]}
         self._running: set[_Running] = set()
         self._fetched = FetchedAnswers()
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        repository = Path(args["model_repository"]).resolve().parent
         groups = config.get("parameters", {}).get("gpu_device_ids", {}).get("string_value", "")
         instances = int((config.get("instance_group") or [{}])[0].get("count", 1))
-        try:
-            settings = read_settings(Path(args["model_repository"], args["model_version"]))
-            gpus = choose_gpus(groups, instances, args["model_instance_name"])
-            self._engine = LlmEngine(settings, repository, gpus=gpus)
-        except Exception as error:
-            raise pb_utils.TritonModelException(f"The model cannot be loaded: {error}") from error
-        if self._engine.leads:
-            period = (settings.get("triton_config") or {}).get("cancellation_check_period_ms", _CANCEL_PERIOD_MS)
-            self._turns = Turns()
-            self._watcher = threading.Thread(
-                target=repeat, args=(self._stopping, period / 1000, self._watch_cancellation), daemon=True
-            )
-            self._watcher.start()
+        settings = read_settings(Path(args["model_repository"], args["model_version"]))
+        gpus = choose_gpus(groups, instances, args["model_instance_name"])
+        self._engine = LlmEngine(settings, Path(args["model_repository"]).resolve().parent, gpus=gpus)
+        if not self._engine.leads:
+            return None
+        period: float = (settings.get("triton_config") or {}).get("cancellation_check_period_ms", _CANCEL_PERIOD_MS)
+        return period / 1000
 
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Start each request; one that fails does not affect the others."""
-        for request in requests:
-            sender = GuardedSender(request.get_response_sender())
-            try:
-                self._submit(request, sender)
-            except (ValueError, TypeError) as error:
-                sender.send(error_response(f"Error generating request: {error}"), final=True)
-
-    def _submit(self, request: Any, sender: GuardedSender) -> None:
+    def submit(self, request: Any, sender: GuardedSender) -> None:
+        """Start a request, hand out its next answer, or stop the one that it names."""
         request_id, answers = request.request_id(), wanted_answers(request.parameters())
         if answers == NEXT:
             self._fetched.fetch(request_id, sender)
@@ -111,7 +85,7 @@ class TritonPythonModel:
                     self._send(running, output, request, final=False)
             self._end(running, output, request)
         except Exception as error:  # noqa: BLE001 - without an answer the client would wait forever
-            running.sender.send(error_response(f"Error generating request: {error}"), final=True)
+            running.sender.send(error_response(f"{self.problem}: {error}"), final=True)
         finally:
             with self._lock:
                 self._running.discard(running)
@@ -141,28 +115,31 @@ class TritonPythonModel:
                 if running.request_id == request_id or running.request_id.startswith(f"{request_id}/bls-")
             ]
         for running in found:
-            self._cancel(running)
+            self.cancel(running)
         error = pb_utils.TritonError(_CANCELLED, pb_utils.TritonError.CANCELLED)
         sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
 
-    def _cancel(self, running: _Running) -> None:
-        running.cancelled = True
-        if running.result is not None:
-            self._engine.loop.call_soon_threadsafe(running.result.abort)
-
-    def _watch_cancellation(self) -> None:
-        """Cancel the requests whose clients have gone."""
+    def opened(self) -> Sequence[Any]:
+        """Return the requests that are not cancelled."""
         with self._lock:
-            waiting = [running for running in self._running if not running.cancelled]
-        for running in self._turns.next(waiting):
-            if running.sender.is_cancelled():
-                self._cancel(running)
+            return [running for running in self._running if not running.cancelled]
 
-    def finalize(self) -> None:
+    def cancel(self, request: Any) -> None:
+        """Abort a request."""
+        request.cancelled = True
+        if request.result is not None:
+            self._engine.loop.call_soon_threadsafe(request.result.abort)
+
+    def progress(self) -> int:
+        """Return the turns of the event loop: the LLM does not tell its steps."""
+        return self._engine.turn()
+
+    def failure(self) -> str | None:
+        """Return why the LLM is dead."""
+        return None if self._engine.healthy() else f"{STOPPED}: TensorRT-LLM says that its LLM has ended"
+
+    def close(self) -> None:
         """Cancel open requests, then stop the model."""
-        self._stopping.set()
-        with self._lock:
-            open_requests = list(self._running)
-        for running in open_requests:
-            self._cancel(running)
+        for running in self.opened():
+            self.cancel(running)
         self._engine.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from .prepared_tokenizer import PreparedTokenizer, plain, prepared
 
 _MOST_ADDED = 1 << 17  # tokens; each takes 0.1 ms whenever the tokenizer is loaded
 _MOST_GROWTH = 16  # characters that a normalizer or a decoder may make of one
+_MOST_ENDS = 1024  # ids, all of which go with each request
 _MODULES = {"protobuf": "google.protobuf"}
 _UNICODE_GROWTH = 18  # of the longest compatibility decomposition
 
@@ -59,7 +59,7 @@ def open_tokenizer(folder: Path, **options: Any) -> Any:
             return PreparedTokenizer(content["tokenizer"], content["special_tokens"], content["special_ids"])
     require_bounded(folder)
     require_packages(folder)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings repeat what files say, whatever its length
     from transformers import AutoTokenizer
 
     try:
@@ -105,7 +105,7 @@ def require_bounded(folder: Path) -> None:
 
 def _require_bounded(content: dict[str, Any], *further: Any) -> None:
     for added in (content.get("added_tokens") or [], *further):
-        if len(added) > _MOST_ADDED:
+        if isinstance(added, (list, dict)) and len(added) > _MOST_ADDED:
             raise ValueError(f"the tokenizer has {len(added)} added tokens; at most {_MOST_ADDED} are allowed")
     for part in ("normalizer", "decoder"):
         if (growth := _growth(content.get(part))) > _MOST_GROWTH:
@@ -131,24 +131,44 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _growth(part: Any) -> int:
-    """Return how many characters a normalizer or decoder may make of one; those of Unicode make few."""
-    if not isinstance(part, dict):
-        return 1
-    if part.get("type") == "Sequence":
-        return math.prod(max(1, _growth(each)) for each in (part.get("normalizers") or part.get("decoders") or []))
-    if part.get("type") == "Precompiled":
+    """Return how many characters a normalizer or decoder may make of one; those of Unicode make few.
+
+    One that makes more than the limit is not counted to its end. Whoever loads it refuses values of other types.
+    """
+    growth, waiting = 1, [part]
+    while waiting and growth <= _MOST_GROWTH:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            continue
+        inner = each.get("normalizers") or each.get("decoders")
+        if each.get("type") != "Sequence":
+            growth *= max(1, _own_growth(each))
+        elif isinstance(inner, list):
+            waiting += inner
+    return growth
+
+
+def _own_growth(part: dict[str, Any]) -> int:
+    kind = part.get("type")
+    if kind == "Precompiled":
         # A trie and its size, then the texts that it leads to, each with a zero at its end.
-        table = base64.b64decode(part.get("precompiled_charsmap") or "")
+        table = base64.b64decode(_text(part, "precompiled_charsmap"))
         texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
         longest = max((len(text.decode(errors="replace")) for text in texts), default=1)
         return 1 if longest <= _UNICODE_GROWTH else longest
-    if part.get("type") == "Prepend":
-        return max(1, len(part.get("prepend") or ""))
-    if part.get("type") == "Replace":
-        length, pattern = len(part.get("content") or ""), part.get("pattern") or {}
+    if kind == "Prepend":
+        return len(_text(part, "prepend"))
+    if kind == "Replace":
+        length, pattern = len(_text(part, "content")), part.get("pattern")
+        pattern = pattern if isinstance(pattern, dict) else {}
         # An expression may match nothing between two characters.
-        return 1 + length if "Regex" in pattern else -(-length // max(1, len(pattern.get("String") or "")))
+        return 1 + length if "Regex" in pattern else -(-length // max(1, len(_text(pattern, "String"))))
     return 1
+
+
+def _text(part: dict[str, Any], name: str) -> str:
+    value = part.get(name)
+    return value if isinstance(value, str) else ""
 
 
 _UNDECODABLE = "The tokenizer cannot decode these tokens"
@@ -219,9 +239,11 @@ def configured_end_ids(folder: Path) -> list[int]:
         value = content.get("eos_token_id") if isinstance(content, dict) else None
         if value is not None:
             ids = value if isinstance(value, list) else [value]
-            if not all(type(each) is int for each in ids):
-                raise ValueError(f"{name} has the eos_token_id {value!r:.100}; expected an id or a list of ids")
-            return list(dict.fromkeys(ids))
+            if len(ids) > _MOST_ENDS or not all(type(each) is int and each < 2**31 for each in ids):
+                raise ValueError(
+                    f"{name} has the eos_token_id {value!r:.100}; expected an id or a list of at most {_MOST_ENDS} ids"
+                )
+            return [each for each in dict.fromkeys(ids) if each >= 0]  # some files have -1 for none
     return []
 
 

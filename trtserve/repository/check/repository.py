@@ -186,14 +186,14 @@ class Repository:
     def release(self, model: ModelFolder) -> str | None:
         """The release whose tensors `model` should have, or None for all releases together, or if unknown."""
         part = self.part(model.name)
-        if "release" in part:
+        if part.get("release") in RELEASES:
             return None if part.get("all_releases") else str(part["release"])
         return None if self._for_all_releases else self._built_release or self._most_similar_release
 
     def parameter_release(self, model: ModelFolder) -> str | None:
         """The release whose parameters `model` should have: the newest with the tensors of all releases."""
         part = self.part(model.name)
-        if "release" in part:
+        if part.get("release") in RELEASES:
             return str(part["release"])
         return NEWEST if self._for_all_releases else self.release(model)
 

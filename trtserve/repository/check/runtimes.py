@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import CorruptFileError, RepositoryError, TrtserveError
-from trtserve.executor.vllm.installation import SomeRelease, VllmInstallation, find_installation
+from trtserve.executor.vllm.installation import VllmInstallation, any_release, find_installation
 from trtserve.executor.vllm.model_json import ADAPTERS, BACKEND, MODEL_JSON, ModelJson, read_adapters
 from trtserve.files import read_json_object
 from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
@@ -76,16 +76,19 @@ def absent_models(repository: Repository) -> Iterator[Finding]:
     """The model is a folder with weights, or looks like a name on the hub."""
     for model, settings in _settings(repository):
         text = str(settings["model"])
-        folder = repository.located(text, model.name)
-        if folder.is_dir():
-            if (error := refusal(partial(require_weights, folder))) is not None:
-                yield model.finding(error.message, error.hint or "", _file(model))
-        elif text.startswith((".", "/")) or text.count("/") > 1:
-            yield model.finding(
-                f"model is {text!r}, which is neither a folder on this machine nor a name on the hub.",
-                "Name the folder of the model relative to the repository, or as AUTHOR/MODEL.",
-                _file(model),
-            )
+        yield from _absent(model, text, repository.located(text, model.name), _file(model))
+
+
+def _absent(model: ModelFolder, text: str, folder: Path, file: Path) -> Iterator[Finding]:
+    if folder.is_dir():
+        if (error := refusal(partial(require_weights, folder))) is not None:
+            yield model.finding(error.message, error.hint or "", file)
+    elif text.startswith((".", "/")) or text.count("/") > 1:
+        yield model.finding(
+            f"model is {text!r}, which is neither a folder on this machine nor a name on the hub.",
+            "Name the folder of the model relative to the repository, or as AUTHOR/MODEL.",
+            file,
+        )
 
 
 @rule("llmapi-ranks", "manifest and model.yaml have one parallelism")
@@ -157,18 +160,11 @@ def unknown_models(repository: Repository, model: ModelFolder) -> Iterator[Findi
     """The model is a folder with weights of a known architecture, or looks like a name on the hub."""
     settings = _model_json(model)
     folder = repository.path / settings.model
-    if folder.is_dir():
-        if (error := refusal(partial(require_weights, folder))) is not None:
-            yield model.finding(error.message, error.hint or "", model.version / MODEL_JSON)
-        elif "model_impl" not in settings.arguments:
-            names = read_json_object(folder / "config.json", CorruptFileError).get("architectures") or ["None"]
-            yield from _refused(model, lambda found: found.require_architecture(str(names[0])))
-    elif settings.model.startswith((".", "/")) or settings.model.count("/") > 1:
-        yield model.finding(
-            f"model is {settings.model!r}, which is neither a folder on this machine nor a name on the hub.",
-            "Name the folder, or the model as AUTHOR/MODEL.",
-            model.version / MODEL_JSON,
-        )
+    absent = list(_absent(model, settings.model, folder, model.version / MODEL_JSON))
+    yield from absent
+    if not absent and folder.is_dir() and "model_impl" not in settings.arguments:
+        names = read_json_object(folder / "config.json", CorruptFileError).get("architectures") or ["None"]
+        yield from _refused(model, lambda found: found.require_architecture(str(names[0]), pools=settings.pools))
 
 
 @model_rule("vllm-adapters", "the adapters exist", _models, stops=True)
@@ -210,7 +206,7 @@ def other_metrics(_: Repository, model: ModelFolder) -> Iterator[Finding]:
 def _refused(model: ModelFolder, require: Callable[[VllmInstallation], None]) -> Iterator[Finding]:
     """Yield what the vLLM here, else any release, refuses."""
     try:
-        require(find_installation() or SomeRelease(Path(), Path()))
+        require(find_installation() or any_release())
     except TrtserveError as error:
         what = error.message.removeprefix("--set ").replace("neither a parameter of a Triton model nor", "not")
         yield model.finding(what, error.hint or "", model.version / MODEL_JSON)

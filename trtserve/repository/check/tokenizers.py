@@ -113,7 +113,8 @@ def wrong_end_tokens(repository: Repository) -> Iterator[Finding]:
             )
         elif text is not None and ends and ids.get(text) not in ends:
             yield model.finding(
-                f"The tokenizer ends texts with {text!r} ({ids.get(text, 'no token')}), the model with {list(ends)}.",
+                f"The tokenizer ends texts with {text!r:.80} ({ids.get(text, 'no token')}), the model with "
+                f"{list(ends)}.",
                 "Correct eos_token in tokenizer_config.json, or eos_token_id in generation_config.json.",
             )
 

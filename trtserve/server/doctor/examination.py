@@ -109,7 +109,7 @@ def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iter
     yield from look("machine", "memory", lambda: system.check_memory(system.MINIMUM_MEMORY))
     yield from look("machine", "shared memory", lambda: system.check_shared_memory(wanted=several))
     yield from look("machine", "disk", lambda: system.check_disk(store))
-    yield from look("machine", "ports", lambda: system.check_ports(address))
+    yield from look("machine", "ports", lambda: system.check_ports(address, store))
     yield from look("machine", "proxy", system.check_proxy)
 
 

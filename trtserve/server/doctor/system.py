@@ -24,6 +24,7 @@ from trtserve.host.machine import (
 )
 from trtserve.host.ports import LOOPBACK, is_free, owner, proxied, proxy_variables
 from trtserve.server.doctor import EMBEDDED, EVERY, CheckResult, State, report_for
+from trtserve.server.state import list_servers
 from trtserve.server.triton.tritonserver import Address
 from trtserve.store import Store, hub
 
@@ -127,18 +128,21 @@ def check_disk(store: Store) -> CheckResult:
     return _needed("disk", state, f"{format_bytes(free)} free for {store.root}{needed}", fix)
 
 
-def check_ports(address: Address) -> CheckResult:
-    """Check whether the default ports are free; a taken port is a warning, because `start` can use others."""
+def check_ports(address: Address, store: Store) -> CheckResult:
+    """Check whether the default ports are free; one that a stranger has is a warning, as `start` can use others."""
     numbers = tuple(address.ports.values())
     taken = [port for port in dict.fromkeys(numbers) if not is_free(address.host, port)]
     if not taken:
         return _noted("ports", "ok", f"{', '.join(map(str, numbers))} are free")
+    running = {port: f"your server {server.name}" for server in list_servers(store) for port in server.ports}
     owners: dict[str, list[str]] = {}
     for port in taken:
-        owners.setdefault(owner(port)[1] or "another process", []).append(str(port))
+        owners.setdefault(running.get(port) or owner(port)[1] or "another process", []).append(str(port))
     evidence = "; ".join(
         f"{', '.join(ports)} {'is' if len(ports) == 1 else 'are'} taken by {name}" for name, ports in owners.items()
     )
+    if running.keys() >= set(taken):
+        return _noted("ports", "ok", f"{evidence}; another one needs `trtserve start --auto-ports`")
     return _noted("ports", "warning", evidence, "Use `trtserve start --auto-ports`.")
 
 

@@ -213,6 +213,8 @@ def rank_arguments(setup: LaunchSetup, rank: int, *, emptied_pools: int | None =
         arguments.append(exit_timeout)
     if setup.backends is not None:
         arguments.append(f"--backend-directory={setup.backends}")
+    # Triton keeps the messages of so many gRPC requests for reuse, each as large as the largest it has had (60 MiB).
+    arguments.append("--grpc-infer-allocation-pool-size=0")
     # Loopback by default; upstream's script listens on every interface.
     arguments += [f"{flag}={host}" for flag, host in setup.address.host_arguments.items()]
     return (*arguments, *setup.arguments)

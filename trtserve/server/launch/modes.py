@@ -81,6 +81,12 @@ class Single(LaunchMode):
         flag = next((flag for flag, is_given in given.items() if is_given), None)
         if on_gpus and on_this_machine and spec.container is None:
             require_installation(os.environ.get(VLLM_PYTHON) or served.engine.trtserve.vllm_python or None)
+        inner = (str(core.settings.get("model")) for core in served.core_models if core.backend == "vllm")
+        if spec.container is not None and (found := next((each for each in inner if not _names_itself(each)), None)):
+            raise UsageError(
+                f"NVIDIA's backend in the container does not find the model's folder {found}, which is relative.",
+                hint="Make the repository again with --absolute-paths.",
+            )
         if flag is not None and on_gpus:
             raise UsageError(
                 f"{flag} does not work with the {served.runtime} runtime, whose engine starts its workers itself.",
@@ -110,6 +116,11 @@ class Single(LaunchMode):
         alone = without_mpi(setup, self.name)
         followers = (follower(setup, served),) * (nodes - 1) if nodes is not None and nodes > 1 else ()
         return replace(alone, groups=(*alone.groups, *followers))
+
+
+def _names_itself(model: str) -> bool:
+    """Return whether a model has the same name everywhere: an absolute path, or an id of the hub."""
+    return model.startswith("/") or model.count("/") < 2
 
 
 class LlmApi(LaunchMode):

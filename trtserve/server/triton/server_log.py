@@ -101,7 +101,8 @@ def captured(text: str) -> str:
 def significant(text: str) -> list[str]:
     """Return the lines that matter: without tables, stacks, blank lines, messages about missing GPUs, and rank tags."""
     lines = (untagged(line).rstrip() for line in text.splitlines())
-    return [line for line in lines if line and line[0] not in "|+" and not _STACKS.match(line) and not is_noise(line)]
+    lines = (line for line in lines if line and line[0] not in "|+" and not _HEADER.fullmatch(line))
+    return [line for line in lines if not _STACKS.match(line) and not is_noise(line)]
 
 
 def is_noise(line: str) -> bool:
@@ -120,6 +121,16 @@ def described(line: str) -> dict[str, object]:
     if (rank := rank_of(line)) is not None:
         record["rank"] = rank
     return record
+
+
+def summary(line: str) -> str:
+    """Return a line as a person reads it: the time, the rank, the level unless it is info, and the message."""
+    header = _HEADER.match(untagged(line))
+    if header is None:
+        return line
+    rank = "" if (number := rank_of(line)) is None else f"rank {number}: "
+    level = "" if header[1] == "I" else f"{_LEVELS[header[1]]}: "
+    return f"{header[2].split()[1].partition('.')[0]}  {rank}{level}{plain(untagged(line))}"
 
 
 def plain(line: str) -> str:

@@ -250,22 +250,24 @@ def start_error(identity: ProcessId, log: Path) -> ServerStartError | PortInUseE
     ending = f"tritonserver {how_it_ended(exit_code(identity))}" if ended is None else ended.sentence
     own = text if ended is None else "\n".join(server_log.lines_of(text, ended.rank))
     reasons = server_log.failures(own)
+    # Triton's HTTP library then calls a free port taken.
+    too_few = "The server may open too few files. Allow more: ulimit -n 4096" if "Too many open files" in own else None
     if not reasons:
         last = own.splitlines() if ended is None else server_log.significant(own)
         lines = "\n".join(f"  {line}" for line in last[-_LAST_LINES:]) or "  (none)"
-        hint = "Add --oversubscribe: mpirun starts only one rank per core." if server_log.lacks_slots(text) else None
+        slots = "Add --oversubscribe: mpirun starts only one rank per core." if server_log.lacks_slots(text) else None
         return ServerStartError(
             f"{ending} before the server was ready. Last lines:\n{lines}",
-            hint=hint,
+            hint=too_few or slots,
             log=log,
             killed=was_killed(exit_code(identity)) or (ended is not None and was_killed(ended.code)),
             by_chance=_STUB_RACE in own,
         )
     words = "\n".join(f"  {str(reason).replace(chr(10), chr(10) + '  ')}" for reason in reasons)
     message = f"{ending} before the server was ready:\n{words}"
-    if "already in use" in words:
+    if "already in use" in words and not too_few:
         return PortInUseError(message, hint=taken_meanwhile("other ports"), log=log)
-    return ServerStartError(message, log=log)
+    return ServerStartError(message, hint=too_few, log=log)
 
 
 def timeout_error(timeout: float, log: Path, details: str = "") -> ServerStartError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import ArtifactError, CorruptFileError, NetworkError, UnsupportedModelError
-from trtserve.files import is_below
+from trtserve.files import LARGEST_TEXT, is_below
 from trtserve.host.machine import format_bytes
 from trtserve.store import link_or_copy
 from trtserve.store.hub import calls
@@ -157,6 +157,18 @@ def pull(
     return target
 
 
+@explained
+def pull_beginning(revision: Revision, file: RemoteFile, folder: Path, *, token: str | None = None) -> Path:
+    """Return a file that begins as `file` does, for up to 64 MiB: the part that `pull` continues and then verifies."""
+    target = folder / file.name
+    if target.is_file() and target.stat().st_size == file.size:
+        return target
+    part = target.with_name(target.name + ".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    _download(revision, file, part, token, None, enough=LARGEST_TEXT)
+    return part
+
+
 def take(cached: Path, file: RemoteFile, folder: Path) -> Path:
     """Link or copy one file from another tool's cache into `folder` and verify it.
 
@@ -208,13 +220,17 @@ def pulled_bytes(file: RemoteFile, folder: Path) -> int:
     return 0
 
 
-def _download(revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None) -> None:
+def _download(
+    revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None, *, enough: int | None = None
+) -> None:
     fruitless = 0
     while (before := _size(part)) != file.size:
         if before > file.size:
             part.unlink()
             continue
-        failure = _append(revision, file, part, token, task)
+        if enough is not None and before >= enough:
+            return
+        failure = _append(revision, file, part, token, task, enough)
         fruitless = 0 if _size(part) > before else fruitless + 1
         if fruitless > _FRUITLESS_ATTEMPTS:
             reason = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
@@ -225,8 +241,12 @@ def _download(revision: Revision, file: RemoteFile, part: Path, token: str | Non
             )
 
 
-def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None) -> Exception | None:
+def _append(
+    revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None, enough: int | None
+) -> Exception | None:
     """Request the rest of `file`; return a lost connection as an error, since the caller sees whether bytes came.
+
+    Stops once the part has `enough` bytes.
 
     Raises CorruptFileError, and removes the part, once more bytes come than were announced or none are left.
     """
@@ -239,11 +259,13 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
         raise offline(revision.repository)
     url = hf_hub_url(revision.repository, file.name, revision=revision.commit, endpoint=endpoint())
     try:
-        with _CountedFile(part, file.size, task) as handle, calls.understood(revision.repository):
+        with _CountedFile(part, file.size, task, enough) as handle, calls.understood(revision.repository):
             handle.seek(0, os.SEEK_END)
             http_get(
                 url, handle, resume_size=handle.tell(), headers=build_hf_headers(token=token), expected_size=file.size
             )
+    except _EnoughError:
+        return None
     except _TooLongError as error:
         part.unlink()
         raise CorruptFileError(
@@ -272,13 +294,18 @@ class _TooLongError(Exception):
     """More bytes came than the file may have."""
 
 
+class _EnoughError(Exception):
+    """As many bytes came as were wanted."""
+
+
 class _CountedFile(io.BufferedRandom):
     """A file of at most `limit` bytes that reports written and truncated bytes to a task."""
 
-    def __init__(self, path: Path, limit: int, task: Task | None) -> None:
+    def __init__(self, path: Path, limit: int, task: Task | None, enough: int | None) -> None:
         path.touch()
         super().__init__(io.FileIO(path, "r+"))
         self._limit = limit
+        self._enough = enough
         self._task = task
 
     def write(self, data: Any) -> int:
@@ -287,6 +314,8 @@ class _CountedFile(io.BufferedRandom):
         count = super().write(data)
         if self._task is not None:
             self._task.advance(count)
+        if self._enough is not None and self.tell() >= self._enough:
+            raise _EnoughError
         return count
 
     def truncate(self, size: int | None = None) -> int:

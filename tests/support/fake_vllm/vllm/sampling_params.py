@@ -50,3 +50,4 @@ class SamplingParams:
 class PoolingParams:
     dimensions: int | None = None
     task: str | None = None
+    extra_kwargs: dict[str, int] | None = None

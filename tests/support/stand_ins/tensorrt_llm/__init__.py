@@ -139,7 +139,9 @@ class RequestOutput:
 
 
 class LLM:
-    """Loads a folder with a config.json, or takes a name of the hub."""
+    """Loads a folder with a config.json, or takes a name of the hub. The prompt "End." ends it."""
+
+    ended = False
 
     def __init__(self, **keywords: Any) -> None:
         _check("LLM", keywords, _LLM_KEYWORDS)
@@ -157,7 +159,11 @@ class LLM:
             if not isinstance(value, kind):
                 raise TypeError(f"generate_async: {value!r} is no {kind.__name__}")
         assert lora_request is None
+        self.ended = inputs == "End."
         return RequestOutput(inputs, sampling_params, streaming)
+
+    def _check_health(self) -> bool:
+        return not self.ended
 
     def shutdown(self) -> None:
         """Nothing is left to end."""

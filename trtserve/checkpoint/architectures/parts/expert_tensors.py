@@ -48,13 +48,14 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
             dtype="float32",
             layer=layer,
         )
-    if names.correction is not None:
+    for name, source in {"correction": names.correction, "scale": names.scale}.items():
+        if source is not None:
+            yield Target(
+                name=f"{ours}router.{name}", sources=(theirs + source,), shape=(count,), dtype="float32", layer=layer
+            )
+    if names.router_norm is not None:
         yield Target(
-            name=f"{ours}router.correction",
-            sources=(f"{theirs}{names.correction}",),
-            shape=(count,),
-            dtype="float32",
-            layer=layer,
+            name=f"{ours}router_norm.weight", sources=(theirs + names.router_norm,), shape=(hidden,), layer=layer
         )
     halves = (names.up,) if names.gate is None else (names.up, names.gate)
     outer = inner if names.plain else 2 * inner
@@ -125,6 +126,37 @@ def expert_counts(hf: HfConfig, count: str) -> tuple[int, int]:
     return experts, chosen
 
 
+def softmax_experts(hf: HfConfig, counts: tuple[int, int], mode: int, *, shared: int) -> dict[str, Any]:
+    """Return the keys of experts with softmax routers, and `shared` experts of `moe_intermediate_size` without a gate.
+
+    `counts` are experts per layer and per token, `mode` says whether the chosen scores are renormalised.
+    """
+    inner = required(hf, "moe_intermediate_size")["moe_intermediate_size"]
+    require_sizes({"shared experts": shared or 1}, "shared experts")
+    return {
+        "moe": moe_object(num_experts=counts[0], top_k=counts[1], normalization_mode=mode, shared_size=shared * inner),
+        "moe_intermediate_size": inner,
+        "moe_shared_expert_intermediate_size": shared * inner,
+        "shared_expert_gate": False,
+    }
+
+
+def layers_without_experts(hf: HfConfig) -> dict[str, Any]:
+    """Return the key of layers that `mlp_layer_types` calls dense; empty without that list.
+
+    Raises UnsupportedModelError for a list that does not name each layer.
+    """
+    kinds, layers = hf.get("mlp_layer_types"), int(hf["num_hidden_layers"])
+    if kinds is None:
+        return {}
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise UnsupportedModelError(
+            f"config.json has mlp_layer_types = {kinds!r:.80}; expected `dense` or `sparse`, {layers} times.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    return {"dense_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"]}
+
+
 def deepseek_experts(hf: HfConfig) -> dict[str, Any]:
     """Return the keys of experts as in DeepSeek V3, with the names of its config; absent ones have V3's defaults.
 
@@ -190,6 +222,7 @@ def experts_of(config: CheckpointConfig) -> Experts:
         renormalized=mode == RENORMALIZED,
         shared=bool(config.moe_shared_expert_intermediate_size),
         shared_gate=config.own("shared_expert_gate", True),
+        apart=config.own("experts_apart", False),
         scores="sigmoid" if config.own("scoring_func", "softmax") == "sigmoid" else "softmax",
         groups=config.own("n_group", 1),
         chosen_groups=config.own("topk_group", 1),

@@ -84,11 +84,20 @@ class StateSpace:
     norm_groups: int = 1  # parts of the gated output that are normed for themselves; 0: no norm
     norm_first: bool = False  # the gate is multiplied after the norm
     time_limit: tuple[float, float] | None = None  # of Δ
+    factors: tuple[float, ...] = ()  # multiply z, x, B, C and the time steps of `in_proj`; (): all are 1
+    factor: float = 1.0  # multiplies the result
 
     @property
     def inner(self) -> int:
         """Numbers of all heads."""
         return self.heads * self.head
+
+    @property
+    def input_factors(self) -> list[float] | None:
+        """What each output of `in_proj` is multiplied by; None: nothing."""
+        sizes = self.inner, self.inner, *[self.groups * self.state] * 2, self.heads
+        parts = zip(self.factors, sizes, strict=False)
+        return [factor for factor, size in parts for _ in range(size)] if self.factors else None
 
     @property
     def channels(self) -> int:

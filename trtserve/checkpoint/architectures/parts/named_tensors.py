@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.base import Part, SourceNames, Split, Target, embedding_split, fused_qkv
@@ -12,7 +13,9 @@ from trtserve.checkpoint.architectures.parts.latent import latent_targets
 
 def named_targets(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> list[Target]:
     """Return every tensor of the unsharded checkpoint, in file order; `tied` uses the embedding as head."""
-    layers = [target for layer in range(config.num_hidden_layers) for target in _layer(config, names, layer)]
+    layers = [
+        target for layer in range(config.num_hidden_layers) for target in _layer(config.of_layer(layer), names, layer)
+    ]
     return [*_first(config, names), *layers, *_last(config, names, tied=tied)]
 
 
@@ -31,6 +34,12 @@ def _first(config: CheckpointConfig, names: SourceNames) -> Iterator[Target]:
         )
     if names.embedding_norm is not None:
         yield from _norm(names, "transformer.ln_embed", names.embedding_norm, hidden)
+    if size := config.layer_input_size:
+        rows = size * config.num_hidden_layers
+        shapes = {"embed_tokens_per_layer": (vocab, rows), "per_layer_model_projection": (rows, hidden)}
+        for ours, (theirs, shape) in zip(("layer_embedding", "layer_projection"), shapes.items(), strict=True):
+            yield Target(name=f"transformer.{ours}.weight", sources=(f"model.{theirs}.weight",), shape=shape)
+        yield from _norm(names, "transformer.layer_norm", "model.per_layer_projection_norm", size)
 
 
 def _last(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> Iterator[Target]:
@@ -71,10 +80,11 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
         yield from _norm(names, ours + name, theirs + source, hidden, layer=layer)
     if layer in config.mixer_layers:
         yield from _mixer(names, layer)
-    elif layer not in config.mlp_layers:
+    if layer not in config.layers_without_keys:
         yield from _attention(config, names, layer)
     if names.single and layer not in config.mlp_layers:
         return
+    yield from _extras(config, names, layer)
     if names.experts is not None and layer not in experts_of(config).dense_layers:
         yield from expert_targets(config, names.experts, layer)
         return
@@ -93,6 +103,31 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
     if names.gate is not None:
         yield from _linear(names, "gate", names.gate, layer, (inner, hidden))
     yield from _linear(names, "proj", names.proj, layer, (hidden, inner))
+    if names.xielu:
+        yield Target(
+            name=f"{ours}mlp.xielu",
+            sources=[theirs + source for source in names.xielu],
+            shape=(2,),
+            parts=(1, 1),
+            dtype="float32",
+            layer=layer,
+        )
+
+
+def _extras(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
+    """Return what few families have: matrices of a layer's own input, and the factor of its result."""
+    ours, theirs, hidden = f"transformer.layers.{layer}.", names.layer.format(layer), config.hidden_size
+    if size := config.layer_input_size:
+        for name, source, shape in (
+            ("gate", "per_layer_input_gate", (size, hidden)),
+            ("proj", "per_layer_projection", (hidden, size)),
+        ):
+            yield Target(
+                name=f"{ours}inputs.{name}.weight", sources=(f"{theirs}{source}.weight",), shape=shape, layer=layer
+            )
+    if names.layer_scale is not None:
+        source = theirs + names.layer_scale
+        yield Target(name=f"{ours}scale", sources=(source,), shape=(1,), dtype="float32", layer=layer)
 
 
 def _mixer(names: SourceNames, layer: int) -> Iterator[Target]:
@@ -112,9 +147,9 @@ def _mixer(names: SourceNames, layer: int) -> Iterator[Target]:
 
 def _attention(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
     ours, theirs = f"transformer.layers.{layer}.", names.layer.format(layer)
-    for (name, source), heads in zip(
-        names.head_norms.items(), (config.num_attention_heads, config.num_key_value_heads), strict=False
-    ):
+    own_keys = config.key_layer(layer) == layer
+    counts = (config.num_attention_heads, config.num_key_value_heads)[: 2 if own_keys else 1]
+    for (name, source), heads in zip(names.head_norms.items(), counts, strict=False):
         size = config.head_size
         shapes = {"shared": (size,), "each": (heads, size), "row": (heads * size,)}
         listed = heads if "{}" in source else 1
@@ -131,6 +166,14 @@ def _attention(config: CheckpointConfig, names: SourceNames, layer: int) -> Iter
     else:
         yield from _qkv(config, names, layer)
         yield from _linear(names, "dense", names.dense, layer, (config.hidden_size, fused_qkv(config)[0]))
+    if names.attention_gate is not None:
+        yield Target(
+            name=f"{ours}attention.gate.weight",
+            sources=(f"{theirs}{names.attention_gate}.weight",),
+            shape=(fused_qkv(config)[0], config.hidden_size),
+            split="column",
+            layer=layer,
+        )
     if names.sinks is not None:
         yield Target(
             name=f"{ours}attention.sinks",
@@ -142,13 +185,19 @@ def _attention(config: CheckpointConfig, names: SourceNames, layer: int) -> Iter
 
 
 def _qkv(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
-    parts, head_size = fused_qkv(config), config.head_size
+    parts: tuple[int, ...] = fused_qkv(config)
+    head_size = config.head_size
     order = _grouped_order(config.num_attention_heads, config.num_key_value_heads, head_size)
     of_gates, of_queries = (
         tuple((start * head_size, head_size) for start in range(first, 2 * config.num_attention_heads, 2))
         for first in (1, 0)
     )
     others = tuple((number, 0, rows) for number, rows in enumerate(parts[1:], start=1))
+    sources = list(names.qkv)
+    if names.values_are_keys and config.sees_all(layer):
+        sources[2] = sources[1]
+    if config.key_layer(layer) != layer:
+        parts, sources = parts[:1], sources[:1]
     if names.gated_queries:
         yield Target(
             name=f"transformer.layers.{layer}.attention.gate.weight",
@@ -161,7 +210,7 @@ def _qkv(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[T
     for kind in ("weight", "bias") if "qkv" in names.biases else ("weight",):
         yield Target(
             name=f"transformer.layers.{layer}.attention.qkv.{kind}",
-            sources=[f"{names.layer.format(layer)}{source}.{kind}" for source in names.qkv],
+            sources=[f"{names.layer.format(layer)}{source}.{kind}" for source in sources],
             shape=(sum(parts), config.hidden_size) if kind == "weight" else (sum(parts),),
             split="qkv",
             parts=parts,
@@ -173,6 +222,7 @@ def _qkv(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[T
         )
 
 
+@lru_cache(maxsize=8)
 def _grouped_order(heads: int, kv_heads: int, size: int) -> tuple[tuple[int, int], ...]:
     """Return the runs of all queries, then keys, then values in a tensor of groups [q … q, k, v], one per k/v head."""
     queries = heads // kv_heads * size

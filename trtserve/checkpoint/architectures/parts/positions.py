@@ -29,7 +29,7 @@ _UNSCALED = ("rope_theta", "partial_rotary_factor")
 _NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "partial_rotary_factor"),
-    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "alpha"),
 )
 
 
@@ -40,11 +40,15 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
     `SCALINGS`.
     """
     parameters = rope_parameters(hf)
-    require_numbers(hf, "rope_theta")
     base = float(parameters.pop("rope_theta", None) or hf.get("rope_theta") or default_base)
     kind = scaling_type(parameters)
     if kind == "yarn":
         parameters = _complete_yarn(hf, parameters)
+        if base <= 1:
+            raise UnsupportedModelError(
+                f"config.json has rope_theta = {base:g} beside rotary scaling 'yarn'; expected more than 1.",
+                hint="Use the config.json that was published with the weights.",
+            )
     if kind == "default":
         _refuse_typeless(parameters)
         return base, None
@@ -64,7 +68,6 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
 
 def _complete_yarn(hf: HfConfig, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return yarn's parameters with those that transformers 5 takes from other keys of config.json."""
-    require_numbers(hf, "original_max_position_embeddings", "max_position_embeddings")
     positions, inner = hf.get("max_position_embeddings"), parameters.get("original_max_position_embeddings")
     original = hf.get("original_max_position_embeddings") or inner or positions
     factor = parameters.get("factor") or (positions / original if positions and original else None)
@@ -91,12 +94,13 @@ def rope_parameters(hf: HfConfig) -> dict[str, Any]:
 
     Raises UnsupportedModelError when they are not an object of numbers.
     """
+    for key in ("rope_scaling", "rope_parameters"):
+        if hf.get(key) is not None and not isinstance(hf[key], Mapping):
+            raise UnsupportedModelError(
+                f"config.json has {key} = {hf[key]!r:.80}; expected an object.",
+                hint="Use the config.json that was published with the weights.",
+            )
     parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise UnsupportedModelError(
-            f"config.json has rope_scaling = {parameters!r}; expected an object.",
-            hint="Use the config.json that was published with the weights.",
-        )
     require_numbers(parameters, *_NUMBERS)
     return dict(parameters)
 
@@ -148,13 +152,15 @@ def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
     low = float(scaling.get("low_freq_factor", 1.0))
     high = float(scaling.get("high_freq_factor", 4.0))
     original = float(scaling.get("original_max_position_embeddings", 8192))
-    wavelength = 2 * math.pi / frequency
+    # Reciprocals, and rounded after each step, as transformers does: late positions multiply the difference.
+    wavelength = _float32(_float32(2 * math.pi) * _inverse(frequency))
     if wavelength > original / low:
         return frequency / factor
     if wavelength < original / high:
         return frequency
-    smooth = (original / wavelength - low) / (high - low)
-    return (1 - smooth) * frequency / factor + smooth * frequency
+    smooth = _float32(_float32(_float32(original * _inverse(wavelength)) - low) / _float32(high - low))
+    slow = _float32(_float32(_float32(1 - smooth) * frequency) / factor)
+    return _float32(slow + _float32(smooth * frequency))
 
 
 def _yarn(powers: Sequence[float], base: float, scaling: Mapping[str, Any]) -> tuple[float, ...]:
@@ -205,10 +211,14 @@ def own_rotary(hf: HfConfig, *, default: float = 10000.0) -> tuple[float, dict[s
 
 
 def rotary_fraction(hf: HfConfig, *, default: float = 1.0) -> float:
-    """Return the rotated fraction of each head: `partial_rotary_factor` or `rotary_pct`."""
+    """Return the rotated fraction of each head: `partial_rotary_factor`, which may be in the rotary parameters."""
     parameters = rope_parameters(hf)
-    require_numbers(hf, "partial_rotary_factor", "rotary_pct")
-    for value in (parameters.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), hf.get("rotary_pct")):
+    for value in (parameters.get("partial_rotary_factor"), hf.get("partial_rotary_factor")):
+        if value is not None and value > 1:
+            raise UnsupportedModelError(
+                f"config.json rotates {value:g} of each head (partial_rotary_factor); expected at most 1.",
+                hint="Use the config.json that was published with the weights.",
+            )
         if value is not None:
             return float(value)
     return default

@@ -10,6 +10,7 @@ from trtserve.checkpoint.architectures.base import require_sizes
 from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, StateSpace
 from trtserve.errors import UnsupportedModelError
 
+FACTORS = ("gate", "input", "b", "c", "step")  # see `StateSpace.factors`
 _SIZES = ("heads", "head", "groups", "state", "taps")
 
 
@@ -71,12 +72,15 @@ def _limits(time_limit: object) -> tuple[float, float]:
 def state_space(config: CheckpointConfig) -> StateSpace:
     """Describe the state spaces of a checkpoint."""
     sizes = {key: config.own(f"ssm_{key}", 0) for key in _SIZES}
+    factors = [config.own_or_none(f"ssm_{part}_factor", float) for part in FACTORS]
     floor, ceiling = config.own("ssm_time_floor", 0.0), config.own("ssm_time_ceiling", math.inf)
     return StateSpace(
         **sizes,
         norm_groups=config.own("ssm_norm_groups", 0),
         norm_first=config.own("ssm_norm_first", False),
         time_limit=(floor, ceiling) if floor or ceiling != math.inf else None,
+        factors=tuple(each for each in factors if each is not None),
+        factor=config.own("ssm_out_multiplier", 1.0),
     )
 
 

@@ -18,6 +18,7 @@ WITH_IMAGES = frozenset(
         "Cohere2VisionForConditionalGeneration",
         "Exaone4_5_ForConditionalGeneration",
         "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
         "LlavaForConditionalGeneration",
@@ -27,6 +28,7 @@ WITH_IMAGES = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
         "SmolVLMForConditionalGeneration",
@@ -45,6 +47,18 @@ _LLAMA = {
 }
 _MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _QWEN = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_QWEN_VL_MOE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 128000,
+    "rope_theta": 500000.0,
+}
 
 # `model_type` of the text half → its architecture and defaults. The Qwens without text_config have it in config.json.
 _HALVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,14 +72,19 @@ _HALVES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", _QWEN),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {}),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", _QWEN_VL_MOE),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {}),
     "cohere2": ("Cohere2ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma3_text": ("Gemma3ForCausalLM", {}),
+    "gemma4_text": ("Gemma4ForCausalLM", {}),
 }
 
-_IMAGES = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "image_newline")
+_IMAGES = (
+    *("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "image_newline"),
+    *("embed_vision", "audio_tower", "embed_audio"),  # of Gemma 4
+)
 VISION = tuple(f"{prefix}{name}{end}" for prefix in ("", "model.") for name in _IMAGES for end in ("", ".*"))
 """Patterns (fnmatch) of tensors for images: as published, and as transformers 4.52 and later name them."""
 
@@ -84,7 +103,7 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
             hint="Take config.json from the model's own repository.",
         )
     kind = text.get("model_type") or ("gemma3_text" if outer.startswith("Gemma3") else None)
-    if kind not in _HALVES:
+    if not isinstance(kind, str) or kind not in _HALVES:
         raise UnsupportedModelError(
             f"The text half of this {outer} is a {kind!r:.40}; supported: {', '.join(_HALVES)}.",
             hint="The runtimes vllm and llmapi read the model itself and may run it.",
@@ -92,7 +111,8 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
     architecture, defaults = _HALVES[kind]
     keys = ("torch_dtype", "dtype", "tie_word_embeddings", "quantization_config")
     whole = {key: hf[key] for key in keys if hf.get(key) is not None}
-    return {**defaults, **text, **whole, **_flat_rope(text), "architectures": [architecture]}
+    fixed = {"norm_topk_prob": True} if kind == "qwen3_vl_moe_text" else {}  # transformers reads no such key
+    return {**defaults, **text, **whole, **fixed, **_flat_rope(text), "architectures": [architecture]}
 
 
 def _flat_rope(text: HfConfig) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from vllm.sampling_params import PoolingParams, RequestOutputKind, SamplingParam
 _VOCABULARY = 100
 _DELTA = 2
 _BLOCKS, _BLOCK = 8, 16
+_SEPARATOR = 0
 
 
 class AsyncLLM:
@@ -37,7 +38,10 @@ class AsyncLLM:
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=_BLOCKS, block_size=_BLOCK),
             model_config=SimpleNamespace(
-                max_model_len=args.max_model_len, get_vocab_size=lambda: _vocabulary(Path(args.model))
+                max_model_len=args.max_model_len,
+                get_vocab_size=lambda: int(_config(args.model).get("vocab_size", _VOCABULARY)),
+                get_hidden_size=lambda: 8,
+                use_sep_token=True,
             ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens
@@ -45,11 +49,22 @@ class AsyncLLM:
         )
         self._loggers = [factory(self.vllm_config) for factory in loggers]
         self._running = 0
+        self._scores = "SequenceClassification" in str(_config(args.model).get("architectures"))
         self.errored, self.dead_error = False, RuntimeError("EngineCore encountered an issue")
 
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs, stat_loggers: list[Any]) -> AsyncLLM:
         return cls(args, stat_loggers)
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("classify", "token_classify") if self._scores else ("embed", "token_embed")
+
+    def get_tokenizer(self) -> Any:
+        def pair(text: str, text_pair: str) -> dict[str, list[int]]:
+            first, second = [*text.encode(), _SEPARATOR], list(text_pair.encode())
+            return {"input_ids": first + second, "token_type_ids": [0] * len(first) + [1] * len(second)}
+
+        return pair
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         if "damaged" in lora_request.lora_path:
@@ -119,12 +134,15 @@ class AsyncLLM:
         lora_request: Any = None,
         priority: int = 0,
     ) -> AsyncIterator[Any]:
-        """The vector of a text is its length, its first and its last token."""
+        """The vector of a text is its length, its first and its last token; the score of a pair is the last token."""
         del request_id, lora_request, priority
-        assert pooling_params.task == "embed"
+        assert pooling_params.task == ("classify" if self._scores else "embed")
         ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else list(prompt["prompt"].encode())
         await self._misbehave(ids[0])
         vector = np.array([len(ids), ids[0], ids[-1]], np.float32)[: pooling_params.dimensions]
+        if self._scores:
+            assert ids[pooling_params.extra_kwargs["compressed_token_type_ids"] - 1] == _SEPARATOR
+            vector = vector[-1:]
         self._record(0)
         yield SimpleNamespace(prompt_token_ids=ids, outputs=SimpleNamespace(data=vector), finished=True)
 
@@ -162,9 +180,10 @@ class AsyncLLM:
         """Nothing is left."""
 
 
-def _vocabulary(model: Path) -> int:
-    config = model / "config.json"
-    return int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"]) if config.is_file() else _VOCABULARY
+def _config(model: str) -> dict[str, Any]:
+    config = Path(model, "config.json")
+    found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return found
 
 
 def _output(index: int, tokens: list[int], reason: str | None, logprobs: int | None) -> Any:

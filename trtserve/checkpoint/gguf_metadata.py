@@ -1,0 +1,260 @@
+"""What llama.cpp calls families and their tensors, and the metadata of a GGUF file.
+
+A row of `FAMILIES` says how a family's file differs from its Hugging Face folder. Names are those of the public package
+`gguf` (its constants and tensor mapping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtserve.checkpoint.gguf import GgufFile
+from trtserve.errors import CorruptFileError, UnsupportedModelError
+
+AGAIN = "Fetch the file again, or choose another copy of it."
+OTHER = "Choose the original model, in safetensors."
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFamily:
+    """How llama.cpp keeps a family: the class in transformers, and what differs from Llama."""
+
+    architecture: str
+    model_type: str
+    permuted: bool = False  # rows of q and k
+    norm_shift: float = 0.0  # llama.cpp stores the norms of Gemma plus one
+    own_head_size: bool = False
+    modules: Mapping[str, str] = field(default_factory=dict)  # of a layer, with names of their own
+    outer: Mapping[str, str] = field(default_factory=dict)  # outside the layers
+    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json, and their names in the metadata
+    config: Mapping[str, Any] = field(default_factory=dict)  # what is the same for all models
+    present: Mapping[str, str] = field(default_factory=dict)  # key of config.json: true where the first layer has this
+
+
+_AFTER_BOTH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_SANDWICH = {**_AFTER_BOTH, "ffn_norm": "pre_feedforward_layernorm"}
+_BIASED = {"attention_bias": "attn_q.bias"}
+_GEMMA: dict[str, Any] = {"norm_shift": -1.0, "own_head_size": True}
+FAMILIES = {
+    "llama": GgufFamily(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        permuted=True,
+        present=_BIASED,
+        config={"hidden_act": "silu"},
+    ),
+    "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", model_type="qwen2"),
+    "qwen2moe": GgufFamily(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        modules={
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        keys={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        config={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM", model_type="qwen3", own_head_size=True),
+    "qwen3moe": GgufFamily(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        own_head_size=True,
+        config={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "gemma": GgufFamily(architecture="GemmaForCausalLM", model_type="gemma", **_GEMMA),
+    "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", model_type="gemma2", modules=_SANDWICH, **_GEMMA),
+    "gemma3": GgufFamily(architecture="Gemma3ForCausalLM", model_type="gemma3_text", modules=_SANDWICH, **_GEMMA),
+    "phi3": GgufFamily(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        modules={"ffn_up": "mlp.gate_up_proj"},
+        keys={"original_max_position_embeddings": "rope.scaling.original_context_length"},
+    ),
+    "gpt-oss": GgufFamily(
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        own_head_size=True,
+        modules={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        keys={"sliding_window": "attention.sliding_window"},
+        present=_BIASED,
+    ),
+    "granite": GgufFamily(
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        permuted=True,
+        keys={
+            "embedding_multiplier": "embedding_scale",
+            "attention_multiplier": "attention.scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        present=_BIASED,
+    ),
+    "smollm3": GgufFamily(
+        architecture="SmolLM3ForCausalLM", model_type="smollm3", permuted=True, config={"no_rope_layer_interval": 4}
+    ),
+    "glm4": GgufFamily(
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        own_head_size=True,
+        modules={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        present=_BIASED,
+    ),
+    "lfm2": GgufFamily(
+        architecture="Lfm2ForCausalLM",
+        model_type="lfm2",
+        outer={"token_embd_norm": "model.embedding_norm"},
+        modules={
+            "attn_norm": "operator_norm",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "attn_output": "self_attn.out_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        keys={"conv_L_cache": "shortconv.l_cache", "norm_eps": "attention.layer_norm_rms_epsilon"},
+        config={"block_auto_adjust_ff_dim": False},
+    ),
+    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", model_type="olmo2", modules=_AFTER_BOTH),
+    "exaone4": GgufFamily(
+        architecture="Exaone4ForCausalLM",
+        model_type="exaone4",
+        modules=_AFTER_BOTH,
+        keys={"sliding_window": "attention.sliding_window"},
+    ),
+    "seed_oss": GgufFamily(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        own_head_size=True,
+        modules={"post_attention_norm": "post_attention_layernorm"},
+        present={**_BIASED, "attention_out_bias": "attn_output.bias"},
+    ),
+    "ernie4_5": GgufFamily(
+        architecture="Ernie4_5ForCausalLM",
+        model_type="ernie4_5",
+        own_head_size=True,
+        present={"use_bias": "attn_q.bias"},
+    ),
+    "hunyuan-dense": GgufFamily(
+        architecture="HunYuanDenseV1ForCausalLM",
+        model_type="hunyuan_v1_dense",
+        own_head_size=True,
+        modules={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "cohere2": GgufFamily(
+        architecture="Cohere2ForCausalLM",
+        model_type="cohere2",
+        keys={
+            "layer_norm_eps": "attention.layer_norm_epsilon",
+            "logit_scale": "logit_scale",
+            "sliding_window": "attention.sliding_window",
+        },
+        config={"sliding_window_pattern": 4},
+        present=_BIASED,
+    ),
+}
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Names in a layer of a family like Llama."""
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+class Metadata:
+    """Metadata of a GGUF file, with the keys of its architecture; each is checked for its type."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture = str(file.metadata.get("general.architecture"))
+        if self.architecture not in FAMILIES:
+            raise UnsupportedModelError(
+                f"{file.path} holds a model of the architecture {self.architecture:.80}; GGUF files are read for "
+                f"{', '.join(FAMILIES)}.",
+                hint=OTHER,
+            )
+        if (parts := file.metadata.get("split.count", 1)) != 1:
+            raise UnsupportedModelError(
+                f"{file.path} is one of {parts!r:.80} parts.",
+                hint="Join them with llama.cpp's llama-gguf-split --merge, and import the result.",
+            )
+        self.family = FAMILIES[self.architecture]
+
+    def get(self, key: str, kind: Any, default: Any = None) -> Any:
+        """Return a value, of the architecture unless the key begins with `tokenizer` or `general`."""
+        name = key if key.startswith(("tokenizer.", "general.")) else f"{self.architecture}.{key}"
+        value = self.file.metadata.get(name, default)
+        if value is not default and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise CorruptFileError(f"{self.file.path}: {name} is {value!r:.80}.", hint=AGAIN)
+        return value
+
+    def size(self, key: str) -> int:
+        value, limit = self.get(key, int), _MOST_LAYERS if key == "block_count" else 1 << 31
+        if value is None or not 0 < value < limit:
+            raise CorruptFileError(f"{self.file.path}: {self.architecture}.{key} is {value!r:.80}.", hint=AGAIN)
+        return int(value)
+
+    def token(self, word: str) -> int | None:
+        """Return the number of a special token; None without it, and for one that no text has, as in llama.cpp."""
+        number, tokens = self.get(f"tokenizer.ggml.{word}_token_id", int), self.get("tokenizer.ggml.tokens", list, [])
+        return number if number is not None and 0 <= number < len(tokens) else None
+
+    def own_keys(self) -> dict[str, Any]:
+        """Return what `GgufFamily.keys` and `present` say of config.json."""
+        numbers = {key: self.get(name, int | float) for key, name in self.family.keys.items()}
+        found = {key: number for key, number in numbers.items() if number is not None}
+        return found | {key: f"blk.0.{name}" in self.file.entries for key, name in self.family.present.items()}
+
+    def kv_heads_of_layers(self) -> list[int]:
+        """Return the heads of keys and values of each layer: 0 for layers without attention."""
+        key = "attention.head_count_kv"
+        listed = self.file.metadata.get(f"{self.architecture}.{key}")
+        if not isinstance(listed, list):
+            return [self.size(key if listed is not None else "attention.head_count")] * self.size("block_count")
+        wrong = [each for each in listed if type(each) is not int or not 0 <= each < 1 << 31]
+        if wrong or not any(listed):
+            raise CorruptFileError(
+                f"{self.file.path}: {self.architecture}.{key} has {(wrong or listed)[0]!r:.80}.", hint=AGAIN
+            )
+        return listed
+
+    def kv_heads(self) -> int:
+        """Return the heads of keys and values, which some files list for each layer."""
+        found = self.kv_heads_of_layers()
+        without = {0} if self.architecture == "lfm2" else set[int]()
+        if len(counts := set(found) - without) != 1:
+            raise UnsupportedModelError(f"{self.file.path} has layers with different numbers of heads.", hint=OTHER)
+        return counts.pop()
