@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.grpc_transport import GrpcTransport, open_channel
@@ -16,11 +20,10 @@ from trtserve.host.ports import free_ports
 # gRPC's own pauses between attempts are 1, 1.6, 2.6 … seconds: by then it would wait another two.
 AWAY = 2.8
 FOUND = 1.5
+LONG = 60.0
 
 
 def test_a_server_that_was_away_is_found_soon() -> None:
-    import grpc
-
     async def connect() -> None:
         (port,) = free_ports("127.0.0.1", 1)
         channel = open_channel(Endpoint(grpc_port=port))
@@ -39,14 +42,46 @@ def test_a_server_that_was_away_is_found_soon() -> None:
     asyncio.run(connect())
 
 
+class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    async def ModelInfer(self, request: Any, _: object) -> Any:  # noqa: N802 - of the protocol
+        return service_pb2.ModelInferResponse(model_name=request.model_name)
+
+    async def RepositoryIndex(self, _: object, __: object) -> Any:  # noqa: N802 - of the protocol
+        return service_pb2.RepositoryIndexResponse(models=[{"name": "m"}])
+
+
+@asynccontextmanager
+async def serving(port: int) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Triton(), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
+def test_a_connection_does_not_repeat_what_another_one_met() -> None:
+    """The gateway connects while its Triton loads; a request that comes later must not be refused for it."""
+
+    async def ask() -> None:
+        (port,) = free_ports("127.0.0.1", 1)
+        early, late = open_channel(Endpoint(grpc_port=port)), GrpcTransport(Endpoint(grpc_port=port), timeout=5)
+        state = early.get_state(try_to_connect=True)
+        while state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            await early.wait_for_state_change(state)
+            state = early.get_state(try_to_connect=True)
+        async with serving(port):
+            assert await late.model_names() == ["m"]
+            await late.close()
+            await early.close()
+
+    asyncio.run(asyncio.wait_for(ask(), LONG))
+
+
 def test_a_server_that_has_just_come_is_not_refused() -> None:
     """While gRPC pauses between two tries it refuses calls at once, though the server has come meanwhile."""
-    import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-    class Server(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-        async def ModelInfer(self, request: Any, _: object) -> Any:  # noqa: N802 - of the protocol
-            return service_pb2.ModelInferResponse(model_name=request.model_name)
 
     async def ask() -> None:
         (port,) = free_ports("127.0.0.1", 1)
@@ -58,15 +93,9 @@ def test_a_server_that_has_just_come_is_not_refused() -> None:
             state = transport._channel.get_state()
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 break
-        server = grpc.aio.server()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Server(), server)
-        server.add_insecure_port(f"127.0.0.1:{port}")
-        await server.start()
-        try:
+        async with serving(port):
             reply = await anext(transport.infer(ModelRequest(model=model, tensors=[], id="")))
             assert not reply.outputs
-        finally:
             await transport.close()
-            await server.stop(None)
 
     asyncio.run(ask())

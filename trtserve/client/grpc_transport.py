@@ -27,9 +27,11 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.use_local_subchannel_pool", 1),
 )
 """No limit on messages: gRPC's own 4 MiB are too small for logits. A server that was away is found soon: by itself gRPC
-waits up to two minutes before it tries again, so that a gateway refused requests while Triton was ready."""
+waits up to two minutes before it tries again, so that a gateway refused requests while Triton was ready. Channels of
+one process share nothing: else a new one repeats the "Connection refused" of another one that waits to try again."""
 _RECONNECT_SECONDS = 1.0
 
 
