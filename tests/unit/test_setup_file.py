@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.support.server_records import server_record
 from trtserve.cli import run
-from trtserve.errors import UsageError
+from trtserve.errors import LockedError, ServerRunningError, UsageError
+from trtserve.files import locked
+from trtserve.pipeline.setup_file import plan as setup_plan
 from trtserve.pipeline.setup_file.content import Setup, json_schema
-from trtserve.pipeline.setup_file.plan import bring_up, plan_setup
+from trtserve.pipeline.setup_file.plan import bring_down, bring_up, plan_setup
 from trtserve.pipeline.setup_file.reading import read_setup, template
+from trtserve.server.state import Server, forget, start_lock, write_state
 from trtserve.store import Store
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "setups").glob("*.yaml"))
@@ -224,6 +230,69 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     assert second.repository is None
     bring_up(plan_setup(read_setup(file)))
     assert all(model.repository is not None for model in plan_setup(read_setup(file)).models)
+
+
+class KilledUp:
+    """What an `up` leaves behind that was killed: a supervisor that checks, records its server, and starts it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.done = Store(), list[str]()
+        self._ended, begun = threading.Event(), threading.Event()
+        monkeypatch.setattr(setup_plan, "stop_server", self._stop)
+        monkeypatch.setattr(setup_plan, "start_in_background", self._start)
+        self._thread = threading.Thread(target=self._supervise, args=(begun,))
+        self._thread.start()
+        assert begun.wait(60)
+
+    def _supervise(self, begun: threading.Event) -> None:
+        with locked(start_lock("front", self.store), wait=False):
+            begun.set()
+            time.sleep(0.3)  # it looks at files and machine
+            write_state(server_record("front", state="starting"), self.store)
+            assert self._ended.wait(60)
+
+    def _stop(self, name: str, **_: object) -> Server:
+        server = server_record(name)
+        self.done.append("stop")
+        forget(server_record(name, state="starting"), self.store)
+        self._ended.set()
+        self._thread.join()
+        return server
+
+    def _start(self, *_: object, **__: object) -> Server:
+        with locked(start_lock("front", self.store), wait=False):
+            self.done.append("start")
+            return server_record("front")
+
+
+FRONT = MODEL + "    runtime: openvino\nservers:\n  front: {model: demo, auto_ports: true}\n"
+
+
+def test_up_stops_what_a_killed_up_began_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_of(tmp_path, FRONT)
+    killed = KilledUp(monkeypatch)
+    bring_up(plan_setup(setup))
+    assert killed.done == ["stop", "start"]
+
+
+def test_down_stops_what_a_killed_up_began_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_of(tmp_path, FRONT)
+    killed = KilledUp(monkeypatch)
+    assert [server.name for server in bring_down(setup)] == ["front"]
+    assert killed.done == ["stop"]
+
+
+def test_up_looks_again_when_its_start_meets_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor of a killed `up` may still be starting its interpreter when the next `up` looks."""
+    starts = iter((LockedError("Another process starts it."), ServerRunningError("It runs."), server_record("front")))
+
+    def start(*_: object, **__: object) -> Server:
+        if isinstance(outcome := next(starts), Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(setup_plan, "start_in_background", start)
+    assert [server.name for server in bring_up(plan_setup(setup_of(tmp_path, FRONT))).servers] == ["front"]
 
 
 def test_a_draft_model_is_built_first_and_served_with_its_target(tmp_path: Path) -> None:

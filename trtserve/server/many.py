@@ -39,6 +39,7 @@ from trtserve.server.state import (
     log_file,
     recorded_server,
     run_folder,
+    start_lock,
     write_state,
 )
 from trtserve.server.triton.server_log import last_lines, rotate
@@ -157,7 +158,7 @@ def serve_many(plan: ManyPlan, *, on_ready: Callable[[Server], None], progress: 
 
     store, spec, settings = plan.store, plan.spec, plan.front.settings
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    own_lock = locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False)
+    own_lock = locked(start_lock(plan.name, store), wait=False)
     with own_lock, store.in_use(*(repository.path for repository, _ in plan.models.values())):
         if (before := recorded_server(plan.name, store)) is not None:
             if before.alive():

@@ -27,7 +27,16 @@ from trtserve.server.plan import ServerPlan, on_free_ports
 from trtserve.server.rank_processes import with_members
 from trtserve.server.readiness import require_front, require_members, wait_for_all
 from trtserve.server.shutdown import end_server
-from trtserve.server.state import Instance, ProxyState, Server, change_state, failure_of, run_folder, write_state
+from trtserve.server.state import (
+    Instance,
+    ProxyState,
+    Server,
+    change_state,
+    failure_of,
+    run_folder,
+    start_lock,
+    write_state,
+)
 from trtserve.server.triton.installation import prepare_backends
 from trtserve.server.triton.server_log import rotate
 from trtserve.server.triton.tritonserver import STACK, kv_blocks
@@ -59,7 +68,7 @@ def require_startable(plan: ServerPlan) -> None:
 @contextmanager
 def _claimed(plan: ServerPlan) -> Iterator[None]:
     """Require that the server's name and ports are free, and keep other starts from taking the name meanwhile."""
-    with locked(plan.store.root / "locks" / f"server-{plan.name}.lock", wait=False):
+    with locked(start_lock(plan.name, plan.store), wait=False):
         refuse_running(plan)
         require_ports(plan)
         yield

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import ArtifactError, TrtserveError, UsageError
+from trtserve.errors import ArtifactError, LockedError, TrtserveError, UsageError
 from trtserve.files import child, decode_as, locked, read_json_object, write_json
 from trtserve.process import ProcessId
 from trtserve.server.triton import tritonserver as triton_server
@@ -27,6 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SCHEMA = 2
 # A supervisor writes the state every two seconds.
 _REPAIRED = 4.0
+_CHECKED_WITHIN, _PAUSE = 60.0, 0.1
 
 State = Literal["starting", "ready", "degraded", "draining", "stopped", "failed"]
 """starting: it loads, or waits to be started again; ready: every model answers; degraded: its processes live, and some
@@ -320,6 +321,29 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
 
 def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
     return Failure(time=time.time(), message=error.message, exit_code=exit_code, log=error.log)
+
+
+def start_lock(name: str, store: Store) -> Path:
+    """Return the lock file that whoever starts a server of this name holds meanwhile."""
+    return store.root / "locks" / f"server-{name}.lock"
+
+
+def await_record(name: str, store: Store) -> None:
+    """Wait while another process checks whether it can start a server of this name, and has not recorded it yet.
+
+    Raises LockedError when that takes longer than a minute.
+    """
+    deadline = time.monotonic() + _CHECKED_WITHIN
+    while (server := recorded_server(name, store)) is None or not server.alive():
+        if not start_lock(name, store).exists():
+            return
+        try:
+            with locked(start_lock(name, store), wait=False):
+                return
+        except LockedError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE)
 
 
 def _read(path: Path) -> Server | None:

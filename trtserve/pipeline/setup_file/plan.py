@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.artifacts import Adapter, Engine, Model, ModelRepository, load_artifact
 from trtserve.bench.targets import missed_by
-from trtserve.errors import PortInUseError, UsageError
+from trtserve.errors import LockedError, PortInUseError, ServerRunningError, UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.executor.runtimes import RUNTIMES, choose_runtime
 from trtserve.host.ports import ipv4_address, is_free
@@ -30,7 +30,7 @@ from trtserve.server.launch import CLUSTERS
 from trtserve.server.launch.cluster import ClusterJob, is_written, write_job
 from trtserve.server.plan import with_free_ports
 from trtserve.server.shutdown import stop_server
-from trtserve.server.state import Server, recorded_server
+from trtserve.server.state import Server, await_record, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -155,7 +155,7 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
     for planned in plan.models:
         require_resources(planned.plan)
     for server in plan.servers:
-        if server.action == "start":
+        if server.action == "start" and not _is_recorded(server.setup, plan.store):
             _require_ports(server.setup.spec)
     made: dict[str, ModelRepository] = {}
     specs = {planned.setup.name: planned.plan.spec for planned in plan.models}
@@ -175,22 +175,43 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
             progress.step(f"Files of server {setup.name} for {setup.cluster.kind}")
             jobs.append(write_files(setup, setup.cluster, repository, progress))
             continue
-        running = recorded_server(setup.name, plan.store)
-        action = _action(setup, repository, plan.store)
-        if running is not None and action == "keep":
-            progress.step(f"Server {setup.name} is running already")
-            servers.append(running)
-            continue
-        if action == "restart":
-            stop_server(setup.name, store=plan.store, progress=progress)
-        spec = with_free_ports(setup.spec) if setup.spec.auto_ports else setup.spec
-        servers.append(start_in_background(repository, spec, store=plan.store, progress=progress))
+        servers.append(_serve(setup, repository, plan.store, progress))
     return Brought(servers=tuple(servers), jobs=tuple(jobs))
+
+
+def _serve(setup: ServerSetup, repository: ModelRepository, store: Store, progress: Progress, tries: int = 3) -> Server:
+    """Return the ready server. One that an `up` had begun to start, and that was killed, is stopped first."""
+    await_record(setup.name, store)
+    running = recorded_server(setup.name, store)
+    action = _action(setup, repository, store)
+    if running is not None and action == "keep":
+        progress.step(f"Server {setup.name} is running already")
+        return running
+    if action == "restart":
+        stop_server(setup.name, store=store, progress=progress)
+    spec = with_free_ports(setup.spec) if setup.spec.auto_ports else setup.spec
+    try:
+        return start_in_background(repository, spec, store=store, progress=progress)
+    except (LockedError, ServerRunningError):
+        if tries == 1:
+            raise
+        progress.step(f"Another process starts {setup.name} too …")
+    return _serve(setup, repository, store, progress, tries - 1)
+
+
+def _is_recorded(server: ServerSetup, store: Store) -> bool:
+    """Return whether a server of this name runs, after another process that is about to start it has recorded it."""
+    if server.cluster is None:
+        await_record(server.name, store)
+    running = recorded_server(server.name, store)
+    return running is not None and running.alive()
 
 
 def bring_down(setup: Setup, *, drain: float = 0.0, progress: Progress = SILENT) -> list[Server]:
     """Stop the servers of the file that run, the last one first, and return them."""
     store = Store()
+    for server in setup.servers:
+        await_record(server.name, store)
     named = [server.name for server in reversed(setup.servers) if recorded_server(server.name, store) is not None]
     return [stop_server(name, drain=drain, store=store, progress=progress) for name in named]
 
