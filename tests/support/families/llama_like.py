@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tests.support.families import expected
 from tests.support.families.expected import DENSE, EXPERTS, LAYER_WINDOWS, ROPE_BASE, ROPE_SCALING, SCORES, WINDOW
 from tests.support.families.family import Family, Shapes
 from tests.support.families.shards import llama_ranks
+
+_SANDWICH = ("post_attention", "pre_feedforward", "post_feedforward")
+_NORMS_AFTER_ATTENTION = {"gemma2": _SANDWICH, "gemma3_text": _SANDWICH, "vaultgemma": ("pre_feedforward",)}
 
 
 def llama_tensors(config: Mapping[str, Any]) -> Shapes:
@@ -18,10 +22,8 @@ def llama_tensors(config: Mapping[str, Any]) -> Shapes:
         prefix = f"model.layers.{layer}."
         mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
         yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "post_attention_layernorm.weight", (hidden,)
-        if config["model_type"] in ("gemma2", "gemma3_text"):
-            yield prefix + "pre_feedforward_layernorm.weight", (hidden,)
-            yield prefix + "post_feedforward_layernorm.weight", (hidden,)
+        for norm in _NORMS_AFTER_ATTENTION.get(config["model_type"], ("post_attention",)):
+            yield f"{prefix}{norm}_layernorm.weight", (hidden,)
         yield from _attention(config, prefix)
         if "num_experts_per_tok" in config:
             yield from _experts(config, prefix)
@@ -340,6 +342,17 @@ GEMMA2 = _family(
     real={"sliding_window": 4096},
 )
 
+VAULTGEMMA = replace(
+    GEMMA2,
+    config={key: value for key, value in GEMMA2.config.items() if key != "hidden_act"}
+    | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"},
+    expected=GEMMA2.expected | {"inter_layernorms": False, "superset": ["the family VaultGemma"]},
+    nvidia=False,
+    config_class="",
+    int4=0.3,
+    norm_centre=0,
+)
+
 GEMMA3 = _family(
     config={key: value for key, value in GEMMA2.config.items() if key != "hidden_act"}
     | {
@@ -394,4 +407,5 @@ LLAMA_LIKE: dict[str, Family] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "vaultgemma": VAULTGEMMA,
 }

@@ -23,6 +23,7 @@ NORMS = {
 
 # Families with other names for some.
 NORMS_OF = {
+    "vaultgemma": {"post_layernorm": "pre_feedforward_layernorm", "pre_feedforward_layernorm": "absent"},
     "afmoe": {
         "pre_feedforward_layernorm": "pre_mlp_layernorm",
         "post_feedforward_layernorm": "post_mlp_layernorm",
@@ -95,7 +96,7 @@ def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> li
     """Return the expected checkpoint of a model with Llama's tensor names: tp ranks, ep of them for experts."""
     head_size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     kind = hf["model_type"]
-    gemma, own_norms = kind.startswith("gemma"), NORMS_OF.get(kind, {})
+    gemma, own_norms = "gemma" in kind, NORMS_OF.get(kind, {})
     ranks: list[Tensors] = [{} for _ in range(tp)]
 
     def put(name: str, parts: list[Array]) -> None:

@@ -45,6 +45,7 @@ FAMILIES: dict[str, str] = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
+    "VaultGemmaForCausalLM": "vaultgemma",
     "PhiForCausalLM": "phi",
     "Phi3ForCausalLM": "phi3",
     "GPT2LMHeadModel": "gpt2",
