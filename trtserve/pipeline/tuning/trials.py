@@ -13,6 +13,7 @@ import math
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -123,6 +124,7 @@ class Trials:
     used: float = 0.0
     """Seconds of all trials, also those of earlier runs."""
     done: list[Trial] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
 
     def run(self, candidate: Candidate, load: Values, *, requests: int, turn: int = 0) -> Trial:
         """Return the result of a trial with this many requests; `turn` numbers its repetitions.
@@ -130,7 +132,7 @@ class Trials:
         Raises KeyboardInterrupt if it was interrupted; then nothing of it is kept.
         """
         folder = self.folder / self._key(candidate, load, requests, turn)
-        began = time.monotonic()
+        began = self.clock()
         if (folder / _TRIAL).is_file():
             report, earlier = read_report(folder), True
             seconds = float(read_json_object(folder / _TRIAL, UsageError)["seconds"])
@@ -141,7 +143,7 @@ class Trials:
             report, earlier = self.bench.measure(candidate.plan, candidate.server, spec), False
             if report.interrupted:
                 raise KeyboardInterrupt
-            seconds = time.monotonic() - began
+            seconds = self.clock() - began
             self._keep(report, folder, {"candidate": dict(candidate.values), "load": dict(load), "seconds": seconds})
         trial = Trial(candidate=candidate, load=load, report=report, folder=folder, seconds=seconds, earlier=earlier)
         self.used += seconds
