@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.echo_server import running_echo_server
 from tests.support.tiny_models import write_byte_tokenizer
+from tests.support.waiting import wait_until
 from trtserve.bench.plan import plan_benchmark
 from trtserve.bench.report import BenchReport
 from trtserve.bench.run import run_benchmark
@@ -157,12 +157,7 @@ def test_an_unreachable_server_is_reported() -> None:
 
 def wait_for_lines(trace: Path, beginning: str, number: int) -> None:
     """Wait until the models have written this many lines that begin like this."""
-    deadline = time.monotonic() + 20
-    found = 0
-    while time.monotonic() < deadline and found < number:
-        found = sum(line.startswith(beginning) for line in trace.read_text().splitlines())
-        time.sleep(0.05)
-    assert found >= number
+    wait_until(lambda: sum(line.startswith(beginning) for line in trace.read_text().splitlines()) >= number)
 
 
 def _arguments(server: Endpoint, *more: str) -> list[str]:

@@ -46,7 +46,7 @@ def core(server: ModelServer) -> CoreMetrics:
 
 def once(server: ModelServer, wanted: Callable[[CoreMetrics], bool]) -> CoreMetrics:
     """The first reading that is as `wanted`; the core model brings its metrics up to date every 100 ms."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not wanted(found := core(server)):
         assert time.monotonic() < deadline, found
         time.sleep(0.02)
@@ -55,7 +55,7 @@ def once(server: ModelServer, wanted: Callable[[CoreMetrics], bool]) -> CoreMetr
 
 def idle(server: ModelServer) -> CoreMetrics:
     """Wait until no request is active and the counts of earlier tests have arrived; return that reading."""
-    deadline, last = time.monotonic() + 20, core(server)
+    deadline, last = time.monotonic() + 60, core(server)
     while True:
         time.sleep(0.25)
         found = core(server)

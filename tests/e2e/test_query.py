@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.certificates import certificates
 from tests.support.echo_server import running_echo_server
+from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import generate
@@ -195,12 +196,7 @@ def test_prompt_from_stdin(server: Endpoint) -> None:
 
 
 def _wait_for(trace: Path, *lines: str) -> None:
-    deadline = time.monotonic() + 60
-    seen: set[str] = set()
-    while time.monotonic() < deadline and not seen.issuperset(lines):
-        seen = set(trace.read_text().splitlines()) if trace.exists() else set()
-        time.sleep(0.05)
-    assert seen.issuperset(lines)
+    wait_until(lambda: trace.exists() and set(lines).issubset(trace.read_text().splitlines()))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

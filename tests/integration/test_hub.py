@@ -427,8 +427,8 @@ def test_a_file_size_limit_is_not_reported_as_a_network_error(
 
 def test_killed_pull_is_resumed(hub: Hub, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "wide", hidden_size=128, intermediate_size=512)
-    served = hub.add("acme/wide", folder, bytes_per_second=1_000_000)
-    part = _start_and_kill("acme/wide", at_bytes=200_000)
+    served = hub.add("acme/wide", folder, bytes_per_second=200_000)
+    part = _start_and_kill("acme/wide", at_bytes=40_000)
     kept = part.stat().st_size
     served.bytes_per_second = None
     model = pull_model("acme/wide")

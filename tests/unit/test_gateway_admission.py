@@ -173,17 +173,20 @@ def test_the_request_log_has_texts_only_when_asked(tmp_path: Path, texts: bool) 
         Gateway(replace(settings, request_log=Path("/dev/null")))
 
 
-def test_the_request_log_is_a_trace(tmp_path: Path) -> None:
+def test_the_request_log_is_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RequestLog(tmp_path / "requests.jsonl", texts=False)
     scope = {"method": "POST", "path": "/v1/chat/completions"}
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
     for age, tokens in ((9.0, 30), (8.5, 0), (4.0, 50)):  # the second one was refused; all end now
         exchange = Exchange(task=cast(Any, None), hang_up=None)
-        exchange.started = time.monotonic() - age
+        exchange.started = now - age
         exchange.log.update({"prompt_tokens": tokens, "completion_tokens": 7} if tokens else {})
         log.add(scope, exchange, 200 if tokens else 429)
     found = read_trace(tmp_path / "requests.jsonl")
     assert [(each.input_len, each.output_len) for each in found] == [(30, 7), (50, 7)]
-    assert found[1].seconds == pytest.approx(5.0, abs=0.5)
+    assert found[1].seconds == pytest.approx(5.0)
 
 
 def test_a_line_of_the_request_log_that_was_cut_takes_no_other_with_it(

@@ -127,17 +127,19 @@ def test_time_limit_covers_the_stream() -> None:
         with connection, suppress(OSError):
             connection.recv(1 << 16)
             connection.sendall(HEADER)
-            while not stop.wait(0.1):
+            for _ in range(600):
+                if stop.wait(0.1):
+                    break
                 connection.sendall(chunks(EVENTS[0]))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
-        with closing(http_client(Endpoint(http_port=listener.getsockname()[1]), timeout=0.7)) as client:
-            answer = texts(client)
-            assert next(answer) == " M"
-            with pytest.raises(RequestError, match=r"No answer from .* within 0.7 s"):
-                list(answer)
+        with (
+            closing(http_client(Endpoint(http_port=listener.getsockname()[1]), timeout=0.7)) as client,
+            pytest.raises(RequestError, match=r"No answer from .* within 0.7 s"),
+        ):
+            list(texts(client))
         stop.set()
         thread.join(10)
 

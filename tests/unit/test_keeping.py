@@ -13,6 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.gateways import settings_of
+from tests.support.virtual_time import run_in_virtual_time
 from trtserve.errors import ServerStartError
 from trtserve.gateway import keeping, many
 from trtserve.gateway.asgi import RefusedError
@@ -65,27 +66,24 @@ class Models:
                 await during()
 
 
-def run(work: Coroutine[Any, Any, object]) -> None:
-    asyncio.run(asyncio.wait_for(work, 20))
-
-
 def test_first_requests_that_come_together_load_a_model_once() -> None:
     async def together() -> None:
         models = Models()
         await asyncio.gather(*(models.ask("a") for _ in range(20)))
         assert models.notes == ["+a"]
 
-    run(together())
+    run_in_virtual_time(together())
 
 
 def test_what_was_used_least_recently_makes_room() -> None:
     async def three() -> None:
         models = Models()
         for name in ("a", "b", "a", "c"):
+            await asyncio.sleep(1)
             await models.ask(name)
         assert models.notes == ["+a", "+b", "-b", "+c"]
 
-    run(three())
+    run_in_virtual_time(three())
 
 
 def test_a_model_with_requests_leaves_after_them_however_many_more_come() -> None:
@@ -105,7 +103,7 @@ def test_a_model_with_requests_leaves_after_them_however_many_more_come() -> Non
             await again
         await asyncio.gather(first, other, blocked, late)
 
-    run(busy())
+    run_in_virtual_time(busy())
 
 
 def test_no_request_is_lost_when_two_models_that_exclude_each_other_are_asked_in_turn() -> None:
@@ -118,7 +116,7 @@ def test_no_request_is_lost_when_two_models_that_exclude_each_other_are_asked_in
             loaded += 1 if note[0] == "+" else -1
             assert loaded <= 1
 
-    run(in_turn())
+    run_in_virtual_time(in_turn())
 
 
 def test_a_busy_model_is_not_waited_for_endlessly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +134,7 @@ def test_a_busy_model_is_not_waited_for_endlessly(monkeypatch: pytest.MonkeyPatc
         done.set()
         await asyncio.gather(first, second)
 
-    run(endless())
+    run_in_virtual_time(endless())
 
 
 def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +151,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_at_once_again(m
         monkeypatch.setattr(keeping, "_FAILED_SECONDS", 0.0)
         await models.ask("a")
 
-    run(broken())
+    run_in_virtual_time(broken())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +173,7 @@ def test_a_model_whose_start_the_machine_refuses_says_why(error: OSError, why: s
                 await models.ask("a")
         assert models.notes == ["+a"]
 
-    run(full())
+    run_in_virtual_time(full())
 
 
 def test_idle_models_are_unloaded_and_those_that_ended_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +196,7 @@ def test_idle_models_are_unloaded_and_those_that_ended_are_loaded_again(monkeypa
         await models.keeper.close()
         assert models.notes[-1] == "-a"
 
-    run(idle())
+    run_in_virtual_time(idle())
 
 
 @pytest.mark.parametrize(
