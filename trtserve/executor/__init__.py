@@ -1,4 +1,4 @@
-"""TensorRT-LLM's executor interface on OpenVINO and PyTorch: continuous batching of requests over one engine."""
+"""TensorRT-LLM's executor interface on our engine (OpenVINO, PyTorch), and on vLLM: continuous batching of requests."""
 
 import sys
 

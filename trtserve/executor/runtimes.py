@@ -20,7 +20,7 @@ from trtserve.nvidia.tensorrt_llm import LlmapiRuntime, TensorrtLlmRuntime
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import RuntimeName
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import EngineNeeds, Requirement, Runtime
+from trtserve.specs.runtime import CPU_LIMITS, EngineNeeds, Requirement, Runtime
 
 RUNTIMES: dict[str, Runtime] = {
     "tensorrt_llm": TensorrtLlmRuntime(),
@@ -104,10 +104,7 @@ def has_nvidia_gpu() -> bool:
     return (_NVIDIA_GPUS.is_dir() and any(_NVIDIA_GPUS.iterdir())) or bool(list_gpus())
 
 
-# Larger steps gain nothing on a CPU (these are the runtime's defaults); fewer tokens than the last value only slow down
-# prompts.
-_BATCH = 16
-USUAL_TOKENS = 2048
+# Fewer tokens only slow down prompts.
 _FEWEST_TOKENS = 256
 
 
@@ -116,15 +113,15 @@ def usual_steps(batch: int, tokens: int, *, beams: int = 1) -> Iterator[tuple[in
 
     Tokens shrink first; the batch shrinks only when it requires that many tokens.
     """
-    for fewer in _powers_below(tokens, max(USUAL_TOKENS, batch * beams)):
+    for fewer in _powers_below(tokens, max(CPU_LIMITS.max_num_tokens, batch * beams)):
         yield batch, fewer
-    for rows in _powers_below(batch, _BATCH):
-        yield rows, min(tokens, max(USUAL_TOKENS, rows * beams))
+    for rows in _powers_below(batch, CPU_LIMITS.max_batch_size):
+        yield rows, min(tokens, max(CPU_LIMITS.max_num_tokens, rows * beams))
 
 
 def smallest_step(batch: int, tokens: int, *, beams: int = 1) -> tuple[int, int]:
     """Return the limits with the least memory that still accept every request the engine accepts."""
-    rows = min(batch, _BATCH)
+    rows = min(batch, CPU_LIMITS.max_batch_size)
     return rows, min(tokens, max(_FEWEST_TOKENS, rows * beams))
 
 

@@ -24,9 +24,8 @@ from trtserve.nvidia.releases.options import (
 )
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
-from trtserve.specs.runtime import Limits, resolve_limits
+from trtserve.specs.runtime import TRTLLM_LIMITS, Limits, resolve_limits
 
-_MAX_NUM_TOKENS = 8192
 _MOST = 2**31 - 1
 _LORA_RANK = BuildSpec().max_lora_rank
 # Requests need context FMHA and packed inputs for these features; both are on by default.
@@ -116,7 +115,7 @@ def _limits(
 ) -> tuple[Limits, tuple[str, ...]]:
     """Return the limits after `trtllm-build`'s own corrections."""
     batch = int(known["--max_batch_size"].default or 1)
-    defaults = Limits(max_batch_size=batch, max_input_len=_MOST, max_seq_len=_MOST, max_num_tokens=_MAX_NUM_TOKENS)
+    defaults = replace(TRTLLM_LIMITS, max_batch_size=batch, max_input_len=_MOST, max_seq_len=_MOST)
     limits, notes = resolve_limits(config, spec, defaults), []
     packed = all(getattr(spec, name) != "disable" for name in _PACKED)
     if packed and limits.max_input_len != limits.max_seq_len:

@@ -179,7 +179,7 @@ def plan_nvidia_conversion(model: Model, spec: ConvertSpec, hf: Mapping[str, Any
         size = architectures.parameter_count(config) * numpy_dtype(CODES[config.dtype]).itemsize
     except UnsupportedModelError:
         size = 0
-    ranks = spec.tp_size * spec.pp_size
+    ranks = spec.ranks
     return NvidiaConversion(
         asked=asked, spec=spec, model=model.path, config=config, sizes=[size // ranks] * ranks, toolkit=toolkit
     )

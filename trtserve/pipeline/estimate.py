@@ -204,7 +204,7 @@ def _with_runtime(question: Question) -> Question:
         runtime = CPU_RUNTIME if question.build.kv_precision != "auto" else automatic_runtime()[0]
     if runs_on_cpu(runtime, question.build.device):
         return replace(question, build=replace(question.build, runtime=cast(RuntimeName, runtime)))
-    gpu = own_gpu(question.convert.tp_size * question.convert.pp_size)
+    gpu = own_gpu(question.convert.ranks)
     if gpu is None:
         raise UsageError(
             f"The {runtime} runtime needs NVIDIA GPUs; no GPU is named, and nvidia-smi finds none here.",
@@ -240,8 +240,7 @@ def _conversion(model: ModelPlan, spec: ConvertSpec, files: Path) -> OwnConversi
     if not spec.upstream:
         return plain
     config = checkpoint_config(read_hf_config(files), spec)
-    ranks = spec.tp_size * spec.pp_size
-    return replace(plain, asked=spec, config=config, sizes=[rank_weights(config).loaded] * ranks)
+    return replace(plain, asked=spec, config=config, sizes=[rank_weights(config).loaded] * spec.ranks)
 
 
 def _deployment(model: ModelPlan, question: Question) -> Deployment:
@@ -320,7 +319,7 @@ def _gpu_answer(conversion: OwnConversion, question: Question) -> GpuAnswer | No
     if gpu.sm is not None and (problem := missing_arithmetic(conversion.config, gpu.name, gpu.sm)):
         note = kernels_note(gpu.name, capability_words(gpu.sm))
         return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=note)
-    smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
+    smallest = asked if asked.fits and asked.ranks == 1 else None
     return GpuAnswer(
         asked=asked,
         smallest=smallest or smallest_fit(conversion.config, question.build, gpu),

@@ -55,6 +55,11 @@ class GpuFit:
     tokens: int
 
     @property
+    def ranks(self) -> int:
+        """GPUs that share the model."""
+        return self.tp_size * self.pp_size
+
+    @property
     def sequences(self) -> int:
         """Longest sequences that the cache holds at once."""
         return self.tokens // self.limits.max_seq_len
@@ -157,7 +162,7 @@ def require_gpu_memory(engine: EnginePlan, spec: BuildSpec, progress: Progress =
         fit = fit_gpu(engine.config, spec, gpu)
     except UnsupportedModelError:
         return
-    ranks = fit.tp_size * fit.pp_size
+    ranks = fit.ranks
     subject = "The engine" if ranks == 1 else f"Each of {ranks} ranks"
     if (problem := larger_than_a_gpu(subject, fit.weights, memory)) is not None:
         raise MemoryLimitError(
@@ -183,7 +188,7 @@ def _narrower(engine: EnginePlan, spec: BuildSpec, gpu: Gpu) -> str:
 
 
 def gpu_notes(config: CheckpointConfig, asked: GpuFit, gpu: Gpu) -> Iterator[str]:
-    ranks = asked.tp_size * asked.pp_size
+    ranks = asked.ranks
     if gpu.here is not None and gpu.here < ranks:
         yield f"{ranks} ranks; {counted(gpu.here, 'GPU')} can be seen"
     # The layout of 4-bit weights depends on the GPU generation; the default is Ampere's.

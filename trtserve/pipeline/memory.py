@@ -14,12 +14,12 @@ from trtserve.checkpoint.architectures import checkpoint_targets
 from trtserve.checkpoint.quantized import FP8, GPTQ
 from trtserve.errors import TrtserveError
 from trtserve.executor.openvino.memory import BUILD_PROCESS, whole_model_bytes
-from trtserve.executor.runtimes import USUAL_TOKENS, choose_runtime, smallest_step, step_flags, usual_steps
+from trtserve.executor.runtimes import choose_runtime, smallest_step, step_flags, usual_steps
 from trtserve.host.machine import format_bytes, require_memory, to_be_mapped
 from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.server.engine_fit import ServerNeeds, server_processes
 from trtserve.specs import BuildSpec, ConvertSpec
-from trtserve.specs.runtime import EnginePlan
+from trtserve.specs.runtime import CPU_LIMITS, EnginePlan
 
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23).
 _TRANSFORMERS = 15 * 2**20
@@ -142,7 +142,7 @@ def _smaller(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
 def _stepped(deployment: Deployment, asked: tuple[int, int], step: tuple[int, int]) -> tuple[str, Deployment]:
     """Set max_batch_size and max_num_tokens; flags leave out a value that follows from the batch."""
     batch, tokens = step
-    if deployment.build.max_num_tokens is None and tokens >= USUAL_TOKENS:
+    if deployment.build.max_num_tokens is None and tokens >= CPU_LIMITS.max_num_tokens:
         build = replace(deployment.build, max_batch_size=batch)
         return step_flags(asked, (batch, asked[1])), replace(deployment, build=build)
     build = replace(deployment.build, max_batch_size=batch, max_num_tokens=tokens)

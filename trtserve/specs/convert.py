@@ -133,6 +133,11 @@ class ConvertSpec(InContainer):
             )
 
     @property
+    def ranks(self) -> int:
+        """The processes that share the model."""
+        return self.tp_size * self.pp_size
+
+    @property
     def upstream(self) -> bool:
         """True when one of NVIDIA's tools makes the checkpoint."""
         return self.converter == "upstream" or self.quantize in CALIBRATED

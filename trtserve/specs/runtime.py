@@ -45,6 +45,10 @@ class Limits:
 
 TRTLLM_LIMITS = Limits(max_batch_size=2048, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
 """Defaults of the newest trtllm-build, to plan with; a build takes those of its release (`nvidia.build_arguments`)."""
+CPU_LIMITS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
+"""Defaults of our own runtimes on CPUs, where larger steps gain nothing; longer contexts must be asked for."""
+GPU_LIMITS = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
+"""Defaults of our own runtimes on GPUs; the length is the model's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,13 +32,10 @@ from trtserve.host.machine import install_command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits, resolve_limits
+from trtserve.specs.runtime import CPU_LIMITS, WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, resolve_limits
 
 if TYPE_CHECKING:
     from trtserve.executor.openvino.weight_quantization import Packing
-
-# On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
-_DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
 
 _PACKINGS: Mapping[str, Packing] = {WEIGHT_ONLY_INT8: "int8", WEIGHT_ONLY_INT4: "int4"}
 _SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8, *FP8_BY_TOKEN)
@@ -100,7 +97,7 @@ class OpenvinoRuntime(EmbeddedRuntime):
         if family(config.architecture).decoder(config).attention_softcap is not None:
             kv = _cache_of_capped_scores(compute, spec.kv_precision)
         features, remarks = resolve_features(config, spec)
-        limits = resolve_limits(config, spec, _DEFAULTS)
+        limits = resolve_limits(config, spec, CPU_LIMITS)
         rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
         needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
         mapping = config.content.get("mapping") or {}

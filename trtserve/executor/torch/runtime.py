@@ -36,15 +36,21 @@ from trtserve.nvidia.gpu_findings import FIRST_FP8, missing_fp8
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, EngineNeeds, Limits, resolve_limits
+from trtserve.specs.runtime import (
+    CPU_LIMITS,
+    GPU_LIMITS,
+    WEIGHT_ONLY_INT4,
+    WEIGHT_ONLY_INT8,
+    EngineNeeds,
+    Limits,
+    resolve_limits,
+)
 from trtserve.store import link_or_copy
 
 _LIBRARIES = ("numpy", "torch")
 TOKENS_PER_BLOCK = 16
 """Tokens in a block of the KV cache."""
 
-# The CPU is for tests, where small steps are enough.
-_ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
 # Python, NumPy and PyTorch on the CPU before the first weight, measured with PyTorch 2.13.
 _PROCESS = 260 * 2**20
 _CONFIG_BYTES = 2**20
@@ -92,7 +98,7 @@ class TorchRuntime(EmbeddedRuntime):
     extra = "cuda"
     narrower = "--quantize int8 or int4"
     float32_scales = True
-    gpu_limits = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
+    gpu_limits = GPU_LIMITS
 
     def matrix_speed(self) -> tuple[float, float]:
         from trtserve.executor.torch.speed import matrix_speed
@@ -134,7 +140,7 @@ class TorchRuntime(EmbeddedRuntime):
             )
         _require_supported(config, spec, device)
         features, remarks = resolve_features(config, spec)
-        limits = resolve_limits(config, spec, _ON_CPU if device == "cpu" else self.gpu_limits)
+        limits = resolve_limits(config, spec, CPU_LIMITS if device == "cpu" else self.gpu_limits)
         needs = _needs(config, limits) if device == "cpu" else EngineNeeds()
         precision = PRECISIONS[config.dtype]
         return TorchPlan(

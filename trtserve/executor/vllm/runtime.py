@@ -16,13 +16,11 @@ from trtserve.executor.vllm.installation import VARIABLE, VllmInstallation, find
 from trtserve.nvidia.releases import LAST_WITH_ENGINES
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.build import Device
-from trtserve.specs.runtime import EngineNeeds, Limits, Runtime, resolve_limits
+from trtserve.specs.runtime import CPU_LIMITS, GPU_LIMITS, EngineNeeds, Runtime, resolve_limits
 from trtserve.specs.settings import put_setting, setting_value
 
 # Python, PyTorch and vLLM in three processes before the first weight, measured with vLLM 0.32 on a CPU.
 _PROCESSES = 1_600 * 2**20
-_ON_CPU = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
-_ON_GPU = Limits(max_batch_size=256, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
 # Keys of a config.json: where the parts of the model are that see, or what stands for an image in a prompt.
 _VISION = ("vision_config", "visual", "image_token_id", "image_token_index", "img_processor", "mm_vision_tower")
 _CONVERT = ("tp_size", "pp_size", "dtype", "quantize", "moe_ep_size", "gpu_sm", "trtllm_examples", "trtllm_version")
@@ -47,7 +45,7 @@ class VllmRuntime(Runtime):
     requirements = frozenset({"triton", "vllm"})
     folder_loader = "vLLM"
     folder_as_engine = True
-    gpu_limits = _ON_GPU
+    gpu_limits = GPU_LIMITS
 
     def device(self, asked: Device | None = None, *, python: str | None = None) -> Device:
         """Return the device that is asked for, else the one that the vLLM here, or of `python`, is for, else a GPU."""
@@ -93,7 +91,7 @@ def vllm_engine_config(
     shape["mapping"]["moe_ep_size"] = convert.moe_ep_size or 1
     device: Device = build.device or ("cpu" if installation.on_cpu else "cuda")
     limits = resolve_limits(
-        EngineConfig.of({"pretrained_config": shape}).model, build, _ON_CPU if device == "cpu" else _ON_GPU
+        EngineConfig.of({"pretrained_config": shape}).model, build, CPU_LIMITS if device == "cpu" else GPU_LIMITS
     )
     if device == "cuda" and build.max_seq_len is None:
         arguments.setdefault("max_model_len", -1)  # vLLM fits it to the memory

@@ -178,7 +178,7 @@ def _shape(plan: ImportPlan, spec: ImportSpec, server: ServerSpec) -> ModelShape
         if config:
             limits = replace(limits, max_batch_size=config.build.max_batch_size)
             limits = replace(limits, max_num_tokens=config.build.max_num_tokens)
-    ranks = spec.convert.tp_size * spec.convert.pp_size
+    ranks = spec.convert.ranks
     return ModelShape(
         weight_bytes=weights / ranks,
         kv_bytes=kv,

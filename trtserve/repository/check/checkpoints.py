@@ -100,7 +100,7 @@ def _config_problems(config: CheckpointConfig) -> Iterator[Problem]:
     mapping = config.mapping
     if not config.dtype:
         yield Problem(what="config.json lacks dtype", fix=f"{_CONVERT_AGAIN}.")
-    if mapping.tp_size * mapping.pp_size * mapping.cp_size != mapping.world_size:
+    if mapping.product != mapping.world_size:
         product = f"tp_size {mapping.tp_size} · pp_size {mapping.pp_size} · cp_size {mapping.cp_size}"
         yield Problem(
             what=f"config.json's mapping has world_size {mapping.world_size}, but {product}", fix=f"{_CONVERT_AGAIN}."

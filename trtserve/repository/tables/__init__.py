@@ -11,7 +11,7 @@ programs, in every release; they are written only when they are set.
 
 A parameter has these keys:
 
-- `values`: a list of words, or one of the forms that `parameters.values_of` reads.
+- `values`: a list of words, or one of the forms that `profiles.values_of` reads.
 - `unset`: the text in config.pbtxt when nothing is set (default: empty). `default` says in words what that means.
 - `required`: it cannot be unset. `needs_key`: NVIDIA's C++ backend does not load a model without the key.
 - What the embedded executor does with it, unless it works as in TensorRT-LLM: `ignored` and `refused` say why,
