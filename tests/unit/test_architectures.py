@@ -373,3 +373,9 @@ def test_unsupported_architecture_error_suggests_alternatives(architecture: str,
     assert re.search(advice, str(caught.value.hint))
     # A folder has to be named of what no table here has.
     assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("GlmM", "Rwkv"))
+
+
+@pytest.mark.parametrize("layers", [None, 1, "1", [True], ["1"], [1.0], {}])
+def test_a_bamba_without_a_list_of_layers_with_attention_is_refused(layers: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"attn_layer_indices = .*; expected a list of the layers"):
+        supported_family(FAMILIES["bamba"].config | {"attn_layer_indices": layers})

@@ -397,22 +397,28 @@ def _nemotron(source: Tensors, hf: Config) -> Named:
 def falcon_tensors(config: Mapping[str, Any]) -> Shapes:
     hidden, vocab, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
     rows, kv_rows = hidden, hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    heads, width, biased = config["mamba_n_heads"], config["mamba_d_ssm"], config.get("mamba_proj_bias")
+    heads, width, biased = config["mamba_n_heads"], config.get("mamba_d_ssm", 2 * hidden), config.get("mamba_proj_bias")
+    attends = config.get("attn_layer_indices")  # of Bamba; every layer of Falcon-H1 has both
     channels = width + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         yield from ((f"{name}{norm}.weight", (hidden,)) for norm in ("input_layernorm", "pre_ff_layernorm"))
-        for part, count in {"q": rows, "k": kv_rows, "v": kv_rows, "o": rows}.items():
-            yield f"{name}self_attn.{part}_proj.weight", (count, hidden)
         for part, shape in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
             yield f"{name}feed_forward.{part}_proj.weight", shape
+            if config.get("mlp_bias"):
+                yield f"{name}feed_forward.{part}_proj.bias", shape[:1]
+        if attends is None or layer in attends:
+            for part, count in {"q": rows, "k": kv_rows, "v": kv_rows, "o": rows}.items():
+                yield f"{name}self_attn.{part}_proj.weight", (count, hidden)
+        if attends is not None and layer in attends:
+            continue
         yield f"{name}mamba.in_proj.weight", (width + channels + heads, hidden)
         yield f"{name}mamba.conv1d.weight", (channels, 1, config["mamba_d_conv"])
         yield f"{name}mamba.conv1d.bias", (channels,)
         yield from ((f"{name}mamba.{part}", (heads,)) for part in ("A_log", "dt_bias", "D"))
         yield f"{name}mamba.out_proj.weight", (hidden, width)
-        if config["mamba_rms_norm"]:
+        if config.get("mamba_rms_norm", True):
             yield f"{name}mamba.norm.weight", (width,)
         if biased:
             yield f"{name}mamba.in_proj.bias", (width + channels + heads,)
@@ -431,12 +437,14 @@ def _falcon(source: Tensors, hf: Config) -> Named:
         theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
         yield f"{ours}input_layernorm.weight", source[f"{theirs}input_layernorm.weight"]
         yield f"{ours}post_layernorm.weight", source[f"{theirs}pre_ff_layernorm.weight"]
-        qkv = [source[f"{theirs}self_attn.{part}_proj.weight"] for part in "qkv"]
-        yield f"{ours}attention.qkv.weight", np.concatenate(qkv)
-        yield f"{ours}attention.dense.weight", source[f"{theirs}self_attn.o_proj.weight"]
+        if f"{theirs}self_attn.q_proj.weight" in source:
+            qkv = [source[f"{theirs}self_attn.{part}_proj.weight"] for part in "qkv"]
+            yield f"{ours}attention.qkv.weight", np.concatenate(qkv)
+            yield f"{ours}attention.dense.weight", source[f"{theirs}self_attn.o_proj.weight"]
         for one, other in {"fc": "gate", "gate": "up", "proj": "down"}.items():
             yield f"{ours}mlp.{one}.weight", source[f"{theirs}feed_forward.{other}_proj.weight"]
-        yield from _state_space(source, f"{theirs}mamba.", ours)
+        if f"{theirs}mamba.in_proj.weight" in source:
+            yield from _state_space(source, f"{theirs}mamba.", ours)
 
 
 def falcon_ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensors]:
@@ -883,5 +891,51 @@ WITH_STATES: dict[str, Family] = {
             {"mamba_rms_norm": True, "mamba_n_groups": 4, "mlp_multipliers": None, "ssm_multipliers": None},
         ),
         constants=ROPE_BASE,
+    ),
+    "bamba": Family(
+        tensors=falcon_tensors,
+        ranks=falcon_ranks,
+        config=LLAMA.config
+        | {
+            "architectures": ["BambaForCausalLM"],
+            "model_type": "bamba",
+            "pad_token_id": 0,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 4,
+        },
+        expected=EXPECTED
+        | {
+            "rotary_embedding_dim": 8,
+            "rotary_pct": 0.5,
+            "mixer_layers": [0],
+            "ssm_heads": 8,
+            "ssm_head": 16,
+            "ssm_groups": 2,
+            "ssm_state": 16,
+            "ssm_taps": 4,
+            "ssm_norm_groups": 2,
+            "ssm_norm_first": False,
+            "ssm_conv_bias": True,
+            "ssm_bias": False,
+            "superset": ["the family Bamba"],
+        },
+        nvidia=False,
+        shards=({"vocab_size": 323},),
+        logits=(
+            {},
+            {
+                "num_hidden_layers": 3,
+                "attn_layer_indices": [0, 2],
+                "mamba_n_groups": 1,
+                "mamba_proj_bias": True,
+                "mlp_bias": True,
+                "time_step_limit": [0.3, 2.0],
+            },
+        ),
+        constants=ROPE_BASE | ROPE_SIZE,
     ),
 }

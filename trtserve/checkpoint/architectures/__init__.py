@@ -101,6 +101,7 @@ FAMILIES: dict[str, str] = {
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "NemotronHForCausalLM": "nemotron_h",
+    "BambaForCausalLM": "bamba",
     "FalconH1ForCausalLM": "falcon_h1",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_next",

@@ -11,8 +11,8 @@ from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceName
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.state_space import (
     FACTORS,
+    mamba_keys,
     state_space,
-    state_space_keys,
     state_space_tensors,
 )
 from trtserve.errors import UnsupportedModelError
@@ -45,37 +45,24 @@ _LISTS = {"mlp_multipliers": ("gate", "down"), "ssm_multipliers": FACTORS}
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the state spaces, and the factors."""
     hf = {**_DEFAULTS, **hf}
-    required(hf, "num_hidden_layers", "hidden_size", "mamba_n_heads", "mamba_expand")
-    inner = hf["mamba_expand"] * hf["hidden_size"] if hf["mamba_d_ssm"] is None else hf["mamba_d_ssm"]
-    if hf["mamba_d_head"] == "auto":
-        hf["mamba_d_head"] = inner // hf["mamba_n_heads"]
-    if required(hf, "mamba_d_head")["mamba_d_head"] * hf["mamba_n_heads"] != inner:
-        raise UnsupportedModelError(
-            f"config.json has mamba_n_heads = {hf['mamba_n_heads']} and mamba_d_head = {hf['mamba_d_head']!r}; "
-            f"expected a product of {inner!r:.40}, the width of the state spaces."
-        )
+    required(hf, "num_hidden_layers", "hidden_size", "mamba_expand")
+    own = None if hf["mamba_d_ssm"] is None else required(hf, "mamba_d_ssm")["mamba_d_ssm"]
+    inner = own or hf["mamba_expand"] * hf["hidden_size"]
     factors = _factors(hf)
     biased = {key: bool(hf[key]) for key in ("mamba_proj_bias", "projectors_bias")}
     if len(set(biased.values())) > 1 or (biased["mamba_proj_bias"] and factors["ssm_in"] != 1):
         raise UnsupportedModelError("config.json gives some products of the state spaces biases, and others none.")
     if hf.get("attention_bias") and factors["attention_in"] != 1:
         raise UnsupportedModelError("config.json has attention_bias = true and a factor of attention's inputs.")
-    groups = hf["mamba_n_groups"]
     return {
         **llama.own_config(hf, "Falcon-H1", defaults={}, windows=()),
         "mixer_layers": list(range(hf["num_hidden_layers"])),
         "mixer_beside": True,
-        **state_space_keys(
-            heads=hf["mamba_n_heads"],
-            head=hf["mamba_d_head"],
-            groups=groups,
-            state=hf["mamba_d_state"],
-            taps=hf["mamba_d_conv"],
-            norm_groups=groups if hf["mamba_rms_norm"] else 0,
+        **mamba_keys(
+            hf,
+            inner,
+            norm_groups=hf["mamba_n_groups"] if hf["mamba_rms_norm"] else 0,
             norm_first=bool(hf["mamba_norm_before_gate"]),
-            conv_bias=hf["mamba_conv_bias"],
-            biased=biased["mamba_proj_bias"],
-            time_limit=hf["time_step_limit"],
         ),
         **{f"ssm_{part}_factor": factors["ssm_in"] * factors[part] for part in FACTORS},
         "ssm_out_multiplier": factors["ssm_out"],

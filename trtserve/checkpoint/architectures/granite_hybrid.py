@@ -19,7 +19,7 @@ from trtserve.checkpoint.architectures.base import (
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
-from trtserve.checkpoint.architectures.parts.state_space import state_space, state_space_keys, state_space_tensors
+from trtserve.checkpoint.architectures.parts.state_space import mamba_keys, state_space, state_space_tensors
 from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
@@ -64,32 +64,14 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
             f"config.json has position_embedding_type = {positions!r}; expected rope, nope or null.",
             hint="Use the config.json that was published with the weights.",
         )
-    required(hf, "hidden_size", "shared_intermediate_size", "mamba_n_heads", "mamba_expand")
+    required(hf, "hidden_size", "shared_intermediate_size", "mamba_expand")
     shared, inner = hf["shared_intermediate_size"], hf["mamba_expand"] * hf["hidden_size"]
-    if hf["mamba_d_head"] == "auto":
-        hf["mamba_d_head"] = inner // hf["mamba_n_heads"]
-    head = required(hf, "mamba_d_head")["mamba_d_head"]
-    if head * hf["mamba_n_heads"] != inner:
-        raise UnsupportedModelError(
-            f"config.json has mamba_n_heads = {hf['mamba_n_heads']} and mamba_d_head = {hf['mamba_d_head']!r}; "
-            f"expected a product of mamba_expand · hidden_size = {inner}."
-        )
     own_width = hf.get("intermediate_size", 11008)
     experts = routed({**hf, "intermediate_size": own_width}, shared) if hf["num_local_experts"] else {}
     return {
         **granite.checkpoint_config({**hf, "layer_types": None, "intermediate_size": own_width if experts else shared}),
         **mixer_keys(hf, "linear_attention", default=None),
-        **state_space_keys(
-            heads=hf["mamba_n_heads"],
-            head=head,
-            groups=hf["mamba_n_groups"],
-            state=hf["mamba_d_state"],
-            taps=hf["mamba_d_conv"],
-            norm_groups=hf["mamba_n_groups"],
-            conv_bias=hf["mamba_conv_bias"],
-            biased=hf["mamba_proj_bias"],
-            time_limit=hf["time_step_limit"],
-        ),
+        **mamba_keys(hf, inner, norm_groups=hf["mamba_n_groups"]),
         **({"unrotated_layers": [True]} if positions != "rope" else {}),
         **experts,
     }

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import require_sizes
+from trtserve.checkpoint.architectures.base import HfConfig, require_sizes, required
 from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, StateSpace
 from trtserve.errors import UnsupportedModelError
 
@@ -48,6 +48,33 @@ def state_space_keys(
         "ssm_bias": bool(biased),
         **limits,
     }
+
+
+def mamba_keys(hf: HfConfig, inner: int, *, norm_groups: int, norm_first: bool = False) -> dict[str, Any]:
+    """Return the same for a config.json that names the sizes `mamba_…`, all present; `inner` is their width.
+
+    Raises UnsupportedModelError for sizes that do not fit each other.
+    """
+    heads = required(hf, "mamba_n_heads")["mamba_n_heads"]
+    head = inner // heads if hf["mamba_d_head"] == "auto" else required(hf, "mamba_d_head")["mamba_d_head"]
+    if head * heads != inner:
+        raise UnsupportedModelError(
+            f"config.json has mamba_n_heads = {heads} and mamba_d_head = {hf['mamba_d_head']!r}; "
+            f"expected a product of {inner!r:.40}, the width of the state spaces.",
+            hint="Use the config.json that was published with the weights.",
+        )
+    return state_space_keys(
+        heads=heads,
+        head=head,
+        groups=hf["mamba_n_groups"],
+        state=hf["mamba_d_state"],
+        taps=hf["mamba_d_conv"],
+        norm_groups=norm_groups,
+        norm_first=norm_first,
+        conv_bias=hf["mamba_conv_bias"],
+        biased=hf["mamba_proj_bias"],
+        time_limit=hf["time_step_limit"],
+    )
 
 
 def _limits(time_limit: object) -> tuple[float, float]:
