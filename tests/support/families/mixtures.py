@@ -73,9 +73,8 @@ def sparse_layers(config: Mapping[str, Any]) -> list[int]:
         last = config.get("moe_layer_end_index", -1)
         last = len(layers) - 1 if last == -1 else last
         return [layer for layer in layers if first <= layer <= last and not (layer + 1) % every]
-    return [
-        layer for layer in layers if layer >= config.get("first_k_dense_replace", config.get("num_dense_layers", 0))
-    ]
+    dense = 1 if config["model_type"] == "hy_v3" else config.get("num_dense_layers", 0)
+    return [layer for layer in layers if layer >= config.get("first_k_dense_replace", dense)]
 
 
 def _without_experts(config: Mapping[str, Any]) -> Shapes:
@@ -99,7 +98,7 @@ def _without_experts(config: Mapping[str, Any]) -> Shapes:
             elif kind == "hunyuan_v1_moe":
                 long = {"q": "query", "k": "key"}[name.removesuffix("_proj.weight")[-1]]
                 yield name.replace(f"{name.removesuffix('_proj.weight')[-1]}_proj", f"{long}_layernorm"), (size,)
-            elif kind in ("dots1", "exaone_moe", "afmoe") or config.get("use_qk_norm"):
+            elif kind in ("dots1", "exaone_moe", "afmoe", "hy_v3") or config.get("use_qk_norm"):
                 yield norm, (size,)
 
 
@@ -446,6 +445,34 @@ AFMOE = Family(
     constants=ROPE_BASE | EXPERTS | LAYER_WINDOWS,
 )
 
+HY_V3 = Family(
+    tensors=_tensors,
+    ranks=llama_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["HYV3ForCausalLM"],
+        "model_type": "hy_v3",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "router_scaling_factor": 1.5,
+    },
+    expected=_COMMON | _DEEPSEEK | {"attn_bias": False, "mlp_bias": False, "superset": ["the family Hunyuan 3"]},
+    nvidia=False,
+    logits=(
+        {},
+        {
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "num_hidden_layers": 3,
+            "num_shared_experts": 2,
+            "attention_bias": True,
+        },
+    ),
+    constants=ROPE_BASE | EXPERTS,
+)
+
 _LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 40}
 
 
@@ -564,6 +591,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": ERNIE4_5_MOE,
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
     "exaone_moe": EXAONE_MOE,
+    "hy_v3": HY_V3,
     "afmoe": AFMOE,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,

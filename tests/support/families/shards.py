@@ -67,6 +67,7 @@ MIXTURES = {
     "solar_open": _DEEPSEEK,
     "flex_olmo": Mixture(),
     "ernie4_5_moe": replace(_DEEPSEEK, correction="mlp.moe_statics.e_score_correction_bias"),
+    "hy_v3": replace(_DEEPSEEK, router="mlp.router.gate", correction="mlp.expert_bias", shared="mlp.shared_mlp"),
     "hunyuan_v1_moe": Mixture(router="mlp.gate.wg", shared="mlp.shared_mlp"),
     "exaone_moe": replace(_DEEPSEEK, correction="mlp.e_score_correction_bias"),
     "afmoe": replace(_DEEPSEEK, router="mlp.router.gate", correction="mlp.expert_bias"),

@@ -63,6 +63,7 @@ FAMILIES: dict[str, str] = {
     "OlmoeForCausalLM": "olmoe",
     "FlexOlmoForCausalLM": "olmoe",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "HYV3ForCausalLM": "hy_v3",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "ExaoneMoeForCausalLM": "exaone_moe",
     "AfmoeForCausalLM": "afmoe",

@@ -148,8 +148,13 @@ def _rounding(
     return Rounding(dtype=dtype, offsets=offsets, kept=frozenset(names | renamed) | codes)
 
 
-_RENAMED = ((".block_sparse_moe.", ".mlp."), (".router.layer.", ".router."), ("backbone.", "model."))
-"""Parts of names that transformers 5 renames when it loads a file: Mixtral's, Granite's and Nemotron-H's."""
+_RENAMED = (
+    (".block_sparse_moe.", ".mlp."),
+    (".router.layer.", ".router."),
+    (".router.gate.", ".gate."),
+    ("backbone.", "model."),
+)
+"""Parts of names that transformers 5 renames when it loads a file: those of Mixtral, Granite, Hunyuan 3, Nemotron-H."""
 
 
 def _conversion_bounds(config: CheckpointConfig, *, products: bool) -> Precision:
