@@ -67,7 +67,8 @@ def take(folder: Path, environment: dict[str, str], work: Path) -> None:
                 args=["--no-sandbox", "--disable-dev-shm-usage"],
             )
             for name, width, height in (("page", 1100, 640), ("page-narrow", 380, 720)):
-                page = browser.new_page(viewport={"width": width, "height": height}, bypass_csp=True)
+                touch = name == "page-narrow"
+                page = browser.new_page(viewport={"width": width, "height": height}, bypass_csp=True, has_touch=touch)
                 converse(page, address)
                 page.screenshot(path=folder / f"{name}.png")
             page = browser.new_page(viewport={"width": 1100, "height": 900})

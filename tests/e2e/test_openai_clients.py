@@ -306,7 +306,7 @@ def test_the_page(url: str, features: ModelServer) -> None:
         page.evaluate("document.querySelector('#max_tokens').value = '5'")
         page.keyboard.type("Hi")
         page.keyboard.press("Enter")
-        page.get_by_text("tokens/s, first after").wait_for()
+        page.get_by_text("tokens/s, first in").wait_for()
         page.evaluate(f"document.querySelector('#max_tokens').value = '{ENDLESS}'")
         for _ in range(10):  # an answer takes a second, in which a busy machine may not press Escape
             page.keyboard.type("Tell me a story")
@@ -320,7 +320,7 @@ def test_the_page(url: str, features: ModelServer) -> None:
                 break
         assert page.get_by_text("stopped").count() == 1
         wait_until(lambda: page.evaluate("/ms/.test(document.querySelector('#first').textContent)"))
-        wait_until(lambda: page.evaluate("/blocks/.test(document.querySelector('#kv').textContent)"))
+        wait_until(lambda: page.evaluate("/ of /.test(document.querySelector('#kv').textContent)"))
         unlabelled = (
             "[...document.querySelectorAll('input:not([aria-hidden]), select, textarea')]"
             ".filter(each => !each.labels.length).length"

@@ -129,16 +129,18 @@ def test_conversations_are_kept_and_the_last_question_is_asked_again(page: Any, 
     page.get_by_text("two").wait_for()
     wait_until(lambda: page.evaluate("!document.querySelector('#send').hidden"))
     page.reload()
+    assert page.locator(".turn .words").all_text_contents() == ["Hi", "two"]
+    page.get_by_role("button", name="New chat").click()
     assert count(page, ".turn") == 0
     assert not page.locator("#talks").is_visible()  # the panels are folded on a phone
-    page.get_by_role("button", name="Panels").click()
+    page.get_by_role("button", name="Menu").click()
     page.locator("#talks button").first.click()
     assert page.locator(".turn .words").all_text_contents() == ["Hi", "two"]
     ask(page, "And?")
     said = [("user", "Hi"), ("assistant", "two"), ("user", "And?")]
     assert [(each["role"], each["content"]) for each in server.asked[-1]] == said
     assert [[each["content"] for each in asked] for asked in server.asked[:2]] == [["Hi"], ["Hi"]]
-    page.get_by_role("button", name="Panels").click()
+    page.get_by_role("button", name="Menu").click()
     page.get_by_role("button", name="Remove").click()
     assert count(page, "#talks li") == count(page, ".turn") == 0
 

@@ -312,7 +312,7 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
         return
     text = content.decode()
     stage = ", 16 in flight"
-    of_the_last = ("Distributions", "Requests in flight and batch size", "Server and machine over time")
+    of_the_last = ("Distribution of times", "Requests in flight and batch size", "Server and machine over time")
     for title in (*(f"{name}{stage}" for name in of_the_last), "Throughput and latency"):
         assert title in text
     assert text.count("valid") >= 2
@@ -333,9 +333,9 @@ def test_failed_requests_are_in_curves_and_tables() -> None:
     run_ = made(1, count=100)
     failed = [replace(each, status="failed", arrivals=[]) for each in run_.records[::4]]
     report = replace(run_, records=(*failed, *(each for each in run_.records if each.index % 4)))
-    curve = next(plot for plot in chart([report])["concat"] if plot["title"] == "Distributions")
+    curve = next(plot for plot in chart([report])["concat"] if plot["title"] == "Distribution of times")
     shares = {point["measure"]: point["share"] for point in curve["data"]["values"]}  # the last ones
-    assert shares == {"time to first token": 0.75, "time per output token": 1.0, "latency": 0.75}
+    assert shares == {"first token": 0.75, "per output token": 1.0, "whole answer": 0.75}
     first = next(row for row in report.interval_rows() if row[0].startswith("Time to first"))
     assert "∞ (requests failed)" in first
     assert not any(cell.count("requests failed") > 1 for cell in first)
@@ -375,4 +375,4 @@ def test_a_trace_without_a_limit_has_a_page(trace_result: Path, tmp_path: Path) 
     assert run(["bench", "report", str(trace_result), "--html", str(page)]) == 0
     text = page.read_text()
     assert "as fast as the requests came</h1>" in text
-    assert "Latency over time, from the intended send" in text
+    assert "Whole answers over time, from the intended send" in text

@@ -194,7 +194,7 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
 ) -> None:
     model.answers = [["one"], ["two"], ["three"]]
     lines = (
-        "Hi\n/set temperature 0.5\n/set --top-k 3\n/set stop_words END\n"
+        "Hi\n/set temperature 0.5\n/set top_k=3\n/set stop_words END\n"
         '/set\n/retry\n/set temperature\n/sett\n"""\nfirst\n\n  second """\n'
     )
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))

@@ -180,7 +180,7 @@ def test_command_takes_the_flags_in_both_spellings(llama: Checkpoint, capsys: py
     arguments = ["build", str(llama.path), "--dry-run", *flags, *modules, "--use_paged_context_fmha", "disable"]
     assert run(arguments) == 0
     assert (
-        "takes     2 beams, prompt tables of 8 rows, context logits, generation logits, adapters of rank 16 on "
+        "features  2 beams, prompt tables of 8 rows, context logits, generation logits, adapters of rank 16 on "
         "attn_q attn_k attn_v, no reuse of KV blocks\n"
     ) in capsys.readouterr().out
     assert run([*arguments, "--json"]) == 0

@@ -21,6 +21,7 @@ HOSTED = ("start", "query", "chat", "gateway", "bench")
         (["queri"], "`trtserve` has no command queri.", "Did you mean `trtserve query`?"),
         (["xyzzy"], "`trtserve` has no command xyzzy.", "`trtserve -h` lists its commands."),
         (["serve"], "`trtserve` has no command serve.", "Use `trtserve start`."),
+        (["compare", "a", "b"], "`trtserve` has no command compare.", "Use `trtserve bench compare`."),
         (["ps"], "`trtserve` has no command ps.", "Use `trtserve status`."),
         (["--seed"], "`trtserve` has no option --seed.", "Write --seed after a command: `trtserve COMMAND … --seed`."),
         (
@@ -50,6 +51,11 @@ HOSTED = ("start", "query", "chat", "gateway", "bench")
             ["metrics", "--interval", "soon"],
             "--interval is 'soon'; expected a number.",
             "`trtserve metrics -h` explains it.",
+        ),
+        (
+            ["start", "--prot", "9000"],
+            "`trtserve start` has no option --prot.",
+            "Did you mean --http-port or --grpc-port or --metrics-port?",
         ),
         (["list", "--jsno"], "`trtserve list` has no option --jsno.", "Did you mean --json?"),
         (

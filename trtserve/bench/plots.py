@@ -89,8 +89,9 @@ _ON_PAGE: Spec = {
             "labelPadding": 6,
             "gridColor": _INK,
             "gridOpacity": 0.12,
-            "labelOverlap": "greedy",
-            "labelSeparation": 12,
+            "labelOverlap": "parity",
+            "labelSeparation": 4,
+            "tickCount": 6,
         },
         "legend": {
             "orient": "top",
@@ -197,7 +198,7 @@ def _throughput_curve(reports: Sequence[BenchReport]) -> Spec:
 
 
 def _latency_curves(records: Sequence[RequestRecord]) -> Spec | None:
-    measures = {"time to first token": first_token_ms, "time per output token": per_token_ms, "latency": latency_ms}
+    measures = {"first token": first_token_ms, "per output token": per_token_ms, "whole answer": latency_ms}
     failed = sum(each.status == "failed" for each in records)
     points = []
     for name, measure in measures.items():
@@ -217,15 +218,22 @@ def _latency_curves(records: Sequence[RequestRecord]) -> Spec | None:
     if not points:
         return None
     return _plot(
-        "Distributions",
+        "Distribution of times",
         points,
         mark={"type": "line", "interpolate": "step-after"},
         encoding={
-            "x": _field("ms", "quantitative", "milliseconds", scale={"type": "log"}),
+            "x": _field("ms", "quantitative", "milliseconds", scale={"type": "log"}, axis=_decades(points)),
             "y": _field("share", "quantitative", "share of requests", axis={"format": "%"}, scale={"domain": [0, 1]}),
             "color": _field("measure", "nominal", ""),
         },
     )
+
+
+def _decades(points: Sequence[Mapping[str, Any]]) -> Spec:
+    """Return an axis with a label and a grid line at each power of ten around the points, and nowhere else."""
+    powers = [math.log10(each["ms"]) for each in points]
+    marks = range(math.floor(min(powers)), math.ceil(max(powers)) + 1)
+    return {"values": [10.0**power for power in marks], "format": "~g"}
 
 
 def _timeline(report: BenchReport) -> Spec | None:
@@ -239,12 +247,12 @@ def _timeline(report: BenchReport) -> Spec | None:
     ]
     legend = {} if len({each.status for each in sent}) > 1 else {"legend": None}
     return _plot(
-        "Latency over time, from the intended send",
+        "Whole answers over time, from the intended send",
         points,
         mark={"type": "point", "size": 12, "opacity": 0.6},
         encoding={
             "x": _field("s", "quantitative", "seconds"),
-            "y": _field("ms", "quantitative", "latency (ms)"),
+            "y": _field("ms", "quantitative", "milliseconds"),
             "color": _field("status", "nominal", "", **legend),
         },
     )
@@ -299,14 +307,18 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
     ]
     if not points:
         return None
+    longest = int(max(each["token"] for each in points))
+    marks = [1, *range(10, longest + 1, 10 if longest <= 60 else 50)]
     return _plot(
         "Time before each response of an answer",
         points,
         mark="rect",
         encoding={
             "x": _field("answer", "ordinal", "answers in order", axis={"labels": False, "ticks": False, "grid": False}),
-            "y": _field("token", "ordinal", "response", axis={"labelOverlap": True, "grid": False}, sort="descending"),
-            "color": _field("ms", "quantitative", "ms", scale={"type": "sqrt", "scheme": "viridis"}),
+            "y": _field("token", "ordinal", "response", axis={"values": marks, "grid": False}, sort="descending"),
+            "color": _field(
+                "ms", "quantitative", "ms", scale={"type": "sqrt", "scheme": "viridis"}, legend={"tickCount": 3}
+            ),
         },
     )
 

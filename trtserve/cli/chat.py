@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import termios
@@ -372,7 +373,8 @@ class _Talk:
 
     def _set(self, text: str) -> None:
         """Set or remove an option of the requests that follow, or list what is set."""
-        name, _, value = text.partition(" ")
+        name, *rest = re.split(r"[\s=]+", text, maxsplit=1)
+        value = "".join(rest)
         name = name.lstrip("-").replace("-", "_")
         options = dict(self._conversation.spec.options)
         if value:

@@ -182,7 +182,7 @@ def _engine_lines(plan: BuildPlan, checkpoint: Path) -> list[str]:
         f"as        {engine.precision}",
         f"limits    {limits.max_batch_size} requests, {limits.max_num_tokens} tokens per step",
         f"lengths   prompts up to {longest} tokens, prompt and answer up to {limits.max_seq_len}",
-        *([f"takes     {engine.words()}"] if engine.words() else []),
+        *([f"features  {engine.words()}"] if engine.words() else []),
         f"needs     {engine.memory_words()}",
         *(f"note      {note}" for note in engine.notes),
         f"state     {'reused: it exists already' if plan.reused else made}",

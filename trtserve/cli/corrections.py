@@ -192,10 +192,12 @@ def _begins(known: str, typed: str) -> bool:
 
 
 def _meant(option: str, known: Sequence[str]) -> str:
-    """Return a hint with up to three options that begin as `option` does, else with those that have its words."""
+    """Return a hint with up to three options that begin as `option` does, else that have its words or one like it."""
     words = set(option.strip("-").split("-"))
     begun = sorted((each for each in known if each.startswith(option)), key=len)
     found = begun or [each for each in known if words <= set(each.strip("-").split("-"))]
+    if not found and len(option) > len("--tp-"):  # a misspelt word, such as prot for port
+        found = [each for each in known if get_close_matches(option[2:], each[2:].split("-"), n=1, cutoff=0.75)]
     return f"Did you mean {' or '.join(found[:3])}?" if found else ""
 
 

@@ -220,7 +220,7 @@ def _lines(found: Description) -> list[tuple[str, str]]:
         ("quantised", _pairs(found.quantization) if found.quantization.get("quant_algo") else ""),
         ("limits", _limits(found.limits)),
         ("lengths", _lengths(found.limits)),
-        ("takes", ", ".join(found.features)),
+        ("features", ", ".join(found.features)),
         ("ranks", f"{parallel['world_size']} ({_pairs({k: v for k, v in parallel.items() if k != 'world_size'})})"),
         ("KV cache", ", ".join(filter(None, (cache, tokens)))),
         ("plugins", _pairs(found.plugins)),

@@ -65,6 +65,8 @@ _VERBS_OF_PEERS = {
     "kill": "stop",
     "down": "stop",
     "profile": "bench",
+    "compare": "bench compare",
+    "report": "bench report",
     "infer": "query",
     "config": "inspect",
     "server": "start",
@@ -288,7 +290,7 @@ def _write_brief(sections: Sequence[tuple[str, Sequence[tuple[str, str]]]], cont
     (title, records), *others = sections
     room = formatter.width - max(len(name) for name, _ in records) - 4
     with formatter.section(title):
-        texts = [textwrap.shorten(re.split("[;:]", text)[0], room, placeholder=" …") for _, text in records]
+        texts = [textwrap.shorten(re.split("[;:]", text)[0].rstrip("."), room, placeholder=" …") for _, text in records]
         _write_columns(formatter, [(name, text) for (name, _), text in zip(records, texts, strict=True)])
     names = [name for other, rows in others if other not in _COMMON for name, _ in rows]
     more = f"Others: {', '.join(names)}. " if names else ""

@@ -88,7 +88,7 @@ def start(
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Serve a model with Triton, in the foreground until Ctrl-C, or with --detach in the background.
+    """Serve a model with Triton until Ctrl-C, or with --detach in the background.
 
     Clients written for any TensorRT-LLM release work with the default repository of a CPU engine, except some of 0.12
     and 0.13: they need one made with `trtserve repo --release 0.12`.
