@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import resource
 import stat
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ SENTENCE_TRANSFORMERS = "modules.json"
 """File of a Hugging Face model that says how sentence-transformers makes vectors of its states; vLLM reads it too."""
 SUBFOLDERS = ("additional_chat_templates/*.jinja", "[0-9]_*/config.json", "[0-9]_*/model.safetensors")
 """Files in folders of a Hugging Face model: chat templates, and the modules of sentence-transformers."""
+_DIGITS = re.compile("[0-9]{1,18}")
 _BLOCK = 64 << 10
 _LONGEST_NAME, _LONGEST_PATH = 256, 4000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -109,6 +111,14 @@ def is_below(name: object) -> bool:
     if not isinstance(name, str) or len(name) > _LONGEST_PATH or "\0" in name or not is_unicode(name):
         return False
     return all(part not in ("", ".", "..") and len(part) < _LONGEST_NAME for part in name.split("/"))
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that one to eighteen ASCII digits write, or None for any other text.
+
+    `str.isdigit` is no such check: `int` refuses "²", and more than 4,300 digits.
+    """
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def child(folder: Path, name: str) -> Path:

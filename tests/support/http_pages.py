@@ -14,7 +14,7 @@ def answering(page: Callable[[str], str]) -> Iterator[int]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = page(self.path).encode()
+            body = page(self.path).encode(errors="surrogatepass")
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -19,6 +19,8 @@ VALUES: tuple[Any, ...] = (
         "x",
         "1",
         "-1",
+        "²",
+        "9" * 5000,
         "true",
         "null",
         "\0",
@@ -74,6 +76,23 @@ def lie_in_text(text: str, chance: random.Random) -> str:
     """Change a part of a file that is not JSON."""
     place = chance.randrange(len(text) + 1)
     new = chance.choice(
-        ("", "\0", "{", "}", "[", ":", '"', "x", "-1", "9" * 40, "&a [*a, *a]", "\x1b[2J", "\n", "null")
+        (
+            "",
+            "\0",
+            "{",
+            "}",
+            "[",
+            ":",
+            '"',
+            "x",
+            "-1",
+            "9" * 40,
+            "9" * 5000,
+            "²",
+            "&a [*a, *a]",
+            "\x1b[2J",
+            "\n",
+            "null",
+        )
     )
     return text[:place] + new + text[place + chance.choice((0, 1, 5, 40)) :]

@@ -64,3 +64,7 @@ class TritonError(Exception):
 
 class TritonModelException(Exception):  # noqa: N818 - Triton's name
     """An error at load."""
+
+
+def using_decoupled_model_transaction_policy(config: dict[str, Any]) -> bool:
+    return bool(config.get("model_transaction_policy", {}).get("decoupled", False))

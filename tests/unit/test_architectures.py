@@ -121,6 +121,8 @@ def test_checkpoint_architecture_names_are_recognised() -> None:
         ("llama_yarn", {"rope_theta": 1}, "rope_theta = 1 beside rotary scaling 'yarn'"),
         ("qwen2", {"max_window_layers": None}, "max_window_layers = None; expected numbers of 0 or more"),
         ("llama", {"attention_bias": "false"}, "attention_bias = 'false'; expected true or false"),
+        ("gemma", {"use_bidirectional_attention": ""}, "use_bidirectional_attention = ''; expected true, false"),
+        ("gemma3", {"use_bidirectional_attention": []}, r"use_bidirectional_attention = \[\]; expected true, false"),
         ("ministral", {"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ("bloom", {"n_head": 2}, "n_head = 2 and num_attention_heads = 4"),
         ("gpt2", {"n_layer": 0}, "n_layer = 0"),

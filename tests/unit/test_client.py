@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import PreparedPrompts
 from trtserve.errors import UsageError
+from trtserve.library.client import Client
 
 
 def describe(*inputs: str, max_batch_size: int = 8, **settings: str) -> ModelDescription:
@@ -173,3 +176,15 @@ def test_refusals_name_the_option_that_helps(message: str, flag: str) -> None:
 def test_flags_of_a_model() -> None:
     assert describe(accumulate_tokens="True").flag("accumulate_tokens")
     assert not describe(accumulate_tokens="${accumulate_tokens}").flag("accumulate_tokens")
+
+
+@pytest.mark.parametrize("address", ["h:²", "h:٣", f"h:{'9' * 5000}", "h:65536", "h:0", ":8001", "a/b:1"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="expected a name, or HOST:PORT"):
+        Client(address)
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["1"], [-1], [1 << 31], [10**400], [None], 3, None])
+def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
+    with pytest.raises(UsageError, match="expected a text, or a list of token ids"):
+        Client("127.0.0.1:1").ask(prompt)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.certificates import certificates
+from trtserve.client import http_pool
 from trtserve.client.endpoint import Endpoint, RequestCancelledError, Tls
 from trtserve.client.http_transport import generate_body, http_client, infer_body
 from trtserve.client.tensors import ModelDescription, ModelRequest, Reply, Tensor, TensorDescription, generate_shape
@@ -109,6 +110,26 @@ def test_any_model_name_can_be_requested() -> None:
 @pytest.mark.parametrize("sent", [EVENTS, (b"".join(EVENTS),), (EVENTS[0][:9], EVENTS[0][9:] + EVENTS[1])])
 def test_events_do_not_depend_on_the_chunks(serving: Callable[..., TransportClient], sent: tuple[bytes, ...]) -> None:
     assert list(texts(serving(HEADER + chunks(*sent) + b"0\r\n\r\n"))) == [" M", "ach"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 2000,
+        b"HTTP/1.1 200 OK\r\nA: " + b"b" * 9000,
+        HEADER + chunks(b'data: {"text_output":"' + b"a" * 9000),
+        HEADER.replace(b"200", b"500") + chunks(b"a" * 9000),
+    ],
+    ids=["headers", "a header", "an event", "an error"],
+)
+def test_an_answer_without_an_end_is_given_up(
+    serving: Callable[..., TransportClient], monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    for limit in ("_MOST_HEAD", "_MOST_EVENT"):
+        monkeypatch.setattr(http_pool, limit, 8192)
+    monkeypatch.setattr(http_pool.HttpPool.send, "__kwdefaults__", {"timeout": None, "most": 8192})
+    with pytest.raises(ServerUnreachableError, match="more bytes than any that is expected"):
+        list(serving(answer, 60).infer(ModelRequest(model=MODEL, tensors=[], id="", stream=True)))
 
 
 @pytest.mark.parametrize("end", [b"", b"2", b"1f\r\ndata: {"])

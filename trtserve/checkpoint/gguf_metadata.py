@@ -217,7 +217,7 @@ class Metadata:
         """Return a value, of the architecture unless the key begins with `tokenizer` or `general`."""
         name = key if key.startswith(("tokenizer.", "general.")) else f"{self.architecture}.{key}"
         value = self.file.metadata.get(name, default)
-        if value is not default and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if value is not default and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
             raise CorruptFileError(f"{self.file.path}: {name} is {value!r:.80}.", hint=AGAIN)
         return value
 
@@ -248,6 +248,12 @@ class Metadata:
         if wrong or not any(listed):
             raise CorruptFileError(
                 f"{self.file.path}: {self.architecture}.{key} has {(wrong or listed)[0]!r:.80}.", hint=AGAIN
+            )
+        if len(listed) != self.size("block_count"):
+            raise CorruptFileError(
+                f"{self.file.path}: {self.architecture}.{key} has {len(listed)} values for {self.size('block_count')} "
+                "layers.",
+                hint=AGAIN,
             )
         return listed
 

@@ -32,9 +32,15 @@ class Widening:
     block: tuple[int, int] | None = None
 
 
+_SWITCHES = ("zero_point", "desc_act", "is_marlin_format", "load_in_4bit", "load_in_8bit")
+
+
 def widening(config: Mapping[str, Any]) -> Widening:
     """Return how a quantisation config's matrices are read. Raises UnsupportedModelError naming what is not."""
     method = str(config.get("quant_method", "unknown method"))
+    for key in _SWITCHES:
+        if not isinstance(config.get(key), bool | None):
+            raise refused(f"{method} with {key} = {config[key]!r:.80}; expected true or false")
     if method in ("mxfp4", "gguf"):
         return Widening(method="mxfp4" if method == "mxfp4" else "gguf")
     if method == "gptq":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trtserve.client.endpoint import understood
 from trtserve.client.inputs import RequestContext
 from trtserve.client.tensors import IDS_OUTPUT, TEXT_INPUT, TEXT_OUTPUT, Reply
 from trtserve.client.tokenizer import TokenizerFiles
@@ -110,7 +111,14 @@ class Answer:
         self._first: float | None = None
 
     def add(self, reply: Reply) -> str:
-        """Add a response and return its new text, if the answer has only one sequence, else an empty one."""
+        """Add a response and return its new text, if the answer has only one sequence, else an empty one.
+
+        Raises RequestError for outputs that do not fit together.
+        """
+        with understood():
+            return self._added(reply)
+
+    def _added(self, reply: Reply) -> str:
         row, sample = _index(reply.outputs, "batch_index"), _index(reply.outputs, "sequence_index")
         self._responses += TEXT_OUTPUT in reply.outputs or IDS_OUTPUT in reply.outputs
         keys = self._keys(reply.outputs, row, sample)

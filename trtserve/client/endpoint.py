@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -170,6 +171,18 @@ class RequestCancelledError(RequestError):
 
 class UnavailableError(RequestError):
     """The server cannot answer at the moment, whatever it is asked; a copy of it may."""
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Let an answer that Triton's protocol does not have end with RequestError: another program may have sent it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RequestError(
+            f"The server's answer is not of Triton's protocol ({type(error).__name__}: {str(error)[:200]}).",
+            hint="Check that Triton listens at this address, and nothing that changes its answers.",
+        ) from error
 
 
 def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestError:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.client.endpoint import Endpoint, explain_rpc_error, refused, unknown_model
+from trtserve.client.endpoint import Endpoint, explain_rpc_error, refused, understood, unknown_model
 from trtserve.client.tensors import ModelDescription, ModelRequest, Reply, Tensor, decoded
 from trtserve.client.transport import TransportClient
 from trtserve.errors import UsageError
@@ -72,7 +72,8 @@ class GrpcTransport:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
                 raise unknown_model(model, self._where, await self.model_names()) from None
-        return ModelDescription.from_config(MessageToDict(answer.config, preserving_proto_field_name=True))
+        with understood():
+            return ModelDescription.from_config(MessageToDict(answer.config, preserving_proto_field_name=True))
 
     async def model_names(self) -> list[str]:
         from tritonclient.grpc import service_pb2
@@ -103,14 +104,19 @@ class GrpcTransport:
         with self._explained():
             await self.reconnected()
             if not request.model.decoupled:
-                yield reply_of(await self._stub.ModelInfer(message, **options))
+                response = await self._stub.ModelInfer(message, **options)
+                with understood():
+                    reply = reply_of(response)
+                yield reply
                 return
             call = self._stub.ModelStreamInfer(iter([message]), **options)
             try:
                 while (response := await call.read()) is not grpc.aio.EOF:
                     if response.error_message:
                         raise refused(response.error_message)
-                    yield reply_of(response.infer_response)
+                    with understood():
+                        reply = reply_of(response.infer_response)
+                    yield reply
             finally:
                 call.cancel()
 
@@ -183,7 +189,8 @@ class _Outputs(Mapping[str, "npt.NDArray[Any]"]):
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         datatype, content = self.raw(name)
-        return decoded(datatype, next(each.shape for each in self._outputs if each.name == name), content)
+        with understood():
+            return decoded(datatype, next(each.shape for each in self._outputs if each.name == name), content)
 
     def __contains__(self, name: object) -> bool:
         return any(each.name == name for each in self._outputs)

@@ -16,11 +16,18 @@ from typing import Any
 
 OK = 200
 CROWDED = 32768
-_EVENT_END = b"\n\n"
+_EVENT_ENDS = (b"\n\n", b"\n\r\n")
+MOST_BYTES = 2 << 30
+"""Of an answer that is kept whole, as gRPC's messages have at most."""
+_MOST_HEAD, _MOST_EVENT = 1 << 20, 64 << 20
 
 
 class NotHttpError(ConnectionError):
     """The port answered with something else than HTTP."""
+
+
+class LargeAnswerError(ConnectionError):
+    """The answer has more bytes than any that is meant."""
 
 
 class ConnectionEndedError(ConnectionError):
@@ -91,18 +98,24 @@ class HttpPool:
         return connection
 
     async def send(
-        self, message: bytes, on_event: OnEvent | None = None, *, timeout: float | None = None
+        self,
+        message: bytes,
+        on_event: OnEvent | None = None,
+        *,
+        timeout: float | None = None,
+        most: int = MOST_BYTES,
     ) -> HttpAnswer | None:
         """Send a whole request and return its answer, or None when `on_event` wanted no more of it.
 
-        With `on_event` the answer is a stream of server-sent events, unless its status is an error. Raises OSError, and
-        asyncio.TimeoutError after `timeout` seconds, or those of the pool.
+        With `on_event` the answer is a stream of server-sent events, unless its status is an error. Raises OSError,
+        LargeAnswerError for more than `most` bytes, and asyncio.TimeoutError after `timeout` seconds, or those of the
+        pool.
         """
         while self._idle and not self._idle[0].usable:
             self._idle.popleft()  # closed by the server
         connection = self._idle.popleft() if self._idle else await self._connect()
         try:
-            ended = connection.exchange(message, on_event)
+            ended = connection.exchange(message, on_event, most)
             # Less work than asyncio.wait_for, which makes a task.
             seconds = self._timeout if timeout is None else timeout
             expiry = asyncio.get_running_loop().call_later(seconds, connection.expire)
@@ -153,7 +166,7 @@ class _HttpConnection(asyncio.Protocol):
             place = "in the middle of" if self._begun else "before"
             self._fail(error or ConnectionEndedError(f"the connection ended {place} the answer", begun=self._begun))
 
-    def exchange(self, message: bytes, on_event: OnEvent | None) -> asyncio.Future[HttpAnswer | None]:
+    def exchange(self, message: bytes, on_event: OnEvent | None, most: int) -> asyncio.Future[HttpAnswer | None]:
         """Write a request; the future is done when its answer has ended."""
         import httptools
 
@@ -162,8 +175,9 @@ class _HttpConnection(asyncio.Protocol):
         self.usable = False
         self._transport.write(message)  # first of all: what follows costs the request no time
         self._parser = httptools.HttpResponseParser(self)
-        self._on_event, self._pending, self._body = on_event, b"", bytearray()
+        self._on_event, self._pending, self._body = on_event, bytearray(), bytearray()
         self._headers, self._begun = dict[bytes, bytes](), False
+        self._most, self._head = most, 0
         self._ended = asyncio.get_running_loop().create_future()
         return self._ended
 
@@ -179,6 +193,14 @@ class _HttpConnection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - httptools' errors have no base class of their own
             self._fail(NotHttpError(f"the answer is not HTTP: {error}"))
             self.abort()
+        if self._head >= 0:
+            self._head += len(data)
+        if self._head > _MOST_HEAD or len(self._pending) > _MOST_EVENT or len(self._body) > self._most:
+            self._fail(LargeAnswerError("the answer has more bytes than any that is expected"))
+            self.abort()
+
+    def on_headers_complete(self) -> None:
+        self._head = -1
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
@@ -187,9 +209,13 @@ class _HttpConnection(asyncio.Protocol):
         if self._on_event is None or self._parser.get_status_code() != OK:
             self._body += body
             return
-        *events, self._pending = (self._pending + body).replace(b"\r\n", b"\n").split(_EVENT_END)
+        begin = max(0, len(self._pending) - 2)
+        self._pending += body
+        if all(self._pending.find(end, begin) < 0 for end in _EVENT_ENDS):
+            return  # so that a long event is looked through once
+        *events, self._pending = self._pending.replace(b"\r\n", b"\n").split(_EVENT_ENDS[0])
         for event in events:
-            if self._on_event(self._now, event):
+            if self._on_event(self._now, bytes(event)):
                 self._end(None)
                 self.abort()
                 return
@@ -197,7 +223,7 @@ class _HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         self._end(
-            HttpAnswer(status=status, headers=self._headers, body=bytes(self._body) or self._pending, time_ns=self._now)
+            HttpAnswer(status=status, headers=self._headers, body=bytes(self._body or self._pending), time_ns=self._now)
         )
         self.usable = not self._lost and self._parser.should_keep_alive()
 

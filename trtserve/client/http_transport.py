@@ -15,7 +15,16 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from trtserve.client.endpoint import Endpoint, Tls, other_protocol, refused, silent, unknown_model, unreachable
+from trtserve.client.endpoint import (
+    Endpoint,
+    Tls,
+    other_protocol,
+    refused,
+    silent,
+    understood,
+    unknown_model,
+    unreachable,
+)
 from trtserve.client.http_pool import ConnectionEndedError, HttpAnswer, HttpPool, NotHttpError, http_request
 from trtserve.client.tensors import ModelDescription, ModelRequest, Reply, Tensor, decoded, generate_shape, text_array
 from trtserve.client.transport import TransportClient
@@ -23,6 +32,7 @@ from trtserve.errors import RequestError, UsageError
 from trtserve.files import parse_json
 
 _EVENT = "data:"
+_MOST_DESCRIBED = 64 << 20
 JSON_LENGTH = "Inference-Header-Content-Length"
 # Keys in the answer of generate that are neither outputs nor parameters of the response.
 _ENVELOPE = ("id", "model_name", "model_version")
@@ -51,16 +61,18 @@ class HttpTransport:
         status, text = await self._first_answer("GET", f"{model_path(model)}/config")
         if status == HTTPStatus.NOT_FOUND or (status >= HTTPStatus.BAD_REQUEST and "unknown model" in text):
             raise unknown_model(model, self._where, await self.model_names())
-        return ModelDescription.from_config(_checked(status, text))
+        with understood():
+            return ModelDescription.from_config(_checked(status, text))
 
     async def model_names(self) -> list[str]:
         status, text = await self._first_answer("POST", "/v2/repository/index", b'{"ready": true}')
-        return [entry["name"] for entry in _checked(status, text)]
+        with understood():
+            return [str(entry["name"]) for entry in _checked(status, text)]
 
     async def _first_answer(self, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
         message = http_request(self._where, path, body, self._endpoint.http_headers, method=method)
         with self._explained(first=True):
-            answer = await asyncio.wait_for(self._pool.send(message), self._first)
+            answer = await asyncio.wait_for(self._pool.send(message, most=_MOST_DESCRIBED), self._first)
         assert answer is not None
         return answer.status, _text(answer.body)
 
@@ -89,17 +101,22 @@ class HttpTransport:
         try:
             while (event := await arrived.get()) is not None:
                 if event.strip():
-                    yield _reply(_checked(HTTPStatus.OK, _text(event)), model)
+                    with understood():
+                        reply = _reply(_checked(HTTPStatus.OK, _text(event)), model)
+                    yield reply
             with self._explained():
                 answer = sending.result()
         finally:
             sending.cancel()
         if answer is None:
             return
-        if verb == "infer":
-            yield _infer_reply(answer)
-        elif answer.body.strip():
-            yield _reply(_checked(answer.status, _text(answer.body)), model)
+        if verb != "infer" and not answer.body.strip():
+            return
+        with understood():
+            reply = (
+                _infer_reply(answer) if verb == "infer" else _reply(_checked(answer.status, _text(answer.body)), model)
+            )
+        yield reply
 
     @contextmanager
     def _explained(self, *, first: bool = False) -> Iterator[None]:

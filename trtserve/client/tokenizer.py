@@ -20,7 +20,7 @@ from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import CORE_MODEL, IDS_INPUT, TEXT_INPUT, VLLM_INPUT, ModelDescription, ModelRequest
 from trtserve.client.transport import SyncClient
 from trtserve.errors import MissingDependencyError, RequestError, TrtserveError, UsageError
-from trtserve.files import LARGEST_TEXT, optional_json_object, read_text
+from trtserve.files import LARGEST_TEXT, optional_json_object, read_text, whole_number
 from trtserve.process.answering import AnsweringProcess
 from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer
 
@@ -128,7 +128,7 @@ class TokenizerFiles:
         decoder = self.config.get("added_tokens_decoder")
         decoder = decoder if isinstance(decoder, Mapping) else {}
         entries: list[tuple[int, Any]] = [(entry["id"], entry) for entry in self.added_tokens()]
-        entries += [(int(key), entry) for key, entry in decoder.items() if key.isdecimal()]
+        entries += [(number, entry) for key, entry in decoder.items() if (number := whole_number(key)) is not None]
         found = {number: entry.get("content") for number, entry in entries if isinstance(entry, Mapping)}
         return {number: text for number, text in found.items() if isinstance(text, str)}
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import reprlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +20,7 @@ from trtserve.client.request import model_request
 from trtserve.client.spec import REQUEST_OPTIONS, QuerySpec
 from trtserve.client.tensors import CORE_MODEL
 from trtserve.errors import RequestError, UsageError
+from trtserve.files import whole_number
 from trtserve.library.serving import require_known
 from trtserve.server.discovery import endpoint_of, find_server
 from trtserve.server.state import Server
@@ -69,7 +72,7 @@ class Asker:
         text = isinstance(prompt, str)
         return QuerySpec(
             prompts=(str(prompt),) if text else (),
-            token_ids=() if text else (tuple(int(token) for token in prompt),),
+            token_ids=() if isinstance(prompt, str) else (_token_ids(prompt),),
             stream=stream,
             system=system,
             history=tuple(history),
@@ -77,6 +80,16 @@ class Asker:
             options={name: asked.pop(name) for name in list(asked) if name in REQUEST_OPTIONS},
             **asked,
         )
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        ids = tuple(map(index, prompt))  # of NumPy too, but no float and no text
+    except TypeError:
+        ids = (-1,)
+    if not all(0 <= token < 1 << 31 for token in ids):
+        raise UsageError(f"The prompt is {reprlib.repr(prompt)}; expected a text, or a list of token ids.")
+    return ids
 
 
 def _value(option: Option, value: Any) -> Any:
@@ -88,10 +101,11 @@ def _endpoint(server: Server | str | None) -> Endpoint:
         return endpoint_of(server)
     if server is None or ":" not in server:
         return endpoint_of(find_server(server))
-    host, _, port = server.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        raise UsageError(f"The server is {server!r}; expected a name, or HOST:PORT of its gRPC service.")
-    return Endpoint(host=host, grpc_port=int(port))
+    host, _, digits = server.rpartition(":")
+    port = whole_number(digits)
+    if not host or "/" in host or port is None or not 0 < port < 1 << 16:
+        raise UsageError(f"The server is {server[:300]!r}; expected a name, or HOST:PORT of its gRPC service.")
+    return Endpoint(host=host, grpc_port=port)
 
 
 class Client(Asker):

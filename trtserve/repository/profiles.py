@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import decode_as, optional_json_object
+from trtserve.files import decode_as, optional_json_object, whole_number
 from trtserve.nvidia.releases import NEWEST, Row, normalize_release, order
 from trtserve.repository.tables import load_model, read_releases, rows_of
 
@@ -238,7 +238,7 @@ def _one_of(*words: str) -> Values:
 def _integers(least: int, *, several: bool, neutral: str | None) -> Values:
     def accepts(text: str) -> bool:
         parts = text.split(",") if several else [text]
-        return all(part.isascii() and part.isdigit() and int(part) >= least for part in parts)
+        return all((number := whole_number(part)) is not None and number >= least for part in parts)
 
     if several:
         return Values("list", f"whole numbers of {least} or more, separated by commas", accepts)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trtserve.errors import RepositoryError
+from trtserve.files import whole_number
 from trtserve.repository.config import ConfigOptions, config_text
 from trtserve.repository.profiles import (
     BLS,
@@ -139,7 +140,7 @@ def require_program(folder: Path, config: Any) -> None:
     if config.backend != "python":
         return
     file = config.default_model_filename or "model.py"
-    versions = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
+    versions = [path for path in folder.iterdir() if path.is_dir() and whole_number(path.name) is not None]
     lacking = next((path for path in versions if not (path / file).exists()), None)
     if lacking is not None or not versions:
         raise RepositoryError(

@@ -13,7 +13,7 @@ from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
 from trtserve.executor.vllm import model_json
 from trtserve.executor.vllm.runtime import VllmRuntime
-from trtserve.files import optional_json_object, read_json_object, read_text
+from trtserve.files import optional_json_object, read_json_object, read_text, whole_number
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classes
 from trtserve.repository.programs import require_program
@@ -165,7 +165,7 @@ def inspect_repository(repository: ModelRepository) -> ServedRepository:
         ),
         facts=facts,
         ignored_parameters=tuple(_ignored(repository.path, configs)),
-        kv_tokens=int(text) if text.isdigit() else None,
+        kv_tokens=whole_number(text),
         core_models=cores,
         draft=_engine_config(engines[1]),
         instances={

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import UsageError
+from trtserve.files import whole_number
 from trtserve.nvidia.releases.options import TEMPLATE_TOOL, old_option
 from trtserve.repository.profiles import (
     BLS,
@@ -150,9 +151,9 @@ def settable(name: str) -> str | None:
 def _variable(name: str, given: Given) -> Any:
     types, value = _fields()[name].types, given.value
     if not types:
-        if not (value.isascii() and value.isdigit()):
+        if (number := whole_number(value)) is None:
             raise UsageError(f"{given.text} is not a whole number of 0 or more.")
-        return int(value)
+        return number
     kind = value.removeprefix("TYPE_")
     if kind not in types:
         raise UsageError(f"{given.text}; expected one of {', '.join(f'TYPE_{each}' for each in types)}.")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trtserve.errors import UsageError
+from trtserve.files import whole_number
 from trtserve.nvidia.releases import Row, load_table, normalize_release, order
 
 TOOL = "trtllm-build"
@@ -194,7 +195,8 @@ class OldOption:
         value = value or self.default
         if self.plus:
             parts = [value or "", *(given.get(other) or str(number) for other, number in self.plus.items())]
-            value = str(sum(map(int, parts))) if all(part.isdecimal() for part in parts) else None
+            numbers = [whole_number(part) for part in parts]
+            value = None if None in numbers else str(sum(filter(None, numbers)))
         return (name, value) if value else None
 
 

@@ -114,6 +114,8 @@ class LlmEngine:
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self.loop.close()
         self._llm.shutdown()
 
 

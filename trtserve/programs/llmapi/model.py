@@ -25,6 +25,7 @@ _CANCELLED = "Request cancelled by client"
 class _Running:
     request_id: str
     sender: GuardedSender | FetchedSender
+    streaming: bool
     result: Any = None
     cancelled: bool = False
 
@@ -42,6 +43,7 @@ class TritonPythonModel(EngineModel):
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self._outputs = {output["name"] for output in config["output"]}
         self._running: set[_Running] = set()
+        self._pieces = 0
         self._fetched = FetchedAnswers()
         self._lock = threading.Lock()
         groups = config.get("parameters", {}).get("gpu_device_ids", {}).get("string_value", "")
@@ -69,7 +71,7 @@ class TritonPythonModel(EngineModel):
         to: GuardedSender | FetchedSender = self._fetched.sender(request_id, sender) if answers == FIRST else sender
         if isinstance(to, FetchedSender):
             self._fetched.add(request_id, to)
-        running = _Running(request_id, to)
+        running = _Running(request_id, to, parsed.streaming)
         with self._lock:
             self._running.add(running)
         asyncio.run_coroutine_threadsafe(self._serve(parsed, running), self._engine.loop)
@@ -81,6 +83,7 @@ class TritonPythonModel(EngineModel):
                 running.result.abort()
             output = None
             async for output in running.result:
+                self._pieces += 1
                 if request.streaming and not running.cancelled and not output.finished:
                     self._send(running, output, request, final=False)
             self._end(running, output, request)
@@ -131,8 +134,13 @@ class TritonPythonModel(EngineModel):
             self._engine.loop.call_soon_threadsafe(request.result.abort)
 
     def progress(self) -> int:
-        """Return the turns of the event loop: the LLM does not tell its steps."""
-        return self._engine.turn()
+        """Return how many pieces of answers have come, and the turns of the event loop while no streamed one is open.
+
+        The LLM does not tell its steps, and without a stream nothing of it is seen until an answer ends.
+        """
+        turns = self._engine.turn()
+        streams = any(running.streaming for running in self.opened())
+        return self._pieces + (0 if streams else turns)
 
     def failure(self) -> str | None:
         """Return why the LLM is dead."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trtserve.client.inputs import AdapterEntry, read_adapter_table
 from trtserve.errors import RepositoryError, TrtserveError, counted
-from trtserve.files import read_text
+from trtserve.files import read_text, whole_number
 from trtserve.nvidia.engine_files import begins_like_an_engine
 from trtserve.nvidia.releases import release_of
 from trtserve.nvidia.releases.options import speculative_mode
@@ -377,8 +377,8 @@ def unfit_adapters(repository: Repository) -> Iterator[Finding]:
 @model_rule("lora-cache", "cache pages hold the engine's ranks", with_gpu_engine, severity="warning")
 def small_pages(_: Repository, model: ModelFolder) -> Iterator[Finding]:
     built = model.engine.build.lora_config.max_lora_rank
-    largest = model.parameters.get("lora_cache_max_adapter_size") or "64"
-    if model.engine.plugin_keys.get("lora_plugin") and largest.isdigit() and int(largest) < built:
+    largest = whole_number(model.parameters.get("lora_cache_max_adapter_size") or "64")
+    if model.engine.plugin_keys.get("lora_plugin") and largest is not None and largest < built:
         yield model.finding(
             f"lora_cache_max_adapter_size is {largest}; the engine takes ranks up to {built}.",
             f"Set it to {built}.",

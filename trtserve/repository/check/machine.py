@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trtserve.errors import counted
+from trtserve.files import whole_number
 from trtserve.host.gpus import count_gpus, list_gpus, visible_gpu
 from trtserve.host.machine import MINIMUM_SHARED_MEMORY, SHARED_MEMORY, format_bytes, free_shared_memory
 from trtserve.nvidia.engine_files import tensorrt_version
@@ -156,8 +157,8 @@ def wrong_groups(repository: Repository) -> Iterator[Finding]:
 
 def _fits(model: ModelFolder, key: str, count: int, ranks: int) -> bool:
     """A number for each rank; with num_nodes, TensorRT-LLM counts the GPUs of one node."""
-    nodes = model.parameters.get("num_nodes", "")
-    return count * int(nodes) == ranks if key == "gpu_device_ids" and nodes.isdigit() else count == ranks
+    nodes = whole_number(model.parameters.get("num_nodes", "")) if key == "gpu_device_ids" else None
+    return count * (1 if nodes is None else nodes) == ranks
 
 
 @rule("gpu-shared", "models have the same GPUs or their own")

@@ -12,6 +12,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.errors import RepositoryError, TrtserveError
 from trtserve.executor.loaders import embedded_runtime, is_embedded_runtime
+from trtserve.files import whole_number
 from trtserve.nvidia.releases import NEWEST, RELEASES, order, release_of
 from trtserve.repository.check.rules import Finding
 from trtserve.repository.config import parameter_texts, read_config
@@ -72,7 +73,7 @@ class ModelFolder:
 
     @cached_property
     def versions(self) -> tuple[Path, ...]:
-        return tuple(path for path in self.path.iterdir() if path.is_dir() and path.name.isdigit())
+        return tuple(path for path in self.path.iterdir() if path.is_dir() and whole_number(path.name) is not None)
 
     @cached_property
     def parameters(self) -> dict[str, str]:
@@ -126,8 +127,7 @@ class ModelFolder:
 
     def number(self, key: str) -> int | None:
         """A parameter as a number of 0 or more, or None for any other text."""
-        text = self.parameters.get(key, "")
-        return int(text) if text.isascii() and text.isdigit() else None
+        return whole_number(self.parameters.get(key, ""))
 
     def is_true(self, key: str) -> bool:
         """Return whether a parameter is switched on."""

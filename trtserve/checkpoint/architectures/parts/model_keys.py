@@ -56,6 +56,7 @@ _WORDS = (
     *("hidden_act", "hidden_activation", "activation_function", "activation", "mamba_hidden_act", "mlp_hidden_act"),
     *("scoring_func", "topk_method", "position_embedding_type", "hybrid_override_pattern", "model_type"),
 )
+_DIRECTIONS = ("use_bidirectional_attention",)
 _LISTS_OF_WORDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _LISTS_OF_NUMBERS = ("full_attn_idxs", "mlp_only_layers", "no_rope_layers")
 # null stands for an absent key elsewhere; transformers refuses it here.
@@ -90,6 +91,7 @@ _EXPECTED: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
     ("positive integers", lambda value: is_size(value) or _all_sizes(value), ("moe_intermediate_size",)),
     ("integers", lambda value: type(value) is int, ("sliding_window", "moe_layer_end_index")),
     ("true or false", lambda value: isinstance(value, int) and value in (0, 1), _SWITCHES),
+    ("true, false, all or vision", lambda value: value in (True, False, "all", "vision"), _DIRECTIONS),
     ("words", lambda value: isinstance(value, str) and value != "", _WORDS),
     ("lists of words", lambda value: value != [] and _are(str, value), _LISTS_OF_WORDS),
     ("lists of integers", lambda value: _are(int, value), _LISTS_OF_NUMBERS),
