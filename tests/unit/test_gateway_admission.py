@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -171,6 +172,30 @@ def test_the_request_log_has_texts_only_when_asked(tmp_path: Path, texts: bool) 
         Gateway(replace(settings, request_log=tmp_path / "pipe"))
     with pytest.raises(UsageError, match="/dev/null is not a file"):
         Gateway(replace(settings, request_log=Path("/dev/null")))
+
+
+def test_the_requests_of_all_processes_of_a_gateway_count() -> None:
+    counts = np.array([0, 2], np.int32)
+    gate = Gate(RequestLimits(requests=3), counts)
+    first, second = (Exchange(task=cast(Any, None)) for _ in range(2))
+    with gate.enter(first):
+        assert counts.tolist() == [1, 2]
+        with pytest.raises(RefusedError, match="3 requests are running"), gate.enter(second):
+            pass
+        counts[1] = 0
+        with gate.enter(second):
+            assert gate.running == 2
+    assert counts.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("ids", "same"), [(("a", "a"), True), (("a", "b"), False), (("", ""), False)])
+def test_only_an_id_that_both_have_stops_two_requests(ids: tuple[str, str], same: bool) -> None:
+    gate = Gate(RequestLimits())
+    first, second = (Exchange(task=cast(Any, None), request_id=each) for each in ids)
+    with gate.enter(first), gate.enter(second):
+        assert gate.has_other(first) is same
+    with gate.enter(first):
+        assert not gate.has_other(first)
 
 
 def test_the_request_log_is_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,14 @@ def test_a_shape_that_triton_would_allocate_for_is_refused(shape: Any) -> None:
     assert status_of(lambda: check_infer(infer_body(tensor(shape)), None, LIMITS)) in (400, 413)
 
 
+def test_bytes_after_the_last_tensor_are_refused() -> None:
+    body, length = with_binary(tensor(data=None), b"\1\0\0\0" * 2)
+    check_infer(body, length, LIMITS)
+    with pytest.raises(RefusedError, match="9 bytes follow the JSON, and the inputs' binary_data_size add up to 8"):
+        check_infer(body + b"x", length, LIMITS)
+    assert status_of(lambda: check_infer(infer_body(tensor()) + b"x", len(infer_body(tensor())), LIMITS)) == 400
+
+
 @pytest.mark.parametrize(
     "entry",
     [

@@ -297,6 +297,25 @@ def test_priorities_decide_which_blocks_stay() -> None:
     assert _run(cache, _key([50, 51, 52, 53]))[1] == 0
 
 
+def test_a_sequence_changes_the_retention_of_the_blocks_that_it_reuses() -> None:
+    now, cache = 0.0, _cache(3, reuse=True)
+    cache.tree._clock = lambda: now
+    others = [_key([first, 51, 52, 53]) for first in (50, 60, 70, 80)]
+    _run(cache, _key(8))
+    _run(cache, replace(_key(8), retention=RetentionRules(((0, 4, Retention(90, 10.0)),))))
+    for other in others:
+        _run(cache, other)
+    assert _run(cache, _key(5))[1] == 4
+    _run(cache, replace(_key(5), retention=None))  # one that asks for nothing leaves it
+    for other in others:
+        _run(cache, other)
+    assert _run(cache, _key(5))[1] == 4
+    now = 11.0
+    for other in others:
+        _run(cache, other)
+    assert _run(cache, _key(5))[1] == 0
+
+
 def test_first_missing_block_is_identified_by_its_whole_context() -> None:
     cache = _cache(20, reuse=True)
     assert cache.next_missing(_key(4)) is None, "the last token is always computed"

@@ -117,20 +117,28 @@ def test_only_requests_of_the_active_beam_width_leave_the_queue() -> None:
     assert scheduler.take(queue) is None
 
 
-def test_a_request_of_another_beam_width_is_not_overtaken_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_of_another_beam_width_waits_two_seconds_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("trtserve.executor.engine.scheduler.time.monotonic", lambda: now)
     scheduler = make_scheduler(beams=2)
-    queue = deque([make_sequence(1, 4), make_sequence(2, 4, width=2), make_sequence(3, 4), make_sequence(4, 4)])
-    for expected in (1, 3):
+    widths = {1: 1, 2: 2, 3: 1, 4: 1, 5: 1, 6: 2}
+    queue = deque(make_sequence(number, 4, width=width, arrival=now) for number, width in widths.items())
+    for moment, expected in ((100.0, 1), (100.0, 3), (101.9, 4)):
+        now = moment
         sequence = scheduler.take(queue)
         assert sequence is not None
         assert sequence.id == expected
         scheduler.add(sequence)
-    monkeypatch.setattr("trtserve.executor.engine.scheduler._PATIENCE", -1.0)
+    now = 102.1
     assert scheduler.take(queue) is None
     scheduler.remove(list(scheduler.active))
     sequence = scheduler.take(queue)
     assert sequence is not None
     assert sequence.id == 2
+    scheduler.add(sequence)
+    sequence = scheduler.take(queue)  # the others wait since the turn began
+    assert sequence is not None
+    assert sequence.id == 6
 
 
 def test_generations_of_another_beam_width_skip_a_step() -> None:
