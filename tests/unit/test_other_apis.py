@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +105,65 @@ def test_a_response_is_continued(client: TestClient, triton: ScriptedTriton) -> 
     assert client.get(f"/v1/responses/{kept['id']}").status_code == 404
 
 
-def test_the_store_of_responses_is_bounded() -> None:
-    store = ResponseStore(most=3, most_bytes=1000)
-    for number in range(4):
-        store.add(str(number), {}, [])
+def found(store: ResponseStore, *names: str) -> list[str]:
+    """Return the names of the responses that are kept."""
+    kept = []
+    for name in names:
+        with suppress(ApiError):
+            asyncio.run(store.find(name))
+            kept.append(name)
+    return kept
+
+
+RESPONSES = [f"resp_{number:032x}" for number in range(200)]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_store_of_responses_is_bounded(tmp_path: Path, *, together: bool) -> None:
+    """Of one process in its memory, of several in files that all of them count, one that was killed too."""
+    stores = [ResponseStore(most=3, most_bytes=1000, folder=tmp_path if together else None)] * 4
+    if together:
+        stores = [ResponseStore(most=3, most_bytes=1000, folder=tmp_path) for _ in stores]
+    names = RESPONSES[:4]
+    for store, name in zip(stores, names, strict=True):
+        store.add(name, {}, [])
+        time.sleep(0.01)  # files know their time in ticks of the clock
+    assert found(stores[0], *names) == names[1:]
+    time.sleep(0.01)
+    asyncio.run(stores[0].find(names[1]))
+    time.sleep(0.01)
+    stores[0].add(RESPONSES[4], {}, [])
+    assert found(stores[1], *names, RESPONSES[4]) == [names[1], names[3], RESPONSES[4]]
+    stores[0].add(RESPONSES[5], {"text": "x" * 950}, [])
+    assert found(stores[1], *RESPONSES[:6]) == [RESPONSES[5]]
+    stores[2].remove(RESPONSES[5])
+    assert found(stores[1], *RESPONSES[:6]) == []
     with pytest.raises(ApiError, match="made room"):
-        store.find("0")
-    store.find("1")
-    store.add("large", {"text": "x" * 985}, [])
-    assert store.find("large").size > 980
-    for gone in ("1", "2", "3"):
-        with pytest.raises(ApiError):
-            store.find(gone)
+        stores[3].remove(RESPONSES[5])
+
+
+def test_files_of_many_responses_stay_few(tmp_path: Path) -> None:
+    store = ResponseStore(most=64, folder=tmp_path)
+    (tmp_path / "old.partial").write_bytes(b"{")
+    os.utime(tmp_path / "old.partial", (0, 0))
+    (tmp_path / "new.partial").write_bytes(b"{")  # another process may be writing it
+    for name in RESPONSES:
+        store.add(name, {}, [])
+        assert len(list(tmp_path.iterdir())) <= 64 + 64 // 16
+    assert not (tmp_path / "old.partial").exists()
+
+
+def test_a_full_disk_withholds_no_answer(tmp_path: Path) -> None:
+    store = ResponseStore(folder=tmp_path / "none")
+    store.add(RESPONSES[0], {}, [])
+    assert found(store, RESPONSES[0]) == []
+
+
+@pytest.mark.parametrize("name", ["../secret", "resp_/../../secret", "resp_A", "", "resp_" + "a" * 65, "resp_a\n"])
+def test_only_names_of_responses_are_looked_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret.response").write_text('{"document": {}, "messages": []}')
+    (tmp_path / "inner").mkdir()
+    assert found(ResponseStore(folder=tmp_path / "inner"), name) == []
 
 
 def test_a_killed_process_leaves_no_half_of_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +172,9 @@ def test_a_killed_process_leaves_no_half_of_a_response(tmp_path: Path, monkeypat
         killed.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             store.add(name, {"a": 1}, [])
-    with pytest.raises(ApiError, match="not found"):
-        store.find(name)
+    assert found(store, name) == []
     store.add(name, {"a": 1}, [])
-    assert ResponseStore(folder=tmp_path).find(name).document == {"a": 1}
+    assert asyncio.run(ResponseStore(folder=tmp_path).find(name)).document == {"a": 1}
 
 
 def test_items_of_a_conversation(client: TestClient, triton: ScriptedTriton) -> None:

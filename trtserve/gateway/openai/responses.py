@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import re
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,15 +18,20 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
+from trtserve.gateway.asgi import SMALL
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, call_json
 from trtserve.gateway.openai.bodies import Body, ChatBody, NamedFunction, chat_body
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.reading import Part
 
+_LOG = logging.getLogger(__name__)
 _ID = re.compile(r"resp_[0-9a-f]{1,64}")
 _MOST_STORED = 1024
 _MOST_STORED_BYTES = 64 << 20
+# Files are counted whenever a process has added this part of the most, so that there are never many more.
+_TIDIED = 32
+_PARTIAL, _ABANDONED = ".partial", 60.0
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _NAMED = {"message": "role", "function_call": "name"}
 """Type of an item → the key that it needs."""
@@ -221,14 +230,12 @@ class Stored:
     document: Json
     messages: Sequence[Json]
     """The conversation with its answer, without instructions."""
-    size: int
-    """Bytes, about."""
 
 
 class ResponseStore:
-    """The responses that clients may continue: the latest ones of this process, within bounds.
+    """The responses that clients may continue: the latest ones, within bounds.
 
-    Several processes keep theirs in files of one folder, where each finds those of the others.
+    Several processes keep theirs together, in files of one folder.
     """
 
     def __init__(
@@ -236,51 +243,83 @@ class ResponseStore:
     ) -> None:
         self._folder = folder
         self._most, self._most_bytes = most, most_bytes
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
-        self._bytes = 0
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = self._added = self._added_bytes = 0
 
-    def find(self, id: str) -> Stored:  # noqa: A002 - the field's word
+    async def find(self, id: str) -> Stored:  # noqa: A002 - the field's word
         """Return a response. Raises ApiError for one that was never stored, or had to make room."""
-        found = self._kept.get(id) if self._folder is None else self._read(id)
-        if found is None:
+        content = self._content(id)
+        return Stored(**(await asyncio.to_thread(from_json, content) if len(content) > SMALL else from_json(content)))
+
+    def _content(self, id: str) -> bytes:  # noqa: A002 - the field's word
+        content = self._kept.get(id) if self._folder is None else self._read(id)
+        if content is None:
             raise ApiError(
                 f"Response with id {id[:100]!r} not found: it was not stored, or made room for newer ones.", status=404
             )
-        if id in self._kept:
+        if self._folder is None:
             self._kept.move_to_end(id)
-        return found
+        return content
 
     def add(self, id: str, document: Json, messages: Sequence[Json]) -> None:  # noqa: A002 - the field's word
         """Keep a response, and drop those that were not used for longest if there are too many."""
-        size = len(to_json(document)) + len(to_json(messages))
-        stored = Stored(document=document, messages=messages, size=size)
+        content = to_json({"document": document, "messages": messages})
         if self._folder is not None:
-            staged = self._path(id).with_suffix(".partial")
-            staged.write_bytes(to_json({"document": document, "messages": messages}))
-            staged.replace(self._path(id))  # a killed process leaves no half of a response
-            stored = Stored(document={}, messages=(), size=size)
-        self._kept[id] = stored
-        self._bytes += size
+            try:
+                self._write(id, content)
+            except OSError as error:  # a full disk is no reason to withhold the answer
+                _LOG.warning("response %s is not stored: %s", id, error)
+            return
+        self._kept[id] = content
+        self._bytes += len(content)
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            self._drop(next(iter(self._kept)))
+            self._bytes -= len(self._kept.popitem(last=False)[1])
 
     def remove(self, id: str) -> None:  # noqa: A002 - the field's word
         """Forget a response. Raises ApiError if it is not there."""
-        self.find(id)
-        self._drop(id)
-
-    def _drop(self, id: str) -> None:  # noqa: A002 - the field's word
-        if id in self._kept:
-            self._bytes -= self._kept.pop(id).size
-        if self._folder is not None:
+        self._content(id)
+        if self._folder is None:
+            self._bytes -= len(self._kept.pop(id))
+        else:
             self._path(id).unlink(missing_ok=True)
 
-    def _read(self, id: str) -> Stored | None:  # noqa: A002 - the field's word
+    def _read(self, id: str) -> bytes | None:  # noqa: A002 - the field's word
+        if not _ID.fullmatch(id):
+            return None
         try:
-            content = from_json(self._path(id).read_bytes()) if _ID.fullmatch(id) else None
-        except FileNotFoundError:
-            content = None
-        return None if content is None else Stored(document=content["document"], messages=content["messages"], size=0)
+            content = self._path(id).read_bytes()
+            os.utime(self._path(id))
+        except FileNotFoundError:  # another process may have dropped it meanwhile
+            return None
+        return content
+
+    def _write(self, id: str, content: bytes) -> None:  # noqa: A002 - the field's word
+        staged = self._path(id).with_suffix(_PARTIAL)
+        try:
+            staged.write_bytes(content)
+            staged.replace(self._path(id))  # a killed process leaves no half of a response
+        finally:
+            staged.unlink(missing_ok=True)
+        self._added += 1
+        self._added_bytes += len(content)
+        if self._added >= self._most // _TIDIED or self._added_bytes >= self._most_bytes // _TIDIED:
+            self._added = self._added_bytes = 0
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove the oldest files beyond the bounds, whoever wrote them, and what killed processes left half done."""
+        assert self._folder is not None
+        found: list[tuple[float, int, Path]] = []
+        for path in (*self._folder.glob("*.response"), *self._folder.glob(f"*{_PARTIAL}")):
+            with suppress(FileNotFoundError):
+                about = path.stat()
+                found.append((about.st_mtime, about.st_size, path))
+        kept = kept_bytes = 0
+        for written, size, path in sorted(found, reverse=True):
+            kept, kept_bytes = kept + 1, kept_bytes + size
+            abandoned = path.suffix == _PARTIAL and time.time() - written > _ABANDONED
+            if abandoned or kept > self._most or kept_bytes > self._most_bytes:
+                path.unlink(missing_ok=True)
 
     def _path(self, id: str) -> Path:  # noqa: A002 - the field's word
         assert self._folder is not None

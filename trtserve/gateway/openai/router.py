@@ -225,7 +225,8 @@ class Paths:
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation that the server may keep."""
-        before = self._store.find(body.previous_response_id).messages if body.previous_response_id else ()
+        continued = body.previous_response_id
+        before = (await self._store.find(continued)).messages if continued else ()
         said = await asyncio.to_thread(body.messages, before)
         with naming(body.fields):
             asked = await self.conversation(request, await asyncio.to_thread(body.chat, said))
@@ -238,11 +239,11 @@ class Paths:
         return await self._respond(request, asked.served, form, stream=body.stream)
 
     async def stored_response(self, id: str, request: Request) -> Response:  # noqa: A002 - the field's word
-        """Return a response of this process, or forget it."""
+        """Return a stored response, or forget it."""
         if request.method == "DELETE":
             self._store.remove(id)
             return JSONResponse({"id": id, "object": "response", "deleted": True})
-        return JSONResponse(self._store.find(id).document)
+        return JSONResponse((await self._store.find(id)).document)
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         """Answer a conversation in Anthropic's form."""
