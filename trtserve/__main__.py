@@ -71,7 +71,7 @@ def prepare_streams() -> None:
         # A stream that our parent closed is None here, which nothing that prints expects.
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
-        # A letter that a terminal or a pipe cannot take is no reason to fail.
+        # A letter that a terminal or a pipe cannot take is not a reason to fail.
         if getattr(sys, name).errors == "strict":
             getattr(sys, name).reconfigure(errors="replace")
 

@@ -74,7 +74,7 @@ def file_error(error: OSError, path: Path, verb: str = "read or written") -> Trt
             f"{path} cannot be opened: too many files are open ({whose}).", hint="Allow more: ulimit -n 4096"
         )
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        return UsageError(f"{path} is no path: {error.strerror}.", hint="Give the name of a file or a folder.")
+        return UsageError(f"{path} is not a valid path: {error.strerror}.", hint="Give the name of a file or a folder.")
     return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
 
 
@@ -116,7 +116,7 @@ def is_below(name: object) -> bool:
 def whole_number(text: str) -> int | None:
     """Return the number that one to eighteen ASCII digits write, or None for any other text.
 
-    `str.isdigit` is no such check: `int` refuses "²", and more than 4,300 digits.
+    `str.isdigit` is not such a check: `int` refuses "²", and more than 4,300 digits.
     """
     return int(text) if _DIGITS.fullmatch(text) else None
 

@@ -113,7 +113,7 @@ def test_words_are_quoted() -> None:
 
 def test_a_name_too_long_for_a_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", "--dry-run", "a" * 5000]) == UsageError.code
-    assert "is no path: File name too long" in capsys.readouterr().err
+    assert "is not a valid path: File name too long" in capsys.readouterr().err
 
 
 def test_an_integer_beyond_all_numbers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ def test_check_names_what_cannot_work(tmp_path: Path) -> None:
     (path / "vllm_model/config.pbtxt").write_text(text.replace("KIND_MODEL", "KIND_GPU"))
     findings = found(path)
     assert "has no implementation of NoForCausalLM" in findings["vllm-model"]
-    assert "The adapter poet is '/nowhere', which is no folder." in findings["vllm-adapters"]
+    assert "The adapter poet is '/nowhere', which is not a folder." in findings["vllm-adapters"]
 
 
 def test_a_model_json_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_what_was_changed_since_it_was_built_is_not_pushed(
         ("oci://registry.example/Name", "does not name a repository"),
         ("oci://registry.example", "does not name a repository"),
         ("oci://registry.example/name:bad!tag", "is neither a tag nor a digest"),
-        ("nothing://x/y", "nothing:// is no place for models"),
+        ("nothing://x/y", "nothing:// is not a place for models"),
     ],
 )
 def test_wrong_targets_are_refused(target: str, message: str) -> None:
@@ -236,5 +236,5 @@ def test_the_commands_say_what_they_moved(
 
 @pytest.mark.parametrize("place", ["ftp://127.0.0.1/x", "http://127.0.0.1/x", "simplecache::s3://b/x"])
 def test_other_schemes_are_refused_before_anything_is_opened(place: str) -> None:
-    with pytest.raises(UsageError, match="is no place for models"):
+    with pytest.raises(UsageError, match="is not a place for models"):
         open_file_system(place)

@@ -327,7 +327,7 @@ def _mooncake(lines: list[str]) -> list[Arrival]:
 def _logged(entry: dict[str, Any]) -> list[Arrival]:
     """Return the request of a line of an access log, whose tokens may stand under `usage` as OpenAI has them.
 
-    Lines without tokens, such as those of refused requests, are no load.
+    Lines without tokens, such as those of refused requests, are not load.
     """
     usage = entry.get("usage") or entry
     if not usage.get("prompt_tokens") or not usage.get("completion_tokens"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 AGAIN = "Fetch the model again, or choose another copy of it."
 FP8_TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-# Powers of two with 127 as zero; 255 is no number.
+# Powers of two with 127 as zero; 255 is not a number.
 EXPONENTS = frozenset({"F8_E8M0", "U8"})
 _SCALE_BIAS, _NO_NUMBER = 127, 255
 # e2m1: a sign, two bits of exponent, one of mantissa.
@@ -98,13 +98,13 @@ class Encoding(ABC):
     def _rows(self, first: int, count: int) -> Floats: ...
 
     def rows(self, first: int, count: int) -> Floats:
-        """Return rows f32[count, in]. Raises ConversionError for values that are no numbers."""
+        """Return rows f32[count, in]. Raises ConversionError for values that are not numbers."""
         import numpy as np
 
         with np.errstate(over="ignore", invalid="ignore"):
             values = self._rows(self.first_row + first, count)
         if not np.isfinite(values).all():
-            raise ConversionError(f"{self.codes.where} has values that are no numbers.", hint="Fetch the model again.")
+            raise ConversionError(f"{self.codes.where} has values that are not numbers.", hint="Fetch the model again.")
         return values
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # PyTorch's products with FP8 codes take matrices whose sizes are multiples of this.
 _MULTIPLE = 16
-# Codes that are no numbers, without their sign.
+# Codes that are not numbers, without their sign.
 _NO_NUMBER = 0x7F
 
 
@@ -165,4 +165,4 @@ def _scaled(tensor: SourceTensor) -> Scaled:
 
 
 def _no_numbers(where: str) -> ConversionError:
-    return ConversionError(f"{where} has values that are no numbers.", hint="Fetch the model again.")
+    return ConversionError(f"{where} has values that are not numbers.", hint="Fetch the model again.")

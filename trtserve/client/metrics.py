@@ -84,7 +84,7 @@ class GpuMetrics:
 
 
 def parse(text: str, names: tuple[str, ...] = ("nv_",)) -> list[Sample]:
-    """Parse the lines of a page whose metrics begin with one of `names`; a line that is no sample is left out.
+    """Parse the lines of a page whose metrics begin with one of `names`; a line that is not a sample is left out.
 
     Without the comments, which name the types: by those the parser would rename Triton's counters.
     """

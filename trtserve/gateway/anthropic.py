@@ -216,7 +216,9 @@ def _result(where: str, block: dict[str, Any]) -> str | list[Json]:
     content = block.get("content") or ""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if not all(isinstance(each, dict) for each in blocks):
-        raise ApiError(f"{where} has a tool_result whose content is no text and no list of blocks.", param="messages")
+        raise ApiError(
+            f"{where} has a tool_result whose content is neither text nor a list of blocks.", param="messages"
+        )
     return _joined([_part(where, each) for each in blocks], "\n")
 
 

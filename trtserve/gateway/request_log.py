@@ -58,7 +58,7 @@ class RequestLog:
                 self._torn = os.write(handle, line) < len(line)
             finally:
                 os.close(handle)
-        except OSError:  # a full disk is no fault of the request
+        except OSError:  # a full disk is not the request's fault
             return
 
     def _open(self) -> int:

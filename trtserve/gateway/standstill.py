@@ -39,7 +39,7 @@ def tritonservers(root: ProcessId) -> set[ProcessId]:
 
 
 class Halts:
-    """Remembers since when processes are stopped: a moment's stop, as of a program that looks at one, is no fault."""
+    """Remembers since when processes are stopped: a short stop, as by a debugger, is not a fault."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -117,7 +117,7 @@ class GatewayBeat:
                 os.pwrite(handle, f"{time.monotonic():24.3f}".encode(), 0)
             finally:
                 os.close(handle)
-        except OSError:  # a full disk is no fault of the gateway
+        except OSError:  # a full disk is not the gateway's fault
             with suppress(OSError):
                 self._path.unlink()
 

@@ -300,7 +300,7 @@ def plan_vllm_repository(
 ) -> EngineRepositoryPlan | PoolingRepositoryPlan:
     """Plan the repository of a Hugging Face model for vLLM.
 
-    Settings that are no parameters of the Triton models are arguments of vLLM's engine. Raises UsageError for those
+    Settings that are not parameters of the Triton models are arguments of vLLM's engine. Raises UsageError for those
     that the vLLM here does not have, UnsupportedModelError for an architecture that it does not know,
     MissingDependencyError for a `--vllm-python` without vLLM, and what `plan_repository` raises.
     """

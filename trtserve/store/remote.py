@@ -119,7 +119,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
     scheme, separator, _ = url.partition("://")
     if separator and scheme not in _SCHEMES:
-        raise UsageError(f"{url[:200]}: {scheme[:50]}:// is no place for models.", hint=_PLACES)
+        raise UsageError(f"{url[:200]}: {scheme[:50]}:// is not a place for models.", hint=_PLACES)
     try:
         file_system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
@@ -365,7 +365,7 @@ def _object(content: bytes, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise CorruptFileError(f"{what} answered with something that is not JSON: {error}.", hint="Check it.") from None
     if not isinstance(found, dict):
-        raise CorruptFileError(f"{what} answered with a JSON value that is no object.", hint="Check it.")
+        raise CorruptFileError(f"{what} answered with a JSON value that is not an object.", hint="Check it.")
     return found
 
 

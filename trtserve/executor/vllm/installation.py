@@ -93,7 +93,7 @@ class VllmInstallation:
         )
 
     def require_arguments(self, names: Iterable[str]) -> None:
-        """Raise UsageError for the first name of `--set` that is no keyword of this vLLM."""
+        """Raise UsageError for the first name of `--set` that is not a keyword of this vLLM."""
         for name in names:
             if name not in self.arguments:
                 raise UsageError(

@@ -56,7 +56,7 @@ def reader_of(dialect: Dialect, tools: Schemas, *, thinks: bool, thoughts: bool,
     """Return the reader of one answer.
 
     `thinks`: it begins inside a thought. `thoughts`: these are told from the text. `required`: it must be a call, so
-    that a call which was cut is no text.
+    that a call which was cut is not text.
     """
     if dialect.channels and not required:
         return ChannelReader(tools, thoughts=thoughts)
@@ -116,7 +116,7 @@ class MarkReader:
     def _read_thought(self, *, last: bool) -> Generator[Part, None, bool]:
         assert self._thoughts is not None
         end = self._thoughts[1]
-        if self._bare:  # the white space around a thought is no part of it
+        if self._bare:  # the white space around a thought is not part of it
             self._held = self._held.lstrip()
         at = self._held.find(end)
         if at < 0:

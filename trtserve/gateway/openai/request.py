@@ -171,7 +171,7 @@ def _in_json(context: RequestContext, tensors: Mapping[str, Tensor], words: Mapp
 
 
 def _vllm_words(body: Sampling, *, untrained: bool) -> dict[str, Any]:
-    """Return what of the body is no option of `trtserve query` there, or is another one."""
+    """Return the keys of the body that `trtserve query` does not have as options, or has as others."""
     words = {
         "stop": list(body.stops),
         "stop_token_ids": list(body.stop_token_ids),

@@ -35,7 +35,7 @@ def moved(schema: Any, root: str) -> Any:
 def bounded(text: str) -> str:
     """Return a schema whose texts, numbers, lists and objects end: a model not trained to answer does not end them.
 
-    Only those get a bound that the schema gives none. What is no object of JSON is returned as it is.
+    Only those get a bound that the schema gives none. What is not a JSON object is returned as it is.
     """
     try:
         schema = parse_json(text)

@@ -1,4 +1,4 @@
-"""An engine in virtual time: how long requests take at a load when a step costs what it is said to.
+"""An engine in virtual time: how long requests take at a load, with given costs of a step.
 
 Requests of a closed loop come in waves, prompts share steps with answers, and a full engine lets others wait:
 percentiles follow from that, not from means. Steps between two events are alike and are taken at once, so a run costs a

@@ -260,7 +260,7 @@ def unreadable_files(repository: Repository) -> Iterator[Finding]:
             yield Finding(
                 file=repository.path,
                 what=f"It has more than {_MOST_FILES} files and folders, with those that its links lead to.",
-                fix="Remove links to folders that are no engines: every start reads all of this.",
+                fix="Remove links to folders that are not engines: every start reads all of this.",
             )
             return
         for name in (*names, *files):

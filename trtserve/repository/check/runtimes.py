@@ -177,7 +177,7 @@ def absent_adapters(repository: Repository, model: ModelFolder) -> Iterator[Find
         return
     for name, folder in read_adapters(model.version).items():
         if not (repository.path / folder).is_dir():
-            yield model.finding(f"The adapter {name} is {folder!r}, which is no folder.", "Correct its path.", file)
+            yield model.finding(f"The adapter {name} is {folder!r}, which is not a folder.", "Correct its path.", file)
 
 
 @model_rule("vllm-gpus", "the GPUs are as many as the ranks", _models, stops=True)
