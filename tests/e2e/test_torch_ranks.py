@@ -24,7 +24,7 @@ from tests.support.devices import DEVICE
 from tests.support.in_process import END_ID, InProcess
 from tests.support.launches import assert_gone, running_rank
 from tests.support.model_server import ModelServer, Tensors, integers
-from tests.support.servers import free_spec
+from tests.support.servers import free_spec, started
 from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Model, ModelRepository
@@ -97,8 +97,8 @@ def plan_of(root: Path, tp: int, pp: int, *, ready_timeout: float = 120.0) -> Se
 
 
 @contextmanager
-def started(plan: ServerPlan) -> Iterator[Server]:
-    server = start_server(plan)
+def running(plan: ServerPlan) -> Iterator[Server]:
+    server = started(lambda: start_server(plan))
     try:
         yield server
     except BaseException:
@@ -130,7 +130,7 @@ def answers(server: Server) -> list[list[int]]:
 
 @pytest.mark.parametrize(("tp", "pp"), LAUNCHES)
 def test_ranks_answer_like_one(root: Path, expected: list[list[int]], tp: int, pp: int) -> None:
-    with started(plan_of(root, tp, pp)) as server:
+    with running(plan_of(root, tp, pp)) as server:
         assert (server.mode, len(server.instances[0].ranks)) == ("leader", tp * pp)
         assert answers(server) == expected
         # A second round finds the cache as the first one left it.
@@ -140,7 +140,7 @@ def test_ranks_answer_like_one(root: Path, expected: list[list[int]], tp: int, p
 @pytest.mark.parametrize("ranks", [2, *([8] if MANY else [])])
 def test_a_rank_that_dies_ends_the_server(root: Path, expected: list[list[int]], ranks: int) -> None:
     plan = plan_of(root, ranks, 1)
-    with started(plan) as server:
+    with running(plan) as server:
         assert answers(server) == expected
         processes = [psutil.Process(rank.pid) for rank in server.instances[0].ranks]
         processes[1].kill()

@@ -13,7 +13,7 @@ from trtserve.executor.engine.limits import EngineLimits
 from trtserve.executor.engine.loop import EngineLoop
 
 Start = Callable[..., tuple[Executor, FakeModel]]
-SOON = 20.0
+SOON = 60.0
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -76,15 +76,7 @@ def running_server(
     server = None
     with one_interrupt():  # SIGTERM too must end the server
         try:
-            try:
-                server = start()
-            except PortInUseError:  # by another program, since it was found to be free
-                server = start()
-            except ServerStartError as error:
-                # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
-                if "models still loading" not in error.message:
-                    raise
-                server = start()
+            server = started(start)
             yield server
         except BaseException:
             _print_log(log_file(name or artifact.name, store))
@@ -95,6 +87,19 @@ def running_server(
                     if not gracefully:
                         stop(each.instances[0].process, grace=0)
                     stop_server(each.name, store=store)
+
+
+def started(start: Callable[[], Server]) -> Server:
+    """Return the server of `start`, which is called twice where another program or Triton 2.51 is at fault."""
+    try:
+        return start()
+    except PortInUseError:  # since it was found to be free
+        return start()
+    except ServerStartError as error:
+        # Triton waits for ever when a Python model gets no CPU for a second while it loads.
+        if "models still loading" not in error.message:
+            raise
+        return start()
 
 
 def _print_log(log: Path) -> None:

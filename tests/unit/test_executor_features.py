@@ -68,6 +68,19 @@ def test_several_sequences_of_one_request(start: Start, streaming: bool, batch: 
     assert free_blocks(executor) == model.blocks
 
 
+def test_the_seed_after_the_largest_is_0(start: Start) -> None:
+    executor, _ = start()
+
+    def ask(seed: int, sequences: int) -> list[list[int]]:
+        sampling = SamplingConfig(num_return_sequences=sequences, seed=seed, top_k=40, temperature=3.0)
+        request = Request([5, 6], 6, sampling_config=sampling, output_config=ONLY_NEW)
+        (responses,) = collect(executor, [executor.enqueue_request(request)]).values()
+        ordered = sorted(responses, key=lambda response: response.result.sequence_index)
+        return [response.result.output_token_ids[0] for response in ordered]
+
+    assert ask(2**64 - 1, 2) == [*ask(2**64 - 1, 1), *ask(0, 1)]
+
+
 def test_num_return_sequences_of_the_request_in_some_releases(start: Start) -> None:
     executor, _ = start(max_beam_width=2)
     request = Request([5], max_tokens=2, num_return_sequences=3)

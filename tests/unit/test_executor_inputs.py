@@ -281,6 +281,7 @@ def test_position_ids_of_the_prompt(start: Start) -> None:
         assert answer_of(executor, request).result.output_token_ids == [expected]
     plain = Request([1, 2, 3], 4, output_config=ONLY_NEW)
     assert answer_of(executor, plain).result.output_token_ids == [greedy_continuation([1, 2, 3], 4)]
+    assert answer_of(executor, request).result.output_token_ids == [expected], "nothing of the plain one is reused"
 
 
 @pytest.mark.parametrize(("positions", "message"), [([0], "1 position ids for a prompt of 2"), ([0, -1], "must be in")])

@@ -236,6 +236,25 @@ def test_no_waiting_where_blocks_cannot_be_shared(options: dict[str, Any]) -> No
     assert shape(run_step(scheduler)) == ([(1, 10), (2, 12)], [])
 
 
+def test_nobody_waits_for_blocks_that_are_not_kept() -> None:
+    scheduler = make_scheduler(reuse=True, beams=2, tokens=16, chunked=True)
+    add(scheduler, 1, 20, width=2)
+    run_step(scheduler)
+    add(scheduler, 2, 12, width=2)
+    assert shape(run_step(scheduler)) == ([(1, 4), (2, 12)], [])
+
+
+def test_a_step_is_planned_ahead_only_while_nobody_can_be_paused() -> None:
+    scheduler = make_scheduler(blocks=4, policy=MAX_UTILIZATION)
+    add(scheduler, 1, 4, 8)
+    run_step(scheduler)
+    assert scheduler.can_plan_ahead()
+    waiting = add(scheduler, 2, 16, 4)
+    run_step(scheduler)
+    assert (waiting.slots, scheduler.cache.available) == ((), 2)
+    assert not scheduler.can_plan_ahead()
+
+
 def test_blocks_of_a_failed_sequence_are_not_reused() -> None:
     scheduler = make_scheduler(reuse=True)
     sequence = add(scheduler, 1, 8)
