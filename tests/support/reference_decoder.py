@@ -139,7 +139,7 @@ class ReferenceDecoder:
         if self._decoder.alibi_slopes is not None:
             distance = np.arange(length)[:, None] - np.arange(length)
             scores -= np.array(self._decoder.alibi_slopes)[:, None, None] * distance
-        scores = np.where(_visible(length, window), scores, -np.inf)
+        scores = np.where(_visible(length, window, chunked=self._decoder.chunked), scores, -np.inf)
         sinks = self._weights[name + "sinks"] if self._decoder.attention_sinks else np.full(sizes.heads, -np.inf)
         sinks = sinks[:, None, None]
         highest = np.maximum(scores.max(-1, keepdims=True), sinks)
@@ -164,15 +164,21 @@ class ReferenceDecoder:
             key = value = query[:, : sizes.kv_heads]
         if self._decoder.value_norm:
             value = value / np.sqrt((value**2).mean(-1, keepdims=True) + sizes.epsilon)
+        if norm == "bare" and frequencies is not None:
+            query, key = (
+                each / np.sqrt((each**2).mean(-1, keepdims=True) + sizes.epsilon)
+                for each in (self._rotate(query, frequencies), self._rotate(key, frequencies))
+            )
+            frequencies = None
         if norm == "rotated":
             query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
-        if norm is not None:
+        if norm not in (None, "bare"):
             query = self._norm_heads(query, name + "q_layernorm")
             key = key if shares else self._norm_heads(key, name + "k_layernorm")
         if norm != "rotated":
             query, key = self._rotate(query, frequencies), self._rotate(key, frequencies)
-        if (growth := self._decoder.query_growth) is not None:
-            turns = np.floor(np.arange(length) / growth.every)
+        if (growth := self._decoder.growth(layer)) is not None:
+            turns = np.floor((np.arange(length) + growth.first) / growth.every)
             query = query * (1 + growth.beta * np.log1p(turns))[:, None, None]
         self._stored[layer] = key, value
         return query, *self._stored[self._decoder.key_layer(layer)]
@@ -304,7 +310,8 @@ class ReferenceDecoder:
         outer, inner = (self._of_experts(f"{name}{part}") for part in ("fc", "proj"))
         for token, row in enumerate(hidden):
             for expert, share in self._shares(seen[token], f"{name}router", experts).items():
-                joined = outer[expert] @ np.append(row, 1)
+                inward, outward = (share, 1.0) if experts.scaled_inputs else (1.0, share)
+                joined = outer[expert] @ np.append(inward * row, 1)
                 if experts.interleaved:
                     joined = np.concatenate([joined[1::2], joined[0::2]])
                 up, gate = np.split(joined, 2)
@@ -315,7 +322,7 @@ class ReferenceDecoder:
                 else:
                     limit, gate = experts.clamp.limit, np.minimum(gate, experts.clamp.limit)
                     states = (np.clip(up, -limit, limit) + 1) * gate / (1 + np.exp(-experts.clamp.alpha * gate))
-                summed[token] += share * (inner[expert] @ np.append(states, 1))
+                summed[token] += outward * (inner[expert] @ np.append(states, 1))
         return summed
 
     def _shared(self, hidden: Floats, name: str, experts: Experts) -> Floats:
@@ -375,8 +382,12 @@ class ReferenceDecoder:
         return self._linear(inner, name + "proj") * self._decoder.mlp_factor
 
 
-def _visible(length: int, window: int | None) -> npt.NDArray[np.bool_]:
-    """Return which keys a query sees: its own and the `window - 1` before it."""
+def _visible(length: int, window: int | None, *, chunked: bool = False) -> npt.NDArray[np.bool_]:
+    """Return which keys a query sees: its own and the `window - 1` before it, or those of its chunk."""
+    if chunked and window:
+        chunks = np.arange(length) // window
+        same: npt.NDArray[np.bool_] = np.tril(chunks[:, None] == chunks)
+        return same
     distance = np.arange(length)[:, None] - np.arange(length)
     seen: npt.NDArray[np.bool_] = (distance >= 0) & (distance < (window or length))
     return seen

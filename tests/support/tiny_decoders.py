@@ -128,6 +128,25 @@ GEMMA4_MOE = replace(
     mlp="experts",
     experts=Experts(count=6, chosen=2, renormalized=True, shared=True, shared_gate=False, apart=True),
 )
+LLAMA4 = replace(
+    MIXTRAL,
+    chunked=True,
+    windows=(5, None),
+    unrotated=(False, True),
+    rope_interleaved=True,
+    qk_norm="bare",
+    query_growth=QueryGrowth(beta=0.3, every=7, first=1, unrotated=True),
+    experts=Experts(
+        count=6,
+        chosen=2,
+        renormalized=False,
+        scores="sigmoid",
+        shared=True,
+        shared_gate=False,
+        scaled_inputs=True,
+        dense_layers=frozenset({1}),
+    ),
+)
 QWEN2_MOE = replace(MIXTRAL, experts=Experts(count=4, chosen=3, renormalized=False, shared=True))
 ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
 GROUPED = Sizes(vocab=320, hidden=64, layers=2, heads=4, kv_heads=2, head=16, epsilon=1e-5)
@@ -237,7 +256,7 @@ def _layer_shapes(decoder: Decoder, sizes: Sizes, layer: int) -> dict[str, tuple
 
 def _head_norms(decoder: Decoder, sizes: Sizes, layer: int) -> dict[str, int]:
     """Each head has a weight of its own where the norm is of layer kind."""
-    if decoder.qk_norm is None or decoder.mixer_of(layer) is not None:
+    if decoder.qk_norm in (None, "bare") or decoder.mixer_of(layer) is not None:
         return {}
     several = decoder.qk_norm == "all" or decoder.norm == "layer"
     counts = {"q_layernorm": sizes.heads}
@@ -408,6 +427,7 @@ DECODERS: dict[str, TinyDecoder] = {
     ),
     "opt, norms after": tiny_decoder(replace(GPT2, block="post", activation="relu"), replace(GROUPED, kv_heads=4)),
     "phi3, fused halves": tiny_decoder(replace(LLAMA, mlp="fused")),
+    "llama4, chunks, bare norms, experts with scaled inputs": tiny_decoder(LLAMA4),
     "mixtral": tiny_decoder(MIXTRAL),
     "mixtral, int8": tiny_decoder(MIXTRAL, packing="int8"),
     "mixtral, int4": tiny_decoder(MIXTRAL, packing="int4"),

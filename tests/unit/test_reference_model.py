@@ -12,7 +12,7 @@ from tests.support.tiny_decoders import DECODERS, LLAMA, tiny_decoder
 from trtserve.executor.reference_model import ReferenceModel
 
 # Engines leave the edge of a window to paged attention: only this model has it in its mask.
-NAMES = sorted({*list(DECODERS)[::4], *(name for name in DECODERS if "window" in name)})
+NAMES = sorted({*list(DECODERS)[::4], *(name for name in DECODERS if "window" in name or "chunks" in name)})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -151,8 +151,9 @@ def openvino_step_bytes(config: CheckpointConfig, tokens: int, rows: int, comput
 
 
 def capped_score_bytes(config: CheckpointConfig, tokens: int, keys: int) -> int:
-    """Return the bytes of scores with a cap, in three steps of float32; 0 for a model without."""
-    if family(config.architecture).decoder(config).attention_softcap is None:
+    """Return the bytes of scores with a cap or in chunks, in three steps of float32; 0 for a model without."""
+    decoder = family(config.architecture).decoder(config)
+    if decoder.attention_softcap is None and not decoder.has_chunks(keys):
         return 0
     return 3 * 4 * config.num_attention_heads * tokens * keys
 

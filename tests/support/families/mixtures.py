@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from tests.support.families import expected
 from tests.support.families.expected import EXPERTS, LAYER_WINDOWS, ROPE_BASE, ROPE_SIZE
 from tests.support.families.family import Family, Shapes
 from tests.support.families.llama_like import LLAMA, YARN, llama_tensors
-from tests.support.families.shards import MIXTURES, latent_ranks, llama_ranks
+from tests.support.families.shards import MIXTURES, Tensors, latent_ranks, llama_ranks
 
 _COMMON: dict[str, Any] = expected.SIZES | {
     "num_key_value_heads": 2,
@@ -473,6 +475,109 @@ HY_V3 = Family(
     constants=ROPE_BASE | EXPERTS,
 )
 
+
+def _llama4_tensors(config: Mapping[str, Any]) -> Shapes:
+    hidden, inner, count = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    dense = {**config, "intermediate_size": config["intermediate_size_mlp"]}
+    sparse = _llama4_sparse(config)
+    for name, shape in _without_experts(dense):
+        prefix = name.partition("mlp.")[0]
+        if ".mlp." not in name:
+            yield name, shape
+        elif int(prefix.split(".")[2]) not in sparse:
+            yield name.replace("mlp.", "feed_forward."), shape
+    for layer in sparse:
+        prefix = f"model.layers.{layer}.feed_forward."
+        yield f"{prefix}router.weight", (count, hidden)
+        yield f"{prefix}experts.gate_up_proj", (count, hidden, 2 * inner)
+        yield f"{prefix}experts.down_proj", (count, inner, hidden)
+        for part, shape in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
+            yield f"{prefix}shared_expert.{part}_proj.weight", shape
+
+
+def _llama4_sparse(config: Mapping[str, Any]) -> list[int]:
+    """The layers with experts."""
+    step = config["interleave_moe_layer_step"]
+    return list(config.get("moe_layers", range(step - 1, config["num_hidden_layers"], step)))
+
+
+def _llama4_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
+    """Return the expected checkpoint: its experts one by one with Qwen's names are those of any family."""
+    usual: Tensors = {}
+    for name, values in source.items():
+        renamed = name.replace("feed_forward.router", "mlp.gate").replace("feed_forward.", "mlp.")
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            usual[renamed] = values
+            continue
+        prefix, _, part = renamed.rpartition(".")
+        for expert, matrix in enumerate(values):
+            halves = dict(zip(("gate_proj", "up_proj"), np.split(matrix.T, 2), strict=True))
+            of_one = halves if part == "gate_up_proj" else {part: matrix.T}
+            usual |= {f"{prefix}.{expert}.{each}.weight": rows for each, rows in of_one.items()}
+    return llama_ranks(usual, hf, tp, ep)
+
+
+LLAMA4 = Family(
+    tensors=_llama4_tensors,
+    ranks=_llama4_ranks,
+    config=LLAMA.config
+    | {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 24,
+        "floor_scale": 50,
+        "attn_scale": 0.3,
+    },
+    expected=_COMMON
+    | {
+        "attn_bias": False,
+        "mlp_bias": False,
+        "moe": expected.DENSE
+        | {"num_experts": 8, "top_k": 2, "normalization_mode": 0, "shared_expert_intermediate_size": 32},
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "shared_expert_gate": False,
+        "scoring_func": "sigmoid",
+        "experts_scale_inputs": True,
+        "dense_layers": [0],
+        "attn_scale": 0.3,
+        "floor_scale": 50,
+        "attention_chunks": True,
+        "use_qk_norm": True,
+        "max_attention_window": [24, None],
+        "unrotated_layers": [False, True],
+        "superset": ["the family Llama 4"],
+    },
+    nvidia=False,
+    logits=(
+        {},
+        {
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layers": [1, 0, 0, 1],
+            "num_experts_per_tok": 1,
+            "use_qk_norm": False,
+            "attention_bias": True,
+        },
+        {
+            "moe_layers": [0],
+            "layer_types": ["full_attention", "chunked_attention"],
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    int4=0.6,
+    constants=ROPE_BASE | EXPERTS | LAYER_WINDOWS,
+    real={"attention_chunk_size": 8192},
+)
+
 _LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 40}
 
 
@@ -593,6 +698,7 @@ MIXTURE_FAMILIES: dict[str, Family] = {
     "exaone_moe": EXAONE_MOE,
     "hy_v3": HY_V3,
     "afmoe": AFMOE,
+    "llama4": LLAMA4,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "deepseek_v2": DEEPSEEK_V2,

@@ -35,6 +35,7 @@ __all__ = [
 # Architecture name in config.json → module of this package, imported on demand.
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",

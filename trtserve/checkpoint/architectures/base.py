@@ -58,7 +58,8 @@ Block = Literal["sequential", "sandwich", "branch", "parallel", "post", "single"
 #   heads    each head before rotation, with one weight for all heads or one for each
 #   all      all heads together before rotation (OLMo 2)
 #   rotated  each head after rotation (Hunyuan)
-HeadNorm = Literal["heads", "all", "rotated"]
+#   bare     each head after rotation, by the RMS alone, and only in layers that rotate (Llama 4)
+HeadNorm = Literal["heads", "all", "rotated", "bare"]
 
 # How tensor-parallel ranks share a tensor:
 #   replicated     every rank holds a full copy
@@ -128,10 +129,12 @@ class ClampedGate:
 
 @dataclass(frozen=True, kw_only=True)
 class QueryGrowth:
-    """Queries at position p are multiplied by 1 + `beta` · ln(1 + ⌊p / `every`⌋) (Ministral 3)."""
+    """Queries at position p are multiplied by 1 + `beta` · ln(1 + ⌊(p + `first`) / `every`⌋) (Ministral 3, Llama 4)."""
 
     beta: float
     every: int
+    first: int = 0
+    unrotated: bool = False  # only in layers that do not rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +159,7 @@ class Experts:
     chosen_groups: int = 1
     group_scores: int = 2  # a group's score is the sum of so many of its experts' best scores
     scale: float = 1.0  # multiplies the weights
+    scaled_inputs: bool = False  # the weights multiply what the experts see, not their outputs (Llama 4)
     clamp: ClampedGate | None = None  # instead of activation and product
     gated: bool = True  # otherwise `fc` is activated, without a factor, in layers with one MLP too
     interleaved: bool = False  # the rows of `fc` are gate, factor, gate, …: not the factors first, then the gates
@@ -196,6 +200,7 @@ class Decoder:
     query_growth: QueryGrowth | None = None
     alibi_slopes: tuple[float, ...] | None = None  # per head; slope × key position is added to the scaled scores
     windows: tuple[int | None, ...] = ()  # sliding windows in tokens, cycled over the layers; None: full attention
+    chunked: bool = False  # instead of a window, tokens see those of their own chunk of so many tokens (Llama 4)
     block: Block = "sequential"
     unrotated: tuple[bool, ...] = ()  # layers whose queries and keys have no positions, cycled over the layers
     qk_norm: HeadNorm | None = None
@@ -244,6 +249,15 @@ class Decoder:
     def window(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, or None for full attention."""
         return self.windows[layer % len(self.windows)] if self.windows else None
+
+    def has_chunks(self, longest: int) -> bool:
+        """Return whether sequences of `longest` tokens have several chunks."""
+        return self.chunked and any(window is not None and window < longest for window in self.windows)
+
+    def growth(self, layer: int) -> QueryGrowth | None:
+        """Return how a layer's queries grow, or None."""
+        growth = self.query_growth
+        return None if growth is None or (growth.unrotated and self.rotation(layer) is not None) else growth
 
     def rotation(self, layer: int) -> tuple[float, ...] | None:
         """Return a layer's inverse frequencies, or None without rotation."""

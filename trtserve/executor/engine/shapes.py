@@ -49,11 +49,18 @@ class Sizes:
         )
 
 
-def layer_windows(own: Sequence[int | None], asked: Sequence[int] | None, longest: int) -> list[int | None]:
+def layer_windows(
+    own: Sequence[int | None], asked: Sequence[int] | None, longest: int, *, chunked: bool = False
+) -> list[int | None]:
     """Return the windows to repeat over the layers: the shorter one of the model's own and the requested one.
 
-    A window as long as the longest sequence becomes None, which leaves the graph unchanged.
+    A window as long as the longest sequence becomes None, which leaves the graph unchanged. Raises RuntimeError for a
+    requested window where the model's are chunks.
     """
+    if chunked and asked and min(asked) < longest:
+        raise RuntimeError(
+            f"max_attention_window is {list(asked)}; the layers of this model see chunks, and take no other windows"
+        )
     both: tuple[Sequence[int | None], ...] = (own or (None,), asked or (None,))
     repeated = [[turn[layer % len(turn)] for turn in both] for layer in range(math.lcm(*map(len, both)))]
     shortest = [min((window for window in pair if window is not None), default=longest) for pair in repeated]

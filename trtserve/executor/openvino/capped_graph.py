@@ -1,4 +1,5 @@
-"""Attention with capped scores (Gemma 2) in an engine's graph: OpenVINO's paged attention has no cap.
+"""Attention with capped scores (Gemma 2) or in chunks (Llama 4) in an engine's graph: OpenVINO's paged attention has
+neither.
 
 Plain operations take its place. They read the blocks of the cache and return new keys and values, which the model
 writes there. All sequences of a call have equally many new tokens (`even_parts`).
@@ -16,7 +17,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from trtserve.executor.engine.model import Int32s, StepInputs
-from trtserve.executor.openvino.graph_parts import dimension, integers, parameter
+from trtserve.executor.openvino.graph_parts import dimension, integers, last_unseen, parameter
 from trtserve.executor.openvino.memory import CAPPED_TOKENS
 
 BLOCK_TABLES = "block_tables"
@@ -24,7 +25,7 @@ BLOCK_TABLES = "block_tables"
 NEW = "new."
 """Begins the names of outputs [t, kv_heads, head]; the name of their cache follows."""
 _TOKENS_PER_BLOCK = 32
-_CAP = "attention_softcap"
+_CAP, _CHUNKS = "attention_softcap", "attention_chunks"
 # The plugin would widen all of a cache of another type than that of arithmetic in each step.
 _CACHE_TYPES = {"f32": ov.Type.f32, "bf16": ov.Type.bf16}
 # Far below any capped score.
@@ -39,9 +40,19 @@ def mark_cap(graph: ov.Model, cap: float) -> None:
     graph.set_rt_info(str(cap), _CAP)
 
 
-def with_caps(graph: ov.Model, head: int, kv_precision: str) -> bool:
-    """Replace paged attention with heads of size `head` if the graph has a cap; return whether it has."""
-    if not graph.has_rt_info(_CAP):
+def mark_chunks(graph: ov.Model) -> None:
+    """Let an engine's file say that windows are chunks."""
+    graph.set_rt_info("true", _CHUNKS)
+
+
+def has_chunks(graph: ov.Model) -> bool:
+    """Return whether windows are chunks."""
+    return bool(graph.has_rt_info(_CHUNKS))
+
+
+def with_caps(graph: ov.Model, head: int, kv_precision: str, *, chunks: bool) -> bool:
+    """Replace paged attention with heads of size `head` if the graph has a cap, or `chunks`; return whether it has."""
+    if not (graph.has_rt_info(_CAP) or chunks):
         return False
     capped = _CappedAttention(graph, head, _CACHE_TYPES[kv_precision])
     attentions = [node for node in graph.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
@@ -62,7 +73,10 @@ class _CappedAttention:
 
     def __init__(self, graph: ov.Model, head: int, cache_type: ov.Type) -> None:
         self._head, self._cache_type = head, cache_type
-        self._cap = ops.constant(np.float32(graph.get_rt_info(_CAP).astype(str)))
+        self._cap = None
+        if graph.has_rt_info(_CAP):
+            self._cap = ops.constant(np.float32(graph.get_rt_info(_CAP).astype(str)))
+        self._chunked = has_chunks(graph)
         found = {each.get_friendly_name(): each for each in graph.get_parameters()}
         self._past, self._tables = found["past_lens"], parameter(BLOCK_TABLES, ov.Type.i32, [-1, -1])
         count = dimension(self._past, 0)
@@ -89,8 +103,11 @@ class _CappedAttention:
         )
         # [s, kv_heads, group · new, room + new]
         scores = ops.matmul(self._shaped(query, kv_heads, -1, self._head), keys, False, True)
-        scores = ops.multiply(scores, ops.divide(node.input_value(_SCALE), self._cap))
-        scores = ops.multiply(ops.tanh(scores), self._cap)
+        if self._cap is None:
+            scores = ops.multiply(scores, node.input_value(_SCALE))
+        else:
+            scores = ops.multiply(scores, ops.divide(node.input_value(_SCALE), self._cap))
+            scores = ops.multiply(ops.tanh(scores), self._cap)
         window = int(node.input_value(_WINDOW).get_node().get_data())
         if window not in self._masks:
             self._masks[window] = self._mask(window)
@@ -130,8 +147,7 @@ class _CappedAttention:
         keys = ops.concat([stored, ops.add(past, ops.unsqueeze(new, integers(0, 1)))], 2)
         visible = ops.less_equal(keys, queries)
         if window:
-            oldest = ops.subtract(queries, ops.constant(np.int64(window)))
-            visible = ops.logical_and(visible, ops.greater(keys, oldest))
+            visible = ops.logical_and(visible, ops.greater(keys, last_unseen(queries, window, self._chunked)))
         mask = ops.select(visible, ops.constant(np.float32(0)), ops.constant(np.float32(_MASKED)))
         return ops.unsqueeze(mask, integers(1, 2))
 

@@ -20,7 +20,7 @@ from trtserve.checkpoint.architectures.base import Decoder, Experts, QueryGrowth
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.engine.shapes import Sizes
-from trtserve.executor.openvino.capped_graph import mark_cap
+from trtserve.executor.openvino.capped_graph import mark_cap, mark_chunks
 from trtserve.executor.openvino.graph_parts import (
     GraphRotation,
     add,
@@ -34,6 +34,7 @@ from trtserve.executor.openvino.graph_parts import (
     gather,
     int4_matrix,
     integers,
+    last_unseen,
     packed,
     parameter,
     rows_of_experts,
@@ -178,6 +179,8 @@ class GraphBuilder:
         graph = ov.Model([result], self._sinks, inputs, "decoder")
         if self.decoder.attention_softcap is not None:
             mark_cap(graph, self.decoder.attention_softcap)
+        if self.decoder.chunked:
+            mark_chunks(graph)
         return graph
 
     def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
@@ -262,6 +265,8 @@ class GraphBuilder:
     def _grown(self, growth: QueryGrowth) -> Any:
         """Return the factors of the queries: f32[b, 1, l, 1]."""
         positions = ops.convert(ops.unsqueeze(self._position_ids, integers(1, 3)), "f32")
+        # The half keeps whole quotients whole: the plugin multiplies by a rounded 1 / every.
+        positions = ops.add(positions, ops.constant(np.float32(growth.first + 0.5)))
         turns = ops.floor(ops.divide(positions, ops.constant(np.float32(growth.every))))
         grown = ops.log(ops.add(turns, ops.constant(np.float32(1))))
         return ops.add(ops.multiply(grown, ops.constant(np.float32(growth.beta))), ops.constant(np.float32(1)))
@@ -292,8 +297,7 @@ class GraphBuilder:
         queries = ops.unsqueeze(ops.range(ops.subtract(total, length), total, one, "i64"), integers(1))
         visible = ops.less_equal(keys, queries)
         if window is not None:
-            oldest = ops.subtract(queries, ops.constant(np.int64(window)))
-            visible = ops.logical_and(visible, ops.greater(keys, oldest))
+            visible = ops.logical_and(visible, ops.greater(keys, last_unseen(queries, window, self.decoder.chunked)))
         present = ops.unsqueeze(ops.convert(self._attention_mask, "boolean"), integers(1, 2))
         mask = ops.select(
             ops.logical_and(present, visible), ops.constant(np.float32(0)), ops.constant(np.float32(_MASKED))
@@ -343,7 +347,7 @@ class GraphBuilder:
         if (key_layer := self.decoder.key_layer(layer)) == layer:
             query, *states = cut(fused, *(count * sizes.head for count in (sizes.heads, *[sizes.kv_heads] * 2)))
         query = self._placed(query, sizes.heads, f"{name}.q_layernorm", rotation)
-        if self._query_factor is not None:
+        if self._query_factor is not None and self.decoder.growth(layer) is not None:
             query = ops.multiply(query, self._query_factor).output(0)
         if states:
             key = self._placed(states[0], sizes.kv_heads, f"{name}.k_layernorm", rotation)
@@ -364,6 +368,8 @@ class GraphBuilder:
             self.normed(flat, norm) if kind == "all" else flat, heads, norm if kind == "heads" else None
         )
         states = states if rotation is None else rotation.rotate(states)
+        if kind == "bare" and rotation is not None:
+            return self._over_rms(states)
         return self.normed(states, norm) if kind == "rotated" else states
 
     def _heads(self, flat: Any, heads: int, norm: str | None = None) -> Any:
@@ -458,13 +464,15 @@ class GraphBuilder:
         if f"{name}.fc.bias" in self.names:
             bias = arranged(self.floats(f"{name}.fc.bias")).reshape(experts.count, -1)
             inner = ops.add(inner, float_tensor(bias, f"{name}.fc.bias"))
+        shares = ops.unsqueeze(weights, integers(-1))
+        if experts.scaled_inputs:  # an expert that is not chosen sees and adds 0
+            inner = ops.multiply(inner, shares)
         if not experts.gated:
             inner = self._activate(inner)
         else:
             inner = self._activate_half(inner) if experts.clamp is None else clamped_gate(inner, experts.clamp)
-        joined = ops.reshape(
-            ops.multiply(inner, ops.unsqueeze(weights, integers(-1))), integers(0, 0, -1), special_zero=True
-        )
+        weighted = inner if experts.scaled_inputs else ops.multiply(inner, shares)
+        joined = ops.reshape(weighted, integers(0, 0, -1), special_zero=True)
         proj = self._stacked(f"{name}.proj.weight", columns_of_experts, experts.count)
         output = ops.matmul(joined, proj, False, True).output(0)
         if f"{name}.proj.bias" in self.names:

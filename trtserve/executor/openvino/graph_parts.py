@@ -265,6 +265,14 @@ def clamped_gate(joined: Any, clamp: ClampedGate) -> Any:
     return ops.multiply(ops.multiply(gate, share), ops.add(factor, ops.constant(np.float32(1))))
 
 
+def last_unseen(queries: Any, window: int, chunked: bool) -> Any:
+    """Return the last position before those that each of `queries` i64 sees in its window, or in its chunk."""
+    size = ops.constant(np.int64(window))
+    if not chunked:
+        return ops.subtract(queries, size)
+    return ops.subtract(ops.subtract(queries, ops.mod(queries, size)), ops.constant(np.int64(1)))
+
+
 def token_weights(logits: Any, correction: Any | None, experts: Experts) -> Any:
     """Return the weights [b, l, experts] of the experts' outputs: the score of each chosen expert, 0 for others.
 

@@ -29,6 +29,7 @@ from trtserve.executor.openvino.capped_graph import (
     NEW,
     block_tables,
     even_parts,
+    has_chunks,
     new_places,
     with_caps,
 )
@@ -113,8 +114,10 @@ class PagedModel:
                 f"max_attention_window has {len(windows)} values, for layers in turn; a model with layers that have a "
                 "state instead of attention takes one"
             )
-        to_paged_attention(graph, windows=layer_windows(own.windows, windows, self.max_position))
-        self._capped = with_caps(graph, config.model.head_size, self.kv_precision)
+        chunked = has_chunks(graph)
+        seen = layer_windows(own.windows, windows, self.max_position, chunked=chunked)
+        to_paged_attention(graph, windows=seen)
+        self._capped = with_caps(graph, config.model.head_size, self.kv_precision, chunks=chunked and any(seen))
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         if self.lora:

@@ -89,15 +89,16 @@ class OpenvinoRuntime(EmbeddedRuntime):
         self.require_device(spec)
         _require_supported(config)
         # The plugin keeps states in the type of arithmetic. In bfloat16 one that fades slowly loses what tokens add.
-        wide = isinstance(family(config.architecture).decoder(config).mixer, StateSpace)
+        decoder = family(config.architecture).decoder(config)
+        wide = isinstance(decoder.mixer, StateSpace)
         bfloat16 = machine.has_bfloat16()
         compute, kv, notes = resolve_precision(config.dtype, spec.kv_precision, bfloat16=bfloat16 and not wide)
         if wide and bfloat16 and config.dtype != "float32":
             notes += ("States of Mamba-2 need float32: this engine calculates in f32, about half as fast as bf16.",)
-        if family(config.architecture).decoder(config).attention_softcap is not None:
-            kv = _cache_of_capped_scores(compute, spec.kv_precision)
         features, remarks = resolve_features(config, spec)
         limits = resolve_limits(config, spec, CPU_LIMITS)
+        if decoder.attention_softcap is not None or decoder.has_chunks(limits.max_seq_len):
+            kv = _cache_of_capped_scores(compute, spec.kv_precision)
         rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
         needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
         mapping = config.content.get("mapping") or {}
@@ -147,11 +148,11 @@ def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple
 
 
 def _cache_of_capped_scores(compute: str, asked: str) -> str:
-    """Return the precision of the cache of a model with capped scores: that of arithmetic."""
+    """Return the precision of the cache of a model with capped scores or chunks: that of arithmetic."""
     if asked not in ("auto", compute):
         raise UnsupportedModelError(
-            f"The model caps its attention scores, and its KV cache has the precision of arithmetic, {compute}; "
-            f"--kv-precision is {asked}.",
+            f"The model caps its attention scores or attends in chunks, and its KV cache has the precision of "
+            f"arithmetic, {compute}; --kv-precision is {asked}.",
             hint="Build without --kv-precision.",
         )
     return compute

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtserve.checkpoint.architectures.base import Decoder
+from trtserve.checkpoint.architectures.base import Decoder, QueryGrowth
 from trtserve.executor.engine.shapes import Sizes
 from trtserve.executor.torch.adapters import Adapters
 from trtserve.executor.torch.latent import LatentOutput, LatentProjection
@@ -91,6 +91,7 @@ class _Layer:
     """What the layer's result is multiplied by."""
     factor: float
     """What attention's result is multiplied by."""
+    growth: QueryGrowth | None
 
 
 _NORMS = (
@@ -196,6 +197,7 @@ class TorchDecoder:
             scores=Scores(
                 scale=decoder.attention_scale,
                 window=window,
+                chunked=decoder.chunked,
                 slopes=self._slopes(),
                 soft_cap=decoder.attention_softcap,
                 sinks=weights.tensor(f"{attention}.sinks").float() if decoder.attention_sinks and dense else None,
@@ -207,6 +209,7 @@ class TorchDecoder:
             inputs=LayerInput(decoder, weights, number, self._operations) if decoder.layer_inputs else None,
             scale=float(weights.tensor(f"{name}.scale")) if decoder.layer_scales else 1.0,
             factor=decoder.attention_factor,
+            growth=decoder.growth(number),
         )
 
     def cache_shape(self, number: int) -> tuple[int, int]:
@@ -222,6 +225,12 @@ class TorchDecoder:
         kv_heads, _ = self.cache_shape(number)
         if decoder.qk_norm is None:
             return None, None
+        if decoder.qk_norm == "bare":
+            if rotation is None:
+                return None, None
+            ones = torch.ones(sizes.head, dtype=self._like.dtype, device=self._like.device)
+            norms = HeadNorms(query=ones, key=ones, epsilon=sizes.epsilon)
+            return norms, Rotated(rotation, self._heads + kv_heads, kv_heads)
         parts = "qk" if decoder.key_layer(number) == number else "qq"
         query, key = (weights.tensor(f"{attention}.{part}_layernorm.weight") for part in parts)
         usual = decoder.norm == "rms" and query.numel() == sizes.head and decoder.qk_norm != "all"
@@ -409,8 +418,8 @@ class TorchDecoder:
                 rotation=layer.rotation,
                 norms=layer.head_norms,
             )
-        if (growth := self._decoder.query_growth) is not None:
-            turns = torch.floor(inputs.positions / growth.every)
+        if (growth := layer.growth) is not None:
+            turns = torch.floor((inputs.positions + growth.first) / growth.every)
             query = query * (1 + growth.beta * torch.log1p(turns)).view(-1, 1, 1).to(query.dtype)
         sequences, prompts = len(inputs.lengths), inputs.prompts
         tokens = len(query) - (sequences - prompts)

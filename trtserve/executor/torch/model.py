@@ -85,7 +85,7 @@ class TorchModel:
                 group,
                 layers=layers,
                 max_position=self.max_position,
-                windows=layer_windows(decoder.windows, windows, self.max_position),
+                windows=layer_windows(decoder.windows, windows, self.max_position, chunked=decoder.chunked),
             )
         self.adapters: AdapterStore | None = None
         if self.lora is not None:

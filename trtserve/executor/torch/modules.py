@@ -443,7 +443,14 @@ class _Experts(Mlp):
         held = len(self._weights.outer)
         if self._first or held < self._experts.count:  # experts below the first belong to another rank too
             chosen = (chosen - self._first).where(chosen >= self._first, self._experts.count)
-        return self._operations.expert_mlp(x, self._weights, chosen, shares, self._activation)
+        if not self._experts.scaled_inputs:
+            return self._operations.expert_mlp(x, self._weights, chosen, shares, self._activation)
+        ones = torch.ones_like(shares[:, :1])
+        outputs = [
+            self._operations.expert_mlp(x * share.to(x.dtype), self._weights, one, ones, self._activation)
+            for share, one in zip(shares.split(1, 1), chosen.split(1, 1), strict=True)
+        ]
+        return torch.stack(outputs).sum(0)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         states = self._shared(x)

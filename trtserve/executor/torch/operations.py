@@ -52,6 +52,8 @@ class Scores:
     """Factor of the products."""
     window: int | None = None
     """A token sees itself and the window - 1 tokens before it; None: all before it."""
+    chunked: bool = False
+    """It sees its chunk of so many tokens instead. Kernels for GPUs have no chunks."""
     slopes: Tensor | None = None
     """ALiBi: f32[H], slope × key index is added to the scaled scores."""
     soft_cap: float | None = None

@@ -187,7 +187,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
     query_index = torch.arange(total - new, total, device=query.device).unsqueeze(1)
     hidden = key_index > query_index
     if scores.window is not None:
-        hidden |= key_index <= query_index - scores.window
+        seen = query_index % scores.window + 1 if scores.chunked else scores.window
+        hidden |= key_index <= query_index - seen
     products = products.masked_fill(hidden, -torch.inf)
     if scores.sinks is not None:
         sinks = scores.sinks.view(kv_heads, -1, 1, 1).expand(*products.shape[:-1], 1)

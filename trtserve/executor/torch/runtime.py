@@ -127,7 +127,14 @@ class TorchRuntime(EmbeddedRuntime):
                 "torch runtime's kernels for GPUs hold 256.",
                 hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
             )
-        experts = family(config.architecture).decoder(config).experts
+        decoder = family(config.architecture).decoder(config)
+        experts, longest = decoder.experts, resolve_limits(config, spec, self.gpu_limits).max_seq_len
+        if device == "cuda" and decoder.has_chunks(longest):
+            raise UnsupportedModelError(
+                f"{config.architecture} attends in chunks, and sequences of {longest} tokens have several; the torch "
+                "runtime's kernels for GPUs have no chunks.",
+                hint=f"Use --max-seq-len {min(window for window in decoder.windows if window)} or fewer.",
+            )
         if device == "cuda" and experts is not None and not experts.gated:
             raise UnsupportedModelError(
                 f"{config.architecture} has experts without gates, which the torch runtime's kernels for GPUs lack.",

@@ -76,18 +76,22 @@ def constants_of(model: Any) -> Constants:
         windows=_windows(model, config),
         attention_softcap=next((float(cap) for cap in caps if cap is not None), None),
         logits_softcap=getattr(config, "final_logit_softcapping", None),
-        growth=_growth(getattr(config, "rope_parameters", None) or {}),
+        growth=_growth(config, getattr(config, "rope_parameters", None) or {}),
     )
 
 
-def _growth(parameters: Mapping[str, Any]) -> tuple[float, float]:
+def _growth(config: Any, parameters: Mapping[str, Any]) -> tuple[float, float]:
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4
+        return float(config.attn_scale), float(config.floor_scale)
     beta = float(parameters.get("llama_4_scaling_beta") or 0)
     return beta, float(parameters["original_max_position_embeddings"]) if beta else 0.0
 
 
 def _windows(model: Any, config: Any) -> tuple[int | None, ...]:
-    """Return the windows in the model's masks; many configs have the key, but few models use it."""
+    """Return the windows or chunks in the model's masks; many configs have the key, but few models use it."""
     layers = int(config.num_hidden_layers)
+    if chunk := getattr(config, "attention_chunk_size", None):
+        return tuple(int(chunk) if kind == "chunked_attention" else None for kind in config.layer_types)
     code = vars(sys.modules[type(model).__module__])
     heeded = "create_sliding_window_causal_mask" in code or any(hasattr(m, "sliding_window") for m in model.modules())
     window = getattr(config, "sliding_window", None) if heeded else None

@@ -223,6 +223,7 @@ def experts_of(config: CheckpointConfig) -> Experts:
         shared=bool(config.moe_shared_expert_intermediate_size),
         shared_gate=config.own("shared_expert_gate", True),
         apart=config.own("experts_apart", False),
+        scaled_inputs=config.own("experts_scale_inputs", False),
         scores="sigmoid" if config.own("scoring_func", "softmax") == "sigmoid" else "softmax",
         groups=config.own("n_group", 1),
         chosen_groups=config.own("topk_group", 1),

@@ -21,6 +21,7 @@ WITH_IMAGES = frozenset(
         "Gemma4ForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
@@ -45,6 +46,12 @@ _LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+_LLAMA_4 = {
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+}
 _MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _QWEN = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
 _QWEN_VL_MOE = {
@@ -63,6 +70,7 @@ _QWEN_VL_MOE = {
 # `model_type` of the text half → its architecture and defaults. The Qwens without text_config have it in config.json.
 _HALVES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _LLAMA),
+    "llama4_text": ("Llama4ForCausalLM", _LLAMA_4),
     "mistral": ("MistralForCausalLM", _MISTRAL),
     "ministral3": ("Ministral3ForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", _QWEN),
