@@ -30,6 +30,7 @@ SENTENCE_TRANSFORMERS = "modules.json"
 """File of a Hugging Face model that says how sentence-transformers makes vectors of its states; vLLM reads it too."""
 SUBFOLDERS = ("additional_chat_templates/*.jinja", "[0-9]_*/config.json", "[0-9]_*/model.safetensors")
 """Files in folders of a Hugging Face model: chat templates, and the modules of sentence-transformers."""
+_CONTROL = re.compile(r"[\0-\x1f\x7f]")  # which no file of a model has, and terminals obey
 _DIGITS = re.compile("[0-9]{1,18}")
 _BLOCK = 64 << 10
 _LONGEST_NAME, _LONGEST_PATH = 256, 4000
@@ -108,7 +109,7 @@ def require_own(path: Path, folder: Path) -> None:
 
 def is_below(name: object) -> bool:
     """Return whether `name` is a relative path that leads to a place below the folder that it is joined to."""
-    if not isinstance(name, str) or len(name) > _LONGEST_PATH or "\0" in name or not is_unicode(name):
+    if not isinstance(name, str) or len(name) > _LONGEST_PATH or _CONTROL.search(name) or not is_unicode(name):
         return False
     return all(part not in ("", ".", "..") and len(part) < _LONGEST_NAME for part in name.split("/"))
 

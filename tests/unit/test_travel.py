@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.engine_folders import built_here, write_engine
+from tests.support.lies import lie
 from tests.support.tiny_models import write_tiny_model
+from trtserve.__main__ import prepare_streams
 from trtserve.artifacts import Engine, Manifest, ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import CorruptFileError, MachineError, ModelNotFoundError, TrtserveError, UsageError
@@ -158,9 +163,24 @@ def _swap_files(manifest: dict[str, Any]) -> None:
     first["annotations"], second["annotations"] = names[1], names[0]
 
 
+def _named(*names: Any) -> Callable[[dict[str, Any]], None]:
+    """Give the last files of a manifest these names."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        for name, layer in zip(names, reversed(manifest["layers"]), strict=False):
+            layer["annotations"]["org.opencontainers.image.title"] = name
+
+    return change
+
+
+WRONG: tuple[Any, ...] = (3, None, {}, ".done", ".done/x", "a\nb", "\x1b]0;x", "manifest.json")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        *((_named(name), "wrongly") for name in WRONG),
+        (lambda m: _layer(m, "rank0.engine").update(size=10**400), "is not the size of a blob"),
         (_lead_out, "lists '../../outside' wrongly"),
         (_swap_files, "is not the file that tiny was made with"),
         (lambda m: m["layers"].pop(), "has other files than"),
@@ -181,6 +201,49 @@ def test_a_place_that_lies_is_not_believed(
     assert not (tmp_path / "home" / "outside").exists()
     assert store.recorded() == []
     assert list(store.complete(ModelRepository)) == []
+
+
+def test_generated_lies_of_a_place_end_with_an_error(
+    built: tuple[Engine, ModelRepository], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, shelf, chance = tmp_path / "good", tmp_path / "shelf", random.Random(27)
+    push(str(built[1].path), str(good))
+    manifest = parse_target(str(good))[0].manifest("latest").decode()
+    prepare_streams()
+    for _ in range(60):
+        shutil.copytree(good, shelf)
+        if chance.random() < 0.5:
+            (shelf / "index.json").write_bytes(_encoded(lie((good / "index.json").read_text(), chance)))
+        else:
+            parse_target(str(shelf))[0].publish("latest", _encoded(lie(manifest, chance)))
+        run(["pull", "--any-machine", str(shelf)])
+        written = capsys.readouterr().err
+        assert "bug in trtserve" not in written, written
+        shutil.rmtree(shelf)
+    assert not list(tmp_path.glob("outside*"))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+@pytest.mark.parametrize("names", [("folder", "folder/file"), ("folder/file", "folder")])
+def test_a_file_that_is_a_folder_too_is_refused(
+    names: tuple[str, str], built: tuple[Engine, ModelRepository], tmp_path: Path
+) -> None:
+    shelf = tmp_path / "shelf"
+    push(str(built[1].path), str(shelf))
+    _changed(shelf, _named(*names))
+    place, reference = parse_target(str(shelf))
+    found = json.loads(place.manifest(reference))
+    blob = Blob(found["config"]["digest"], found["config"]["size"])
+    own = json.dumps({**json.loads(b"".join(place.receive(blob))), "files": {}}).encode()
+    blob = Blob(f"sha256:{hashlib.sha256(own).hexdigest()}", len(own))
+    place.send(blob, lambda: iter([own]))
+    found["config"].update(vars(blob))
+    place.publish(reference, json.dumps(found).encode())
+    with pytest.raises(TrtserveError, match="folder"):
+        pull(str(shelf), any_machine=True, store=Store(tmp_path / "other"))
 
 
 def test_a_damaged_blob_is_fetched_again(built: tuple[Engine, ModelRepository], tmp_path: Path) -> None:

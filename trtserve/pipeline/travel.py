@@ -17,7 +17,7 @@ from typing import Any
 
 from trtserve.artifacts import EDITABLE, KINDS, MANIFEST, Artifact, Manifest, ModelRepository, damages, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, UsageError
-from trtserve.files import is_below, is_weights, locked, open_file, parse_json
+from trtserve.files import is_below, is_weights, locked, open_file, parse_json, writing
 from trtserve.host.gpus import count_gpus, list_gpus, require_gpus
 from trtserve.host.machine import format_bytes, require_disk
 from trtserve.progress import SILENT, Progress, Task
@@ -266,8 +266,9 @@ def _understood(raw: bytes, place: Shelf, target: str) -> tuple[Manifest, list[F
         ) from None
     ends: dict[str, int] = {}
     for piece in pieces:
-        if not is_below(piece.name) or piece.name == MANIFEST or piece.offset != ends.get(piece.name, 0):
-            raise CorruptFileError(f"{target} lists {piece.name[:200]!r} wrongly.", hint=_HINT)
+        own = is_below(piece.name) and piece.name.split("/")[0] not in (MANIFEST, _DONE)
+        if not own or piece.offset != ends.get(piece.name, 0):
+            raise CorruptFileError(f"{target} lists {str(piece.name)[:200]!r} wrongly.", hint=_HINT)
         ends[piece.name] = piece.offset + piece.blob.size
     content = b"".join(place.receive(Blob(blob.digest, min(blob.size, _LARGEST_CONFIG))))
     if _digest(content) != blob.digest:
@@ -307,14 +308,15 @@ def _download(
 def _receive(place: Shelf, folder: Path, piece: FilePiece, target: str, task: Task) -> None:
     """Write a piece to its place in its file, and note that it is there when its digest is right."""
     path, digest = folder / piece.name, hashlib.sha256()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("r+b" if path.exists() else "wb") as handle:
-        handle.seek(piece.offset)
-        for block in place.receive(piece.blob):
-            handle.write(block)
-            digest.update(block)
-            task.advance(len(block))
-        handle.truncate()  # an earlier attempt may have left more; pieces come in order
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if path.exists() else "wb") as handle:
+            handle.seek(piece.offset)
+            for block in place.receive(piece.blob):
+                handle.write(block)
+                digest.update(block)
+                task.advance(len(block))
+            handle.truncate()  # an earlier attempt may have left more; pieces come in order
     if f"sha256:{digest.hexdigest()}" != piece.blob.digest:
         raise CorruptFileError(
             f"{piece.name} of {target} differs from its digest, from byte {piece.offset} on.",

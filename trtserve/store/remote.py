@@ -51,7 +51,7 @@ _NAME = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]
 # Others of fsspec open connections of their own, or run what a URL names.
 _SCHEMES = ("s3", "s3a", "gs", "gcs", "file")
 _PLACES = "Give oci://…, s3://…, gs://… or a folder."
-_BLOCK = 1 << 20
+_BLOCK, _LARGEST = 1 << 20, 1 << 60
 _LONGEST_WAIT = 2.0  # seconds before the last attempt
 _SECONDS = 60.0
 
@@ -67,7 +67,7 @@ class Blob:
         """Check a digest that a stranger may have written: it becomes a part of a path."""
         if not _DIGEST.fullmatch(str(self.digest)):
             raise CorruptFileError(f"{str(self.digest)[:100]!r} is not a SHA-256 digest.", hint="Push it again.")
-        if type(self.size) is not int or self.size < 0:
+        if type(self.size) is not int or not 0 <= self.size < _LARGEST:
             raise CorruptFileError(f"{str(self.size)[:100]!r} is not the size of a blob.", hint="Push it again.")
 
 
@@ -162,9 +162,9 @@ class Layout:
 
     def manifest(self, reference: str) -> bytes:
         """Return the manifest with this tag or digest."""
-        for entry in self._index().get("manifests", ()):
-            if reference in (entry.get("digest"), entry.get("annotations", {}).get(_TAG_NAME)):
-                blob = Blob(entry.get("digest"), entry.get("size"))
+        for entry in self._entries():
+            if reference in (entry.get("digest"), _tag(entry)):
+                blob = Blob(str(entry.get("digest")), entry.get("size", -1))
                 return b"".join(self.receive(Blob(blob.digest, min(blob.size, LARGEST_MANIFEST))))
         if tags := self._tags():
             raise ModelNotFoundError(f"{self.text} has nothing under {reference}.", hint=f"There: {tags}")
@@ -195,11 +195,7 @@ class Layout:
         """Write the manifest, then the index that names it; not for two processes at once."""
         blob = Blob(f"sha256:{hashlib.sha256(manifest).hexdigest()}", len(manifest))
         self.send(blob, lambda: iter([manifest]))
-        others = [
-            entry
-            for entry in self._index().get("manifests", ())
-            if entry.get("annotations", {}).get(_TAG_NAME) != reference
-        ]
+        others = [entry for entry in self._entries() if _tag(entry) != reference]
         entry = {"mediaType": MANIFEST_TYPE, **vars(blob), "annotations": {_TAG_NAME: reference}}
         index = {"schemaVersion": 2, "manifests": [*others, entry]}
         self._write(f"{self.path}/oci-layout", iter([b'{"imageLayoutVersion": "1.0.0"}']))
@@ -215,17 +211,25 @@ class Layout:
     def _file(self, blob: Blob) -> str:
         return f"{self.path}/blobs/{blob.digest.replace(':', '/')}"
 
-    def _index(self) -> dict[str, Any]:
+    def _entries(self) -> list[dict[str, Any]]:
+        """Return the manifests that the index lists."""
         with reaching(self.text):
             try:
                 with self.file_system.open(f"{self.path}/index.json", "rb") as handle:
-                    return _object(handle.read(LARGEST_MANIFEST), self.text)
+                    found = _object(handle.read(LARGEST_MANIFEST), self.text).get("manifests", [])
             except FileNotFoundError:
-                return {}
+                return []
+        if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+            raise CorruptFileError(f"{self.text}/index.json lists no manifests.", hint="Push to another place.")
+        return found
 
     def _tags(self) -> str:
-        entries = self._index().get("manifests", ())
-        return ", ".join(str(entry.get("annotations", {}).get(_TAG_NAME)) for entry in entries[:20])
+        return ", ".join(str(_tag(entry))[:200] for entry in self._entries()[:20])
+
+
+def _tag(entry: dict[str, Any]) -> object:
+    annotations = entry.get("annotations")
+    return annotations.get(_TAG_NAME) if isinstance(annotations, dict) else None
 
 
 @dataclass
@@ -240,6 +244,10 @@ class Registry:
     def text(self) -> str:
         """The target as users write it."""
         return f"{REGISTRY}{self.host}/{self.name}"
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if is_here(urlsplit(f"//{self.host}").hostname or "") else "https"
 
     def manifest(self, reference: str) -> bytes:
         """Return the manifest with this tag or digest."""
@@ -296,8 +304,7 @@ class Registry:
     def _call(
         self, method: str, path: str, *, headers: dict[str, str] | None = None, data: Any = None, login: bool = True
     ) -> Any:
-        scheme = "http" if is_here(urlsplit(f"//{self.host}").hostname or "") else "https"
-        base = f"{scheme}://{self.host}/v2/{self.name}/"
+        base = f"{self._scheme}://{self.host}/v2/{self.name}/"
         try:
             return self._open(method, urljoin(base, path), headers, data)
         except urllib.error.HTTPError as refused:
@@ -320,7 +327,7 @@ class Registry:
         if parts.scheme not in ("http", "https"):
             raise NetworkError(f"{self.text} led to {url[:200]}.", hint="It is not a registry.")
         # Not sent on to the storage that a registry redirects to.
-        if self._authorization and parts.netloc == self.host:
+        if self._authorization and (parts.scheme, parts.netloc) == (self._scheme, self.host):
             request.add_unredirected_header("Authorization", self._authorization)
         proxies = urllib.request.ProxyHandler({}) if is_here(parts.hostname or "") else urllib.request.ProxyHandler()
         return urllib.request.build_opener(proxies).open(request, timeout=_SECONDS)
