@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import re
 import signal
+import string
 import sys
 import threading
 import time
@@ -22,6 +25,8 @@ from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.client.tokenizer import SlowTemplateError, TokenizerFiles
 from trtserve.gateway.openai.encoding import Encoder
 from trtserve.gateway.openai.errors import ApiError
+from trtserve.programs.shared.encoding import EncodingProcess
+from trtserve.server.engine_fit import encoder_memory
 
 TEXTS = ["", "Hello", " a  b\n", "é 👩‍👩‍👧 漢", "<s>x</s>", "x" * 30_000]
 
@@ -49,6 +54,26 @@ def test_ids_are_those_of_transformers(encoder_of: Callable[..., Encoder], tmp_p
         expected = [files.encode(text, special=special) for text in TEXTS]
         assert asyncio.run(encoder.encode(TEXTS, special=special)) == expected
     assert asyncio.run(encoder.run(lambda encode: encode("Hello"))) == files.encode("Hello", special=False)
+
+
+def test_the_memory_of_a_helper_is_what_the_plan_counts() -> None:
+    pieces = ["".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=3)]
+    pairs = ["".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=2)]
+    merges = [[pair[0], pair[1]] for pair in pairs] + [[piece[:2], piece[2]] for piece in pieces]
+    vocabulary = {token: number for number, token in enumerate([*string.ascii_lowercase, *pairs, *pieces])}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False}
+    text = json.dumps({"version": "1.0", "added_tokens": [], "model": model}, indent=2)
+    encoding = EncodingProcess(text)
+    try:
+        assert encoding.encode(["abc" * 1000], special=False, seconds=60)[0][0] == [vocabulary["abc"]] * 1000
+        child = psutil.Process().children()[-1]
+        memory = [
+            int(re.findall(r"Pss_Anon: *(\d+) kB", Path(f"/proc/{each.pid}/smaps_rollup").read_text())[0]) << 10
+            for each in (child, *child.children())
+        ]
+    finally:
+        encoding.close()
+    assert sum(memory) == pytest.approx(encoder_memory(len(text)), rel=0.3)
 
 
 def test_a_text_is_encoded_again_when_its_process_was_stopped_and_killed(encoder_of: Callable[..., Encoder]) -> None:

@@ -25,7 +25,7 @@ from trtserve.pipeline.checkpoint_config import checkpoint_config
 from trtserve.pipeline.convert_own import convert_memory, plan_own_conversion
 from trtserve.pipeline.memory import Deployment, MemoryNeeds, check_memory, memory_needs, require_enough_memory
 from trtserve.repository.served import ServedRepository
-from trtserve.server.engine_fit import fitting_tokens, require_servable, server_needs, serving_note
+from trtserve.server.engine_fit import fitting_tokens, require_servable, server_needs, server_processes, serving_note
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.specs.runtime import Limits
 
@@ -218,6 +218,14 @@ def _served(**changes: Any) -> ServedRepository:
         models=(), model="m", backends=frozenset(), streaming=True, engine=_engine(max_seq_len=4000)
     )
     return replace(served, instances={"preprocessing": 1, "postprocessing": 1, "tensorrt_llm_bls": 1}, **changes)
+
+
+def test_copies_of_the_tokenizer_in_helper_processes_count() -> None:
+    """Of pre- and postprocessing and of the gateway, and of the helpers of preprocessing, and the gateway's two."""
+    added = server_processes(tokenizer_bytes=10_000_000) - server_processes()
+    assert added == (3 * 12 + 3 * 13) * 10_000_000
+    one_more = server_processes(tokenizers=4, tokenizer_bytes=10_000_000) - server_processes(tokenizers=4)
+    assert one_more == (5 * 12 + 4 * 13) * 10_000_000
 
 
 def test_start_refuses_engines_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

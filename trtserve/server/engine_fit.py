@@ -192,6 +192,12 @@ _GATEWAY_PROCESS = 28 * 2**20
 # Pre- and postprocessing, and the gateway: transformers, and tables proportional to tokenizer.json.
 _TOKENIZER_PROCESS = 46 * 2**20
 _TOKENIZER_FACTOR = 12
+# Their helpers: one that encodes, together with its fork, and one that renders chat templates. Short and long texts
+# start two of each in the gateway, and one that encodes in each preprocessing; the lanes of slow texts are left out.
+_ENCODER_PROCESS = 11 * 2**20
+_ENCODER_FACTOR = 13
+_TEMPLATE_PROCESS = 11 * 2**20
+_GATEWAY_HELPERS = 2
 # Address space of tritonserver, of which it uses little memory: shared memory and threads. Measured with five models on
 # two cores; with less it can neither serve nor stop.
 _TRITON_ADDRESSES = 2700 * 2**20
@@ -212,10 +218,20 @@ class ServerNeeds:
 
 
 def server_processes(*, tokenizers: int = 2, bls: int = 1, tokenizer_bytes: int = 0) -> int:
-    """Return the memory of a server's processes except the engine's; `tokenizer_bytes` is tokenizer.json's size."""
+    """Return the memory of a server's processes except the engine's; `tokenizer_bytes` is tokenizer.json's size.
+
+    `tokenizers` counts processes of pre- and postprocessing; every second one has a helper.
+    """
     each = _TOKENIZER_PROCESS + _TOKENIZER_FACTOR * tokenizer_bytes
     others = _START_PROCESS + _TRITON + _GATEWAY_PROCESS + _BLS_MODELS * bls * _BLS_PROCESS
-    return others + (tokenizers + 1) * each
+    encoders = _GATEWAY_HELPERS + -(-tokenizers // 2)
+    helpers = encoders * encoder_memory(tokenizer_bytes) + _GATEWAY_HELPERS * _TEMPLATE_PROCESS
+    return others + (tokenizers + 1) * each + helpers
+
+
+def encoder_memory(tokenizer_bytes: int) -> int:
+    """Return the memory of a process that encodes texts; `tokenizer_bytes` is tokenizer.json's size."""
+    return _ENCODER_PROCESS + _ENCODER_FACTOR * tokenizer_bytes
 
 
 def server_needs(
