@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 LARGEST_TEXT = 64 << 20
 """Bytes of a text file that is read as a whole: the largest known tokenizer has 34 MB, the largest index 14 MB."""
+LARGEST_YAML = 1 << 20
+"""Bytes of a file in YAML: PyYAML takes seconds for each."""
 LARGEST_DATA = 2 << 30
 """Bytes of a file of data that is read as a whole: prompts, traces, the requests of a benchmark."""
 # Of a JSON file of settings. Parsed, it can take 30 times its size.

@@ -81,6 +81,13 @@ def test_answers_have_openais_form_and_refusals_are_lines_too(
     assert "4 answers; 2 of them are errors" in capsys.readouterr().err
 
 
+def test_half_a_character_is_written_as_json_has_it(port: int, tmp_path: Path) -> None:
+    file, out = written(tmp_path / "in.jsonl", line("\ud800"), line("é")), tmp_path / "out.jsonl"
+    assert query(port, "--input-file", file, "--output-file", out) == 0
+    assert answers(out).keys() == {"\ud800", "é"}
+    assert "é" in out.read_text(encoding="utf-8")
+
+
 def test_a_batch_goes_on_where_it_was_interrupted(port: int, triton: ScriptedTriton, tmp_path: Path) -> None:
     file = written(tmp_path / "in.jsonl", *(line(f"q{number}") for number in range(40)))
     out = tmp_path / "out.jsonl"

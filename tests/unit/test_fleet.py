@@ -206,6 +206,10 @@ def test_more_replicas_wait_less(tmp_path: Path) -> None:
         ("nodes: 20", "nodes: 0", "nodes"),
         (", burstiness: 4", ", day: [1, 2]", "day"),
         ("goal: ttft", "goal: [ttft", "not YAML"),
+        ("goal: ttft", "goal: 2001-99-99 #", "not YAML"),
+        ("goal: ttft", f"goal: {'9' * 5000} #", "not YAML"),
+        ("goal: ttft", f"goal: {'[' * 20_000} #", "not YAML"),
+        ("goal: ttft", f"#{'x' * (1 << 20)}\ngoal: ttft", "larger than 1 MiB"),
         # submit.sh names jobs after shapes.
         ("large:", '"$(touch x)":', "shapes has .*letters, digits"),
         ("large:", '"a\\nEND\\ntouch x":', "shapes has .*letters, digits"),

@@ -114,6 +114,9 @@ def test_draft_models_come_first(tmp_path: Path) -> None:
         ("servers: {}\n", ":1: models is missing", None),
         (MODEL + "  x: [\n", "not YAML", None),
         ("# nothing\n", "is empty", "trtserve init"),
+        ("# nothing\n" * 110_000, "is larger than 1 MiB", None),
+        ("&a [*a, *a]\n", ":1: the file must be a mapping", None),
+        (f"models: {'[' * 20_000}", "nested too deeply", None),
         (MODEL + "servers:\n  a: {}\n", ":5: servers.a has no model", "demo"),
         (MODEL + "servers:\n  a: {model: dem}\n", ":5: servers.a.model is 'dem'", "Did you mean demo?"),
         (

@@ -19,7 +19,7 @@ from trtserve.client.endpoint import Endpoint, unreachable
 from trtserve.client.http_pool import ConnectTimeoutError, HttpAnswer, HttpPool, http_request
 from trtserve.client.http_transport import tls_context
 from trtserve.errors import UsageError
-from trtserve.files import parse_json, writing
+from trtserve.files import is_unicode, parse_json, writing
 
 _MOST_REQUESTS = 1_000_000
 _LONGEST_LINE = 8 << 20  # bytes; a gateway takes no larger body
@@ -148,7 +148,8 @@ class AnswerFile:
     def write(self, line: Line) -> None:
         """Add an answer; it is in the file when this returns."""
         with writing(self._path):
-            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            text = json.dumps(line, ensure_ascii=False)
+            self._file.write((text if is_unicode(text) else json.dumps(line)).encode() + b"\n")
             self._file.flush()
 
 

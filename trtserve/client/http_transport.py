@@ -240,7 +240,10 @@ def _reply(content: Mapping[str, Any], model: ModelDescription) -> Reply:
     for name in content.keys() & model.outputs.keys():
         values = content[name] if isinstance(content[name], list) else [content[name]]
         # Without a type, because generate writes NaN as text.
-        outputs[name] = text_array(values) if model.outputs[name].datatype == "BYTES" else np.asarray(values)
+        if model.outputs[name].datatype == "BYTES":  # JSON can have half a character, as gRPC cannot
+            outputs[name] = text_array([str(value).encode(errors="replace").decode() for value in values])
+        else:
+            outputs[name] = np.asarray(values)
     parameters = {name: content[name] for name in content.keys() - model.outputs.keys() - set(_ENVELOPE)}
     return Reply(outputs=outputs, parameters=parameters)
 

@@ -13,7 +13,7 @@ from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import device_of, is_embedded, merges_ranks
 from trtserve.executor.vllm import model_json
 from trtserve.executor.vllm.runtime import VllmRuntime
-from trtserve.files import optional_json_object, read_json_object, read_text, whole_number
+from trtserve.files import LARGEST_YAML, optional_json_object, read_json_object, read_text, whole_number
 from trtserve.repository.config import parameter_texts, read_config
 from trtserve.repository.profiles import BLS, CORE, DRAFT, ENSEMBLE, read_classes
 from trtserve.repository.programs import require_program
@@ -337,7 +337,7 @@ def read_model_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(read_text(path, RepositoryError))
+        content = yaml.safe_load(read_text(path, RepositoryError, limit=LARGEST_YAML))
     except FileNotFoundError as error:
         raise RepositoryError(f"{path} does not exist.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2001-99-99

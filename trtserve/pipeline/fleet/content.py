@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from trtserve.bench.targets import read_goal
 from trtserve.errors import UsageError, did_you_mean
-from trtserve.files import decode_as, read_text
+from trtserve.files import LARGEST_YAML, decode_as, read_text
 
 _Some = Annotated[int, Meta(ge=1, le=1_000_000)]
 _Time = Annotated[float, Meta(gt=0, le=1e9)]
@@ -127,10 +127,10 @@ def read_fleet(path: Path) -> Fleet:
     """Read a fleet file. Raises UsageError for anything that it should not say."""
     hint = "docs/how-to/fleet.md shows one."
     try:
-        content: Any = yaml.safe_load(read_text(path, UsageError))
+        content: Any = yaml.safe_load(read_text(path, UsageError, limit=LARGEST_YAML))
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist.", hint=hint) from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2001-99-99
         raise UsageError(f"{path} is not YAML: {str(error).splitlines()[0]}.", hint=hint) from None
     if isinstance(content, dict):
         content.pop("limits_ms", None)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from trtserve.errors import UsageError
-from trtserve.files import read_text, writing
+from trtserve.files import LARGEST_YAML, read_text, writing
 from trtserve.pipeline.fleet.content import Fleet, ShapeOption
 from trtserve.pipeline.fleet.sizing import Sized
 
@@ -59,10 +59,10 @@ def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
 def _manifest(path: Path) -> list[Object]:
     """Read the objects that `start --kubernetes` wrote."""
     try:
-        found = [each for each in yaml.safe_load_all(read_text(path, UsageError)) if each]
+        found = [each for each in yaml.safe_load_all(read_text(path, UsageError, limit=LARGEST_YAML)) if each]
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist.", hint="Write it: trtserve start NAME --kubernetes") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"{path} is not YAML: {str(error).splitlines()[0]}.") from None
     kinds = [each.get("kind") if isinstance(each, dict) else None for each in found]
     if sum(kind in _WORKLOADS for kind in kinds) != 1 or "Service" not in kinds:

@@ -16,7 +16,7 @@ import yaml
 
 from trtserve.bench.targets import read_goal, read_requirements
 from trtserve.errors import ArtifactError, UsageError, did_you_mean
-from trtserve.files import read_text
+from trtserve.files import LARGEST_YAML, read_text
 from trtserve.pipeline.import_spec import recorded_spec
 from trtserve.pipeline.setup_file.content import (
     AIMS,
@@ -57,7 +57,7 @@ def read_setup(path: Path) -> Setup:
     """Return what the file asks for. Raises UsageError, with the line, for everything that it should not say."""
     hint = f"Write one with comments: trtserve init {path}"
     try:
-        text = read_text(path, UsageError)
+        text = read_text(path, UsageError, limit=LARGEST_YAML)
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist.", hint=hint) from None
     try:
