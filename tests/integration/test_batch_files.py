@@ -185,6 +185,7 @@ def test_errors_that_may_pass_are_asked_again(
     file, out = written(tmp_path / "in.jsonl", *map(line, [*passing, *statuses])), tmp_path / "out.jsonl"
     both = {**passing, **statuses}
     out.write_text("".join(_answer(name, both[name]) for name in sorted(both)) + '{"id": "bat')
+    out.chmod(0o640)
     before = len(triton.requests)
     assert query(port, "--input-file", file, "--output-file", out) == 0
     assert len(triton.requests) == before + len(passing)
@@ -192,8 +193,17 @@ def test_errors_that_may_pass_are_asked_again(
         **dict.fromkeys(passing, 200),
         **statuses,
     }
+    assert out.stat().st_mode & 0o777 == 0o640
     assert "7 answers, 3 were there.\n" in capsys.readouterr().err
     assert {each.name for each in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_a_batch_has_a_bound(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.client.batch._MOST_REQUESTS", 2)
+    file, out = written(tmp_path / "in.jsonl", line("a"), line("b")), tmp_path / "out.jsonl"
+    assert query(port, "--input-file", file, "--output-file", out) == 0
+    written(file, line("a"), line("b"), line("c"))
+    assert query(port, "--input-file", file, "--output-file", tmp_path / "other") == UsageError.code
 
 
 def test_a_connection_that_is_not_made_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ class Triton(ThreadingHTTPServer):
         self.release = threading.Event()
         self.left = threading.Event()
         self.bodies: list[bytes] = []
+        self.encodings: list[str | None] = []
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -78,6 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.bodies.append(body)
+        self.server.encodings.append(self.headers["Accept-Encoding"])
         text = json.loads(body).get("text_input")
         if text == "hang":
             self.server.release.wait(30)
@@ -146,6 +148,16 @@ def raw(gateway: RunningGateway, sent: bytes) -> bytes:
             while part := connection.recv(4096):
                 received += part
         return received
+
+
+def test_an_answer_with_the_gateways_own_id_is_not_compressed(gateway: RunningGateway, triton: Triton) -> None:
+    """The id is taken out of the answer again."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
+    for own in ({}, {"id": "mine"}):
+        with gateway.connected() as connection:
+            connection.request("POST", GENERATE, json.dumps({"text_input": "x", **own}), headers)
+            assert connection.getresponse().status == 200
+    assert triton.encodings == [None, "gzip"]
 
 
 def test_slow_headers_and_bodies_are_cut_off(gateway: RunningGateway) -> None:

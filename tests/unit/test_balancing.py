@@ -428,6 +428,18 @@ def test_the_pages_of_a_gateway_whose_first_server_was_removed(tmp_path: Path) -
         assert 'trtserve_replica_ready{replica="127.0.0.1:4"}' in metrics.text
 
 
+def test_what_the_cache_of_a_copy_had_is_forgotten_when_it_was_down() -> None:
+    both, ids = Replicas(Endpoint(), [ReplicaAddress(host="second", grpc_port=1)]), list(range(4 * BLOCK))
+    had = both.balancer.choose(ids)
+    both.balancer.end(had)
+    again = both.balancer.choose(ids)
+    both.balancer.end(again)
+    assert (again.replica, again.cached > 0) == (had.replica, True)
+    for down in (True, False):
+        both._note(both._all[had.replica], down=down)
+    assert both.balancer.choose(ids).cached == 0
+
+
 def test_a_server_that_answers_is_asked_whether_a_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
 

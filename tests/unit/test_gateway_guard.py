@@ -75,6 +75,11 @@ def test_a_shape_that_triton_would_allocate_for_is_refused(shape: Any) -> None:
     assert status_of(lambda: check_infer(infer_body(tensor(shape)), None, LIMITS)) in (400, 413)
 
 
+def test_a_dimension_of_0_hides_no_others() -> None:
+    check_infer(infer_body(tensor([0, 10], data=[])), None, LIMITS)
+    assert status_of(lambda: check_infer(infer_body(tensor([0, 1 << 30, 1 << 30], data=[])), None, LIMITS)) == 413
+
+
 def test_bytes_after_the_last_tensor_are_refused() -> None:
     body, length = with_binary(tensor(data=None), b"\1\0\0\0" * 2)
     check_infer(body, length, LIMITS)
