@@ -142,7 +142,10 @@ def _first_model(url: str, endpoint: Endpoint) -> str:
         with direct_opener().open(request, timeout=timeout) as page:
             names = [entry["id"] for entry in parse_json(page.read())["data"]]
     except urllib.error.HTTPError as error:
-        raise RequestError(f"{url}/models answers with status {error.code}.", hint="Name the model: --model.") from None
+        raise RequestError(
+            f"{url}/models answers with status {error.code}.",
+            hint="Give the address of OpenAI's API, often with /v1 at its end. If it lists no models: --model NAME.",
+        ) from None
     except OSError as error:
         reason = getattr(error, "reason", None) or error
         raise ServerUnreachableError(f"No server with OpenAI's API answers at {url}: {reason}.") from None

@@ -350,6 +350,12 @@ class ChangingLine(TerminalProgress):
             self._line.stop()
         self._line = None
 
+    def keep(self, text: str) -> None:
+        """Print a line that stays; the changing line comes back with the next step."""
+        if self._line is not None:
+            self._line.stop()
+        super().step(text)
+
     def step(self, text: str) -> None:
         if self._line is None:
             super().step(text)

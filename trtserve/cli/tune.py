@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
+from trtserve.cli.output import ChangingLine, TerminalProgress, print_data, print_json, print_table, say
 from trtserve.cli.setup_file import FileArgument
 from trtserve.errors import MissedLimitError, MissingDependencyError, UsageError
 from trtserve.specs.options import Spec, option
@@ -86,9 +86,11 @@ def tune(
     page = _can_draw(progress)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", wait=False):
-        found = prepare(space, goal, asked, folder, store, budget=60 * wanted.budget, progress=progress)
-        with found.trials.bench:
-            found.run()
+        with ChangingLine(quiet=quiet) as shown:
+            budget = 60 * wanted.budget
+            found = prepare(space, goal, asked, folder, store, budget=budget, progress=shown, tell=shown.keep)
+            with found.trials.bench:
+                found.run()
         answer = make_answer(found)
         target = write_answer(found, answer, file, folder, page=page)
     if json:

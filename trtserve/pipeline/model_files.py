@@ -161,7 +161,10 @@ def planned_files(
         )
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
-        raise ModelNotFoundError(f"{label} has no {CONFIG}.", hint="Give a model in the Hugging Face format.")
+        raise ModelNotFoundError(
+            f"{label} has no {CONFIG}.",
+            hint="Give the folder of a Hugging Face model: config.json, tokenizer and safetensors.",
+        )
     config = _config(read(by_name[CONFIG]))
     known = is_convertible(config)
     if not (known or any_architecture):

@@ -34,6 +34,7 @@ from trtserve.store import Store
 
 RATE_OF = {"throughput": "tokens_per_second", "requests": "requests_per_second"}
 """What is to be large → its figure."""
+UNITS = {"throughput": "tokens/s", "requests": "requests/s"}
 _RACERS = 3
 """The most that race, besides the file's own configuration."""
 _ROUNDS = 3
@@ -97,8 +98,12 @@ def prepare(
     *,
     budget: float = math.inf,
     progress: Progress = SILENT,
+    tell: Callable[[str], None] | None = None,
 ) -> Search:
-    """Return a search whose trials are below `folder`. Raises UsageError if another search has used the folder."""
+    """Return a search whose trials are below `folder`; `tell` gets a line for each result.
+
+    Raises UsageError if another search has used the folder.
+    """
     runtime = space.candidates[0].plan.runtime
     speed = MachineSpeed.read(runtime, store)
     if speed is None:
@@ -118,18 +123,26 @@ def prepare(
         write_json(path, {"sha256": written})
     bench = Bench(f"{space.server.name[:90]}-tune", store, progress)
     trials = Trials(folder=folder / "trials", spec=asked.benchmark.spec, bench=bench)
-    return Search(space, goal, trials, SpeedModel(speed or ASSUMED), budget=budget, progress=progress)
+    return Search(space, goal, trials, SpeedModel(speed or ASSUMED), budget=budget, progress=progress, tell=tell)
 
 
 class Search:
     """Finds the best lane within a budget of seconds."""
 
     def __init__(
-        self, space: Space, goal: Goal, trials: Trials, model: SpeedModel, *, budget: float, progress: Progress = SILENT
+        self,
+        space: Space,
+        goal: Goal,
+        trials: Trials,
+        model: SpeedModel,
+        *,
+        budget: float,
+        progress: Progress = SILENT,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare it; `budget` counts earlier runs of the same search too."""
         self.space, self.goal, self.trials, self.model = space, goal, trials, model
-        self._budget, self._progress = budget, progress
+        self._budget, self._progress, self._tell = budget, progress, tell
         self._candidates = {each.values: each for each in space.candidates}
         self._explored: dict[Lane, Trial] = {}
         self._lengths: tuple[float, float] = (self.trials.spec.input_mean, self.trials.spec.output_mean)
@@ -330,8 +343,11 @@ class Search:
     def _trial(self, lane: Lane, requests: int, *, turn: int = 0) -> Trial:
         candidate, load = self._candidates[lane[0]], lane[1]
         name = "; ".join(filter(None, (candidate.name, words(load))))
-        self._progress.step(f"Trial {len(self.trials.done) + 1}: {name}")
+        trial_name = f"Trial {len(self.trials.done) + 1}: {name}"
+        self._progress.step(trial_name)
         trial = self.trials.run(candidate, load, requests=requests, turn=turn)
+        if self._tell is not None:
+            self._tell(f"{trial_name}: {self._rate(trial.report):.4g} {UNITS[self.goal.aim]}")
         statistics = trial.report.statistics
         if not statistics.counts.completed:
             return trial
