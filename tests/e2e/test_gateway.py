@@ -277,7 +277,8 @@ def test_pages_of_other_sites_are_refused(server: Server) -> None:
 
 
 def test_other_pages_of_the_gateway(server: Server) -> None:
-    assert ask(server, "GET", "/health") == (200, b'{"status":"ready"}')
+    for path in ("/health", "/health/ready"):
+        assert ask(server, "GET", path) == (200, b'{"status":"ready"}')
     assert "version" in json.loads(ask(server, "GET", "/version")[1])
     assert b"nv_inference_request_success" in ask(server, "GET", "/metrics")[1]
 

@@ -119,6 +119,15 @@ def test_a_triton_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
         asyncio.run(asyncio.wait_for(ask(f"127.0.0.1:{listening.getsockname()[1]}"), timeout=60))
 
 
+def test_the_health_page_of_nvidias_front_end_needs_no_key_either(tmp_path: Path) -> None:
+    write_private(tmp_path / "key", "k" * 16)
+    with TestClient(Gateway(settings_of(key_file=tmp_path / "key")), base_url="http://127.0.0.1") as client:
+        here, there = client.get("/health"), client.get("/health/ready")
+    assert (there.status_code, there.json()) == (here.status_code, here.json())
+    assert there.status_code == 503  # there is no Triton
+    assert "Triton" in there.json()["error"]
+
+
 SITE = {"origin": "https://app.example"}
 KEY = {"authorization": "Bearer " + "k" * 16}
 

@@ -176,6 +176,16 @@ def test_guide_type_json_allows_any_object(tokenizer: Any) -> None:
         assert not accepts(guide_of(factory, params(GuideType.JSON), end_id=END), tokenizer, text), text
 
 
+def test_white_space_of_json_is_bounded(tokenizer: Any) -> None:
+    """Else a model that has nothing to say writes blanks up to max_tokens."""
+    factory = factory_of(tokenizer)
+    for source in (params(GuideType.JSON), params(GuideType.JSON_SCHEMA, '{"type": "object"}')):
+        for text in ("{}", "{ }", "{\n}", '{ "a": 1}', '{\n    "a": 1\n}'):
+            assert accepts(guide_of(factory, source, end_id=END), tokenizer, text), text
+        for text in ("{  }", "{\n\n}", "{\t}", f"{{\n{' ' * 33}}}"):
+            assert not accepts(guide_of(factory, source, end_id=END), tokenizer, text), text
+
+
 GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
     "one rule": ('root ::= "a" [0-9]+ ("x" | "y")*', ["a1", "a12xyx"], ["a", "x", "a1z"]),
     "rules over several lines": (
