@@ -72,6 +72,8 @@ class Landscape:
     parameters: float
     prompt: int
     answer: int
+    spread: float
+    """Standard deviation of the lengths of answers, as a part of their mean."""
     kinds: tuple[str | None, ...]
 
     @classmethod
@@ -120,6 +122,7 @@ class Landscape:
             parameters=SIZES[size],
             prompt=int(either(24, 48, 160)),
             answer=int(either(16, 24, 48)),
+            spread=either(0, 0.25),
             kinds=(None, "int8") if random.uniform() < 0.5 else (None,),
         )
 
@@ -160,7 +163,10 @@ class Landscape:
         """Serve requests in a closed loop and return what a client sees."""
         factor = math.exp(self.noise * luck.standard_normal())
         prompts = np.maximum(1, np.rint(luck.normal(self.prompt, self.prompt / 6, requests))).astype(int).tolist()
-        server = _Server(self, shape, prompts, self.true.request_seconds * (1 + self.contention * concurrency))
+        answers = np.maximum(1, np.rint(luck.normal(self.answer, self.spread * self.answer, requests))).astype(int)
+        server = _Server(
+            self, shape, prompts, answers.tolist(), self.true.request_seconds * (1 + self.contention * concurrency)
+        )
         jitter = itertools.cycle(np.exp(self.jitter * luck.standard_normal(1024)).tolist())
         for _ in range(min(concurrency, requests)):
             server.send()
@@ -171,7 +177,7 @@ class Landscape:
             RequestRecord(
                 index=number,
                 input_tokens=prompt,
-                requested_tokens=self.answer,
+                requested_tokens=len(server.times[number]),
                 intended_ns=round(scale * server.sent[number]),
                 sent_ns=round(scale * server.sent[number]),
                 ended_ns=round(scale * server.times[number][-1]),
@@ -200,16 +206,23 @@ class Landscape:
         return served + len(self.shapes) * (self.start + self.build)
 
     def limits(self, goal: str) -> dict[str, float]:
-        """Return limits that half of the lanes meet; with both the least that some lane meets."""
+        """Return limits that about half of the lanes meet, or a few if there are two; no lane is close to one."""
         names = {"none": (), "ttft": ("ttft_p99",), "itl": ("itl_p99",), "both": ("ttft_p99", "itl_p99")}[goal]
         figures = {name: [figure_of(each.statistics, name) or 0.0 for each in self.truth.values()] for name in names}
-        limits = {name: float(np.median(values)) for name, values in figures.items()}
-        if limits:
-            ratios = [
-                max(figures[name][place] / limit for name, limit in limits.items()) for place in range(len(self.truth))
-            ]
-            limits = {name: limit * max(1.0, min(ratios) * 1.1) for name, limit in limits.items()}
+        limits = {name: _between(values, 0.3, 0.7) for name, values in figures.items()}
+        if len(limits) > 1:
+            lanes = range(len(self.truth))
+            needed = [max(figures[name][lane] / limit for name, limit in limits.items()) for lane in lanes]
+            if sum(each <= 1 for each in needed) < 3:
+                limits = {name: limit * _between(needed, 0.05, 0.3) for name, limit in limits.items()}
         return limits
+
+
+def _between(values: list[float], low: float, high: float) -> float:
+    """Return the middle of the widest gap between values, from one part of them to another."""
+    ordered = sorted(values)[int(low * len(values)) : int(high * len(values)) + 1]
+    below, above = max(itertools.pairwise(ordered), key=lambda pair: pair[1] / pair[0])
+    return math.sqrt(below * above)
 
 
 @dataclass
@@ -219,6 +232,7 @@ class _Server:
     landscape: Landscape
     shape: ModelShape
     prompts: list[int]
+    answers: list[int]
     wait: float
     """Seconds from sending a request until the engine has it."""
     clock: float = 0.0
@@ -262,9 +276,9 @@ class _Server:
         self.context += room - left + len(answering)
         for number in [*answering, *(each for each in reading if not self.unread[each])]:
             self.times[number].append(self.clock)
-            if len(self.times[number]) == self.landscape.answer:
+            if len(self.times[number]) == self.answers[number]:
                 self.active.remove(number)
-                self.context -= self.prompts[number] + self.landscape.answer
+                self.context -= self.prompts[number] + self.answers[number]
                 self.send()
 
 
@@ -332,7 +346,14 @@ def score(landscape: Landscape, goal: str, *, seed: int, case: str = "", budget:
         refused={},
     )
     bench = LandscapeBench(landscape, seed)
-    spec = BenchSpec(num_requests=192, input_mean=landscape.prompt, output_mean=landscape.answer, calibrate=False)
+    spec = BenchSpec(
+        num_requests=192,
+        input_mean=landscape.prompt,
+        input_stdev=round(landscape.prompt / 6),
+        output_mean=landscape.answer,
+        output_stdev=round(landscape.spread * landscape.answer),
+        calibrate=False,
+    )
     trials = VirtualTrials(folder=Path(), spec=spec, bench=bench, clock=lambda: bench.clock)
     limits = Goal(limits=landscape.limits(goal), aim="throughput")
     search = Search(space, limits, trials, SpeedModel(landscape.speed), budget=budget * landscape.sweep_seconds)
@@ -354,7 +375,7 @@ def score(landscape: Landscape, goal: str, *, seed: int, case: str = "", budget:
         trials=len(trials.done),
         errors={
             name: (search.model.errors[0].get(name), search.model.error(name, after=3))
-            for name in ("requests_per_second", "ttft_mean", "itl_mean")
+            for name in ("tokens_per_second", "ttft_mean", "itl_mean")
         },
         search=search,
     )

@@ -146,13 +146,13 @@ def test_a_search_finds_the_best_in_few_trials(tmp_path: Path, goal: str) -> Non
     answer = make_answer(search)
     assert answer.best == outcome.best.name
     assert any("can be better" in reason for reason in answer.reasons)
-    assert answer.errors["requests_per_second"]["first"]
+    assert answer.errors["tokens_per_second"]["first"]
 
 
 def test_predictions_are_corrected_by_trials(tmp_path: Path) -> None:
     search = search_of(tmp_path, "", noise=0.01)
     search.run()
-    first, later = search.model.errors[0]["requests_per_second"], search.model.error("requests_per_second", after=3)
+    first, later = search.model.errors[0]["tokens_per_second"], search.model.error("tokens_per_second", after=3)
     assert later is not None
     assert later < 0.1 < first
 
@@ -201,7 +201,7 @@ def test_the_virtual_engine_agrees_with_a_real_one_in_a_closed_loop(concurrency:
     assert max(each.end for each in run.requests) == pytest.approx(now, rel=0.05)
     real = sorted(firsts.values())
     for quantile in (0.5, 0.9):
-        assert run.figure("ttft", quantile) == pytest.approx(percentile(real, quantile), rel=0.1)
+        assert run.figure("ttft", quantile)[0] == pytest.approx(percentile(real, quantile), rel=0.1)
 
 
 def test_a_server_that_answers_nothing_ends_no_search(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_answers_of_about_one_token_have_no_time_between_tokens() -> None:
     )
     offered = Offered(input_tokens=16, output_tokens=1.3, concurrency=4)
     model.learn(shape, offered, {"itl_p50": 5.0, "requests_per_second": 50.0})
-    assert model.predict(shape, offered).requests_per_second == pytest.approx(50, rel=0.3)
+    assert model.expected("requests_per_second", shape, offered) == pytest.approx(50, rel=0.3)
 
 
 def test_requests_that_come_on_a_schedule_wait_where_the_engine_is_full() -> None:
@@ -228,7 +228,7 @@ def test_requests_that_come_on_a_schedule_wait_where_the_engine_is_full() -> Non
 
     def first(rate: float) -> float:
         offered = Offered(input_tokens=8, output_tokens=10, rate=rate, requests=200)
-        return serve(offered, cost, slots=2, step_tokens=2048, overhead=0.05).figure("ttft", 0.5)
+        return serve(offered, cost, slots=2, step_tokens=2048, overhead=0.05).figure("ttft", 0.5)[0]
 
     assert first(0.1) == pytest.approx(0.15, abs=0.01)  # the overhead and a step
     assert first(10.0) > 10  # two requests a second is all that it can do

@@ -64,7 +64,7 @@ def make_answer(search: Search) -> TuneAnswer:
     best = outcome.best
     errors = {
         name: {"first": search.model.errors[0].get(name), "later": search.model.error(name, after=3)}
-        for name in ("requests_per_second", "ttft_mean", "itl_mean")
+        for name in (RATE_OF[goal.aim], "ttft_mean", "itl_mean")
         if search.model.errors
     }
     return TuneAnswer(
@@ -244,11 +244,11 @@ def _write_page(search: Search, answer: TuneAnswer, path: Path) -> None:
     measured = {(each.candidate.values, each.load) for each in trials}
     for candidate, load in itertools.islice(itertools.product(search.space.candidates, search.space.loads), 2000):
         if (candidate.values, load) not in measured:
-            expected = search.model.predict(candidate.shape, search.offered(load))
+            offered = search.offered(load)
             points.append(
                 FrontPoint(
-                    throughput=search.model.expected(RATE_OF[goal.aim], expected),
-                    ms=search.model.expected(measure, expected),
+                    throughput=search.model.expected(RATE_OF[goal.aim], candidate.shape, offered),
+                    ms=search.model.expected(measure, candidate.shape, offered),
                     name="; ".join(filter(None, (candidate.name, words(load)))),
                     kind="expected, not tried",
                     on_front=False,

@@ -1,30 +1,51 @@
 """How fast a configuration should be: a roofline of bytes and operations, with the overheads that a machine has.
 
 The figures of a machine are measured once (`trtserve doctor --measure`). A prediction is a run of an engine in virtual
-time whose steps cost a sum of terms; trials correct the weight of each, and what remains of the times.
+time whose steps cost a sum of terms. Trials correct the weight of each term, from rates and times together, and what
+the terms cannot say: a Gaussian process (Rasmussen and Williams, 2006, section 2.7) over the logarithms of all figures,
+with the weights as its linear part. So every prediction has an uncertainty.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
 from trtserve.errors import UsageError
 from trtserve.files import read_as, write_json
-from trtserve.pipeline.tuning.virtual_engine import Offered, VirtualRun, serve
+from trtserve.pipeline.tuning.virtual_engine import Offered, Terms, VirtualRun, serve
 from trtserve.store import Store
 
 _FILE = "speed-{runtime}.json"
-_PRIOR = 0.3
-"""How many trials the measured figures of the machine count for."""
-_PASSES = 2
-"""Fits after a trial: other weights make other waves."""
 _TIMES = ("ttft", "itl", "tpot", "latency")
+_TERMS = 5
+_DOUBT = 0.4
+"""Standard deviation of the logarithm of a term's weight on a machine that was measured."""
+_GUESS = 1.0
+"""The same where it was not."""
+_KINDS = 0.5
+"""How much weights of different kinds of engines differ, as a part of that."""
+_STALE = 0.1
+"""Change of the logarithm of a weight after which the engine in virtual time serves again."""
+_PASSES = 2
+_REACH = np.array([1.2, 2.0, 1.2])
+"""Doublings of batch, tokens of a step and load over which what the terms cannot say changes."""
+_ALIKE = 0.8
+"""Correlation of what the terms cannot say of two figures of one measure, such as a mean and a percentile."""
+_OWN = 0.15
+"""Part of it that no other lane shares."""
+_MISFIT = {"rate": 0.12, "mean": 0.15, "percentile": 0.2}
+"""Standard deviation of the logarithm of what the terms cannot say."""
+_NOISE = {"rate": 0.02, "mean": 0.03, "percentile": 0.08}
+"""The same of what differs between two trials of one lane."""
+_SCALES = (0.5, 1.0, 2.0)
+"""Of misfit and noise; the likeliest count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +107,8 @@ class ModelShape:
     max_batch_size: int
     max_num_tokens: int
     replicas: int = 1
+    kind: str = ""
+    """What else makes the engine, such as its runtime and data type; each kind has weights of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +119,59 @@ class Prediction:
     tokens_per_second: float
     run: VirtualRun
     """Of one replica."""
+    held_back: bool = False
+    """Whether it is as fast as requests come."""
 
     def figure(self, name: str) -> float:
         """Return a figure by the name of its limit, such as ttft_p99 or tokens_per_second; times in milliseconds."""
+        return self.shares(name)[0]
+
+    def shares(self, name: str) -> tuple[float, Terms]:
+        """Return a figure, and by which part of itself it grows with each term of a step."""
         if name in ("requests_per_second", "tokens_per_second"):
-            return float(getattr(self, name))
+            free = self.held_back or not self.run.terms.any()
+            return float(getattr(self, name)), -self.run.terms / (math.inf if free else self.run.terms.sum())
         measure, _, figure = name.rpartition("_")
         if measure not in _TIMES:
-            return 1.0
-        return 1000 * self.run.figure(measure, None if figure == "mean" else float(figure[1:]) / 100)
+            return 1.0, 0 * self.run.terms
+        seconds, terms = self.run.figure(measure, None if figure == "mean" else float(figure[1:]) / 100)
+        return 1000 * seconds, terms / (seconds or math.inf)
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Figures of lanes, in rows: what the Gaussian process knows of them."""
+
+    place: Terms
+    """Logarithms of batch, tokens of a step and load; [rows, 3]."""
+    terms: Terms
+    """By which part of itself a figure grows with each term; [rows, 5]."""
+    kind: npt.NDArray[np.str_]
+    name: npt.NDArray[np.str_]
+    mean: Terms
+    """Logarithm of the figure where all weights are 1."""
+
+    def misfit(self) -> Terms:
+        return np.array([_MISFIT[_sort(name)] for name in self.name])
+
+    def covariance(self, other: _Points, doubt: float, scale: float) -> Terms:
+        """Return how the figures vary together."""
+        same_kind = self.kind[:, None] == other.kind
+        linear = doubt**2 * self.terms @ other.terms.T * (1 + _KINDS**2 * same_kind)
+        far = (((self.place[:, None] - other.place) / _REACH) ** 2).sum(axis=2)
+        measures = np.array([_measure(each) for each in self.name]), np.array([_measure(each) for each in other.name])
+        alike = _ALIKE * (measures[0][:, None] == measures[1]) + (1 - _ALIKE) * (self.name[:, None] == other.name)
+        shared = np.exp(-far / 2) * (1 + same_kind) / 2
+        apart = scale**2 * alike * ((1 - _OWN) * shared + _OWN * same_kind * (far == 0))
+        return np.asarray(linear + apart * np.outer(self.misfit(), other.misfit()))
+
+
+def _measure(name: str) -> str:
+    return "rate" if name.endswith("_second") else name.rpartition("_")[0]
+
+
+def _sort(name: str) -> str:
+    return "rate" if name.endswith("_second") else "mean" if name.endswith("_mean") else "percentile"
 
 
 @dataclass
@@ -114,19 +181,32 @@ class SpeedModel:
     speed: MachineSpeed
     errors: list[dict[str, float]] = field(default_factory=list)
     """Of each trial, predicted before it ran: figure → |predicted / measured − 1|."""
-    _trials: list[tuple[ModelShape, Offered, float]] = field(default_factory=list)
-    """Shape, load, and requests per second."""
-    _ratios: dict[str, list[float]] = field(default_factory=dict)
-    _weights: npt.NDArray[np.float64] = field(default_factory=lambda: np.ones(5))
-    _predictions: dict[tuple[ModelShape, Offered], Prediction] = field(default_factory=dict)
+    _seen: list[tuple[ModelShape, Offered, str, float]] = field(default_factory=list)
+    """Shape, load, figure, and the logarithm of what was measured."""
+    _noise: list[float] = field(default_factory=list)
+    _weights: dict[str, Terms] = field(default_factory=dict)
+    """Kind of engine → logarithm of the weight of each term."""
+    _runs: dict[tuple[ModelShape, Offered], tuple[Prediction, Terms]] = field(default_factory=dict)
+    """Predictions, and the weights that they were made with."""
+    _scales: tuple[float, float] = (1.0, 1.0)
+    _known: tuple[_Points, Terms, Terms] | None = None
+    """What was seen, the inverse of its covariance, and that times how far it is from the mean."""
+
+    @property
+    def doubt(self) -> float:
+        """Standard deviation of the logarithm of a term's weight before any trial."""
+        return _GUESS if self.speed.device == ASSUMED.device else _DOUBT
 
     def predict(self, shape: ModelShape, offered: Offered) -> Prediction:
-        """Return the expected figures."""
-        if (shape, offered) not in self._predictions:
-            self._predictions[shape, offered] = self._predict(shape, offered)
-        return self._predictions[shape, offered]
+        """Return the figures of an engine whose steps cost what is known of the terms."""
+        weights = self._weights.get(shape.kind, np.zeros(_TERMS))
+        found = self._runs.get((shape, offered))
+        if found is None or np.abs(found[1] - weights).max() > _STALE:
+            found = self._predict(shape, offered, np.append(np.exp(weights), 1.0)), weights
+            self._runs[shape, offered] = found
+        return found[0]
 
-    def _predict(self, shape: ModelShape, offered: Offered) -> Prediction:
+    def _predict(self, shape: ModelShape, offered: Offered, weights: Terms) -> Prediction:
         replicas = shape.replicas if offered.rate else min(shape.replicas, offered.concurrency or 1)
         each = replace(
             offered,
@@ -136,45 +216,76 @@ class SpeedModel:
         )
         run = serve(
             each,
-            lambda *step: self._weights * self._terms(shape, *step),
+            lambda *step: weights * self._terms(shape, *step),
             slots=shape.max_batch_size,
             step_tokens=shape.max_num_tokens,
-            overhead=float(self._weights[4]) * self.speed.request_seconds,
+            overhead=float(weights[4]) * self.speed.request_seconds,
         )
         tokens = replicas * run.tokens / float(run.terms.sum())
         rate = tokens / max(1.0, offered.output_tokens)
         if offered.rate is not None and rate > offered.rate:
-            rate, tokens = offered.rate, offered.rate * offered.output_tokens
+            rate = offered.rate
+            return Prediction(
+                requests_per_second=rate, tokens_per_second=rate * offered.output_tokens, run=run, held_back=True
+            )
         return Prediction(requests_per_second=rate, tokens_per_second=tokens, run=run)
 
-    def _terms(self, shape: ModelShape, sequences: int, prompt_tokens: int, context: float) -> npt.NDArray[np.float64]:
+    def _terms(self, shape: ModelShape, sequences: int, prompt_tokens: int, context: float) -> Terms:
         """Return the seconds of a step: its own, its sequences', bytes, operations, and none of waiting."""
         speed = self.speed
         read = (shape.weight_bytes + context * shape.kv_bytes) / speed.bytes_per_second
         computed = 2 * shape.parameters * (sequences + prompt_tokens) / speed.operations_per_second
         # The roofline: reading and computing overlap.
         longer = (read, 0.0) if read > computed else (0.0, computed)
-        return np.array([speed.step_seconds, sequences * speed.sequence_seconds, *longer, 0.0])
+        return np.array([speed.step_seconds, sequences * speed.sequence_seconds, *longer, 0.0, 0.0])
 
-    def expected(self, name: str, prediction: Prediction) -> float:
-        """Return a figure, corrected by what trials have shown of it."""
-        ratios = self._ratios.get(name, ())
-        # One trial says as much as what was assumed.
-        return prediction.figure(name) * math.exp(sum(ratios) / (len(ratios) + 1))
+    def outlook(self, lanes: Sequence[tuple[ModelShape, Offered]], names: Sequence[str]) -> tuple[Terms, Terms]:
+        """Return the logarithms of figures that are expected, and their standard deviations: [lanes, names] each."""
+        points = self._points([(*lane, name) for lane in lanes for name in names])
+        mean, variance = points.mean, self._variance(points)
+        if self._known is not None:
+            seen, inverse, pull = self._known
+            across = points.covariance(seen, self.doubt, self._scales[0])
+            mean = mean + across @ pull
+            variance = variance - np.einsum("ij,jk,ik->i", across, inverse, across)
+        shape = len(lanes), len(names)
+        return mean.reshape(shape), np.sqrt(np.maximum(1e-8, variance)).reshape(shape)
 
-    def learn(self, shape: ModelShape, offered: Offered, measured: Mapping[str, float]) -> None:
-        """Count a trial. `measured` are figures by the names of limits, requests_per_second among them."""
+    def _variance(self, points: _Points) -> Terms:
+        linear = self.doubt**2 * (1 + _KINDS**2) * (points.terms**2).sum(axis=1)
+        return np.asarray(linear + (self._scales[0] * points.misfit()) ** 2)
+
+    def _points(self, figures: Sequence[tuple[ModelShape, Offered, str]]) -> _Points:
+        places, terms, means = [], [], []
+        for shape, offered, name in figures:
+            figure, shares = self.predict(shape, offered).shares(name)
+            load = offered.rate or offered.concurrency or 1
+            places.append([math.log2(each) for each in (shape.max_batch_size, shape.max_num_tokens, load)])
+            terms.append(shares[:_TERMS])
+            means.append(math.log(figure or 1.0) - float(shares[:_TERMS] @ self._runs[shape, offered][1]))
+        return _Points(
+            place=np.array(places),
+            terms=np.array(terms),
+            kind=np.array([shape.kind for shape, _, _ in figures]),
+            name=np.array([name for _, _, name in figures]),
+            mean=np.array(means),
+        )
+
+    def expected(self, name: str, shape: ModelShape, offered: Offered) -> float:
+        """Return a figure, corrected by what trials have shown."""
+        return float(np.exp(self.outlook([(shape, offered)], [name])[0][0, 0]))
+
+    def learn(self, shape: ModelShape, offered: Offered, measured: Mapping[str, float], *, error: float = 0.0) -> None:
+        """Count a trial. `measured` are figures by the names of limits, `error` is the relative one of its rate."""
         prediction = self.predict(shape, offered)
-        found = {name: value for name, value in measured.items() if 0 < value < math.inf}
-        self.errors.append({name: abs(self.expected(name, prediction) / value - 1) for name, value in found.items()})
+        # Answers of one token have no time between tokens.
+        found = {name: each for name, each in measured.items() if 0 < each < math.inf and prediction.figure(name)}
+        self.errors.append({name: abs(self.expected(name, shape, offered) / found[name] - 1) for name in found})
         for name, value in found.items():
-            predicted = prediction.figure(name)  # answers of one token have no time between tokens
-            if predicted and name not in ("requests_per_second", "tokens_per_second"):
-                self._ratios.setdefault(name, []).append(math.log(value / predicted))
-        rate = found.get("requests_per_second")
-        if rate is None or (offered.rate is not None and rate >= 0.95 * offered.rate):
-            return  # as fast as the requests came: nothing about the machine's limit
-        self._trials.append((shape, offered, rate))
+            self._seen.append((shape, offered, name, math.log(value)))
+            self._noise.append(math.hypot(error, _NOISE[_sort(name)]))
+        if not self._seen:
+            return
         for _ in range(_PASSES):
             self._fit()
 
@@ -183,25 +294,21 @@ class SpeedModel:
         found = [each[name] for each in self.errors[after:] if name in each]
         return median(found) if found else None
 
-    @property
-    def margin(self) -> float:
-        """How much better than expected a configuration may turn out, by the errors so far."""
-        recent = [each["requests_per_second"] for each in self.errors[-4:] if "requests_per_second" in each]
-        return 1.0 if len(self.errors) < 2 else max(0.05, 1.5 * fmean(recent)) if recent else 1.0
-
     def _fit(self) -> None:
-        """Choose the weights of the terms: least squares of relative errors, drawn to 1, none below a tenth."""
-        # Of each trial: the seconds of a request by what they are spent on, not weighted, ÷ the measured ones.
-        parts = []
-        for shape, offered, rate in self._trials:
-            expected = self.predict(shape, offered)
-            share = expected.run.terms / expected.run.terms.sum() / self._weights
-            parts.append(share * rate / expected.requests_per_second)
-        rows = np.array(parts)
-        system = np.vstack([rows, math.sqrt(_PRIOR) * np.diag(rows.max(axis=0))])
-        target = np.concatenate([1 - rows.sum(axis=1), np.zeros(rows.shape[1])])
-        found = 1 + np.linalg.lstsq(system, target, rcond=None)[0]
-        # What the overlap of reading and computing hides leaves a common factor.
-        weights = np.maximum(0.1, found)
-        self._weights = weights / np.median(rows @ weights)
-        self._predictions.clear()
+        """Find the weights and what they cannot say, with the likeliest scales."""
+        seen = self._points([each[:3] for each in self._seen])
+        apart = np.array([each[3] for each in self._seen]) - seen.mean
+        noise = np.array(self._noise)
+        best = -math.inf
+        for scales in itertools.product(_SCALES, _SCALES):
+            covariance = seen.covariance(seen, self.doubt, scales[0]) + np.diag((scales[1] * noise) ** 2)
+            inverse = np.linalg.inv(covariance)
+            pull = inverse @ apart
+            likely = -0.5 * float(apart @ pull + np.linalg.slogdet(covariance)[1])
+            likely -= 0.5 * sum(math.log2(scale) ** 2 for scale in scales)
+            if likely > best:
+                best, self._scales, self._known = likely, scales, (seen, inverse, pull)
+        _, _, pull = self._known or (seen, apart, apart)
+        for kind in {shape.kind for shape, _, _, _ in self._seen}:
+            near = 1 + _KINDS**2 * (seen.kind == kind)
+            self._weights[kind] = np.clip(self.doubt**2 * (seen.terms * near[:, None]).T @ pull, -2.5, 2.5)

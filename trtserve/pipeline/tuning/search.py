@@ -1,9 +1,10 @@
 """The search: predict, try what may still win, race the best ones against each other, and say why it ends.
 
-A *lane* is a configuration at a load. Short trials explore lanes in the order of the prediction, which each trial
-corrects. A lane is not tried when even its prediction and the error of predictions so far leave it below the best one.
-Then the best lanes race in fresh trials, each round twice as long, until the others are significantly worse. Only these
-fresh trials decide: the ones that chose the racers would flatter the luckiest.
+A *lane* is a configuration at a load. Short trials explore lanes in the order of the improvement that is expected of
+them for their time, and each corrects the predictions of all. When no lane promises enough, or the rest of the budget
+is for the race, the best lanes race in fresh trials, each round longer, until the others are significantly worse. Only
+these fresh trials decide: the ones that chose the racers would flatter the luckiest. A race without a winner is not the
+end: what it measured counts, and the search goes on.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import NormalDist, fmean
 from typing import Any
+
+import numpy as np
 
 from trtserve.bench.report import BenchReport
 from trtserve.bench.statistics import Interval
@@ -26,9 +30,9 @@ from trtserve.pipeline.import_spec import as_json
 from trtserve.pipeline.setup_file.content import SearchSetup
 from trtserve.pipeline.tuning.race import Race, Run
 from trtserve.pipeline.tuning.roofline import ASSUMED, MachineSpeed, SpeedModel
-from trtserve.pipeline.tuning.space import Candidate, Space, Values, words
+from trtserve.pipeline.tuning.space import Space, Values, words
 from trtserve.pipeline.tuning.trials import Bench, Trial, Trials
-from trtserve.pipeline.tuning.virtual_engine import Offered
+from trtserve.pipeline.tuning.virtual_engine import Offered, Terms
 from trtserve.progress import SILENT, Progress
 from trtserve.store import Store
 
@@ -38,13 +42,18 @@ UNITS = {"throughput": "tokens/s", "requests": "requests/s"}
 _RACERS = 3
 """The most that race, besides the file's own configuration."""
 _ROUNDS = 3
-_SHORT = 4
+_SHORT = 2
 """A trial that explores has this part of the requests."""
 _FEWEST = 24
-_EXPLORING = 0.6
-"""Part of the budget after which nothing new is tried: the rest is for the race."""
-_LOADS_EACH = 3
-"""Loads that a configuration is tried at while it explores, at most."""
+_RACING = 0.5
+"""Part of the budget that is kept for the race, at most."""
+_REPEATS = 3
+"""Trials of a lane while it explores, at most."""
+_LIKELY = 0.5
+"""How likely a lane must meet the goal to race."""
+_GAIN = 0.003
+"""Part of the rate that another trial must promise."""
+_NORMAL = NormalDist()
 _ALIKE = 0.02
 """Part of the rate by which two lanes must differ for a race between them."""
 Lane = tuple[Values, Values]
@@ -144,157 +153,225 @@ class Search:
         self.space, self.goal, self.trials, self.model = space, goal, trials, model
         self._budget, self._progress, self._tell = budget, progress, tell
         self._candidates = {each.values: each for each in space.candidates}
-        self._explored: dict[Lane, Trial] = {}
-        self._lengths: tuple[float, float] = (self.trials.spec.input_mean, self.trials.spec.output_mean)
+        self._lanes: list[Lane] = list(itertools.product(self._candidates, space.loads))
+        self._tried: dict[Lane, list[Trial]] = {}
+        self._lengths: tuple[float, float] | None = None
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
         """Search until nothing can be better, or the budget is used."""
-        self._explore()
-        met = [lane for lane, trial in self._explored.items() if self._meets(trial.report)]
-        if not met:
-            self._none_meets()
-            return self.outcome
-        ranked = sorted(met, key=self._explored_rate, reverse=True)
-        first = Race[Lane](comparisons=len(ranked))
-        for lane in ranked:
-            first.add(lane, self._run(self._explored[lane].report))
-        racers = self._distinct(first.survivors())[:_RACERS]
-        own = next((lane for lane in ranked if not lane[0]), None)
-        if own is not None and own not in racers:
-            racers.append(own)
-        self._race(racers, own, first)
+        races, seen = 0, -1
+        while len(self.trials.done) > seen:  # a race without a winner says more about all lanes
+            seen, races = len(self.trials.done), races + 1
+            self.outcome.reasons.clear()
+            afford = self._explore()
+            if self._race(races) or not afford:
+                break
         return self.outcome
-
-    def _distinct(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """Leave out lanes that differ from a better one by less than a race could tell, as the model expects."""
-        kept: dict[Lane, float] = {}
-        for lane in sorted(lanes, key=lambda each: len(each[0])):
-            expected = self._prospect(self._candidates[lane[0]], lane[1])
-            if all(lane[1] != other[1] or abs(expected / rate - 1) > _ALIKE for other, rate in kept.items()):
-                kept[lane] = expected
-        return [lane for lane in lanes if lane in kept]
 
     def forecast(self) -> list[dict[str, Any]]:
         """Return all lanes with their expected rate, the most promising first."""
+        names = [RATE_OF[self.goal.aim], *self._limits()]
         rows = []
-        for candidate, load in itertools.product(self.space.candidates, self.space.loads):
-            prediction = self.model.predict(candidate.shape, self.offered(load))
-            missed = self.goal.missed(lambda name, of=prediction: self.model.expected(name, of))  # type: ignore[misc]
-            rate = self.model.expected(RATE_OF[self.goal.aim], prediction)
-            rows.append({"configuration": candidate.name, "load": words(load), "rate": rate, "missed": missed})
+        for lane, mean in zip(self._lanes, np.exp(self._outlook(self._lanes)[0]), strict=True):
+            figures = dict(zip(names, mean.tolist(), strict=True))
+            missed = self.goal.missed(lambda name, of=figures: of.get(name, math.inf))  # type: ignore[misc]
+            name = self._candidates[lane[0]].name
+            rows.append({"configuration": name, "load": words(lane[1]), "rate": mean[0], "missed": missed})
         return sorted(rows, key=lambda row: (row["missed"] > 0, -row["rate"]))
+
+    # What is expected
+
+    def _limits(self) -> list[str]:
+        """Return the limits that the model predicts."""
+        return [name for name in self.goal.limits if name != "good_share"]
+
+    def _outlook(self, lanes: Sequence[Lane]) -> tuple[Terms, Terms]:
+        """Return logarithms and their deviations of the rate and of each figure with a limit: [lanes, figures]."""
+        shapes = [(self._candidates[values].shape, self.offered(load)) for values, load in lanes]
+        return self.model.outlook(shapes, [RATE_OF[self.goal.aim], *self._limits()])
+
+    def _prospects(self, lanes: Sequence[Lane]) -> tuple[Terms, Terms, Terms]:
+        """Return the logarithm of the rate, its deviation, and how likely the goal is met, of each lane."""
+        mean, deviation = self._outlook(lanes)
+        likely = np.ones(len(lanes))
+        for place, name in enumerate(self._limits(), start=1):
+            room = (math.log(self.goal.limits[name]) - mean[:, place]) / deviation[:, place]
+            likely *= [_NORMAL.cdf(-each if name.endswith("_second") else each) for each in room]
+        for place, lane in enumerate(lanes):
+            tried = self._tried.get(lane, ())
+            if tried and not any(self._meets(trial.report, unpredicted=True) for trial in tried):
+                likely[place] = 0.0
+        return mean[:, 0], deviation[:, 0], likely
 
     # Exploring
 
-    def _explore(self) -> None:
-        """Try lanes until no other can be better than the best one, by the prediction and its errors."""
-        order: Iterator[Candidate | None] = iter((self.space.candidates[0],))
-        tried: set[Values] = set()
+    def _explore(self) -> bool:
+        """Try lanes while some may be better; return whether that, and not the budget, is why it ended."""
         while True:
-            candidate = next(order, None) or self._next(tried)
-            if candidate is None:
-                return
-            tried.add(candidate.values)
-            if self._spent(1, _EXPLORING):
-                left = len(self._candidates) - len(tried) + 1
+            lane, gain = self._next()
+            if lane is None:
                 self.outcome.reasons.append(
-                    f"The budget of {self._budget:.0f} s left no time for {counted(left, 'other configuration')}."
+                    f"No other configuration can be better ({counted(self._left(), 'configuration')} not tried): the "
+                    f"expected gain of another trial is {gain:.1%}."
                 )
-                return
+                return True
+            if self._tried and not self._affordable([lane], _SHORT, reserve=True):
+                self.outcome.reasons.append(
+                    f"The budget of {self._budget:.0f} s left no time for "
+                    f"{counted(self._left(), 'other configuration')}."
+                )
+                return False
             try:
-                self._explore_loads(candidate)
+                trial = self._trial(lane, self._requests(lane[1], _SHORT))
             except TrtserveError as error:
-                if candidate is self.space.candidates[0]:
+                if lane[0] == self._lanes[0][0]:
                     raise
-                self.outcome.failed[candidate.name] = error.message
-                self._progress.warn(f"{candidate.name}: {error.message}")
+                self._give_up(lane, error.message)
+                continue
+            if not trial.report.statistics.counts.completed:
+                self._give_up(lane, "It answered no request.")
 
-    def _next(self, tried: set[Values]) -> Candidate | None:
-        """Return the configuration with the best prospect, or None when none can beat the best lane."""
-        left = [each for each in self.space.candidates if each.values not in tried]
-        if not left:
-            self.outcome.reasons.append("Every configuration was tried.")
-            return None
-        prospects = {each.values: max(self._prospect(each, load) for load in self.space.loads) for each in left}
-        best = max(left, key=lambda each: prospects[each.values])
-        rates = [self._rate(trial.report) for trial in self._explored.values() if self._meets(trial.report)]
-        hope = prospects[best.values] * (1 + self.model.margin)
-        if rates and hope < max(rates) * 1.02:
-            self.outcome.reasons.append(
-                f"No other configuration can be better ({len(left)} left): the best should reach "
-                f"{prospects[best.values]:.4g}, at most {hope:.4g} by the errors of the predictions; "
-                f"{max(rates):.4g} was measured."
-            )
-            return None
-        return best
+    def _give_up(self, lane: Lane, why: str) -> None:
+        name = self._candidates[lane[0]].name
+        self.outcome.failed[name] = why
+        self._progress.warn(f"{name}: {why}")
+        self._lanes = [each for each in self._lanes if each[0] != lane[0]]
 
-    def _prospect(self, candidate: Candidate, load: Values) -> float:
-        """Return the expected rate; a lane that should miss the goal by far gets little."""
-        offered = self.offered(load)
-        prediction = self.model.predict(candidate.shape, offered)
-        missed = self.goal.missed(lambda name: self.model.expected(name, prediction), slack=self.model.margin / 2)
-        return self.model.expected(RATE_OF[self.goal.aim], prediction) / (1 + 4 * missed)
+    def _left(self) -> int:
+        return len(self._candidates) - len({values for values, _ in self._tried})
 
-    def _explore_loads(self, candidate: Candidate) -> None:
-        """Try the most promising load, then those that the corrected prediction prefers to it."""
-        for _ in range(min(_LOADS_EACH, len(self.space.loads))):
-            lanes = [(candidate.values, load) for load in self.space.loads]
-            # Measured lanes count with their figures, others with their prospects.
-            worth = {lane: self._worth(lane, candidate) for lane in lanes}
-            # Of loads that should do as well the largest: what waits hides what a request costs besides.
-            most = max(worth.values()) * (1 - _ALIKE)
-            lane = [each for each in lanes if worth[each] >= most][-1]
-            if lane in self._explored or self._spent(1, _EXPLORING):
-                return
-            self._explored[lane] = self._trial(lane, self._requests(lane[1], _SHORT))
+    def _next(self) -> tuple[Lane | None, float]:
+        """Return the lane whose trial promises most for its time, and the part by which it may be better.
 
-    def _worth(self, lane: Lane, candidate: Candidate) -> float:
-        trial = self._explored.get(lane)
-        if trial is None:
-            return self._prospect(candidate, lane[1])
-        missed = self.goal.missed(lambda name: figure_of(trial.report.statistics, name))
-        return self._rate(trial.report) / (1 + 4 * missed)
+        That is the expected improvement of the rate (Jones et al., 1998), if the goal is met.
+        """
+        rate, deviation, likely = self._prospects(self._lanes)
+        tried = np.array([lane in self._tried for lane in self._lanes])
+        if not self._tried:
+            own = [place for place, lane in enumerate(self._lanes) if not lane[0]]
+            return self._lanes[max(own, key=lambda place: likely[place] * math.exp(rate[place]))], 1.0
+        best = np.where(tried & (likely >= _LIKELY), rate, -math.inf)
+        if np.isfinite(best).any():
+            far = (rate - best.max()) / deviation
+            gain = deviation * [each * _NORMAL.cdf(each) + _NORMAL.pdf(each) for each in far]
+            gain[int(best.argmax())] = 0.0
+        else:
+            gain = np.exp(rate - rate.max())
+        gain *= likely
+        for place, lane in enumerate(self._lanes):
+            if len(self._tried.get(lane, ())) >= _REPEATS:
+                gain[place] = 0.0
+        if gain.max() < _GAIN:
+            return None, float(gain.max())
+        worth = gain / [self._cost(lane, _SHORT, expected) for lane, expected in zip(self._lanes, rate, strict=True)]
+        place = int(np.where(gain >= _GAIN, worth, 0.0).argmax())
+        return self._lanes[place], float(gain[place])
 
     def _requests(self, load: Values, part: int) -> int:
         """Return the requests of a trial that has one of `part` parts of the whole load, and enough to be steady."""
         whole, loaded = self.trials.spec.num_requests, int(dict(load).get("concurrency") or 1)
         return min(whole, max(whole // part, _FEWEST, 3 * loaded))
 
+    # Time
+
+    def _cost(self, lane: Lane, part: int, rate: float, *, running: bool | None = None) -> float:
+        """Return the seconds that a trial should take; `rate` is the logarithm of the expected rate."""
+        done = self.trials.done
+        each = self._lengths[1] if self._lengths and self.goal.aim == "throughput" else 1.0
+        if running is None:
+            running = bool(done) and done[-1].candidate.values == lane[0]
+        besides: dict[bool, list[float]] = {True: [], False: []}
+        for before, trial in itertools.pairwise([None, *done]):
+            same = before is not None and trial is not None and before.candidate is trial.candidate
+            if trial is not None:
+                besides[same].append(trial.seconds - trial.report.statistics.total_latency_ms / 1000)
+        known = besides[running] or besides[not running] or [0.0]
+        return max(0.0, fmean(known)) + self._requests(lane[1], part) * each / math.exp(rate)
+
+    def _affordable(self, lanes: Sequence[Lane], part: int, *, reserve: bool = False) -> bool:
+        """Return whether trials of the lanes fit the budget, and the race after them if there is a `reserve`."""
+        if math.isinf(self._budget):
+            return True
+        costs = [
+            self._cost(lane, part, rate) for lane, rate in zip(lanes, self._prospects(lanes)[0].tolist(), strict=True)
+        ]
+        needed = min(costs) if lanes is self._lanes else sum(costs)
+        if reserve:
+            racers = self._racers()[0]
+            rates = self._prospects(racers)[0].tolist() if racers else []
+            race = sum(
+                self._cost(lane, part, rate, running=False)
+                for part in (2, 1)
+                for lane, rate in zip(racers, rates, strict=True)
+            )
+            needed += min(race, _RACING * self._budget)
+        return self.trials.used + needed <= self._budget
+
     # Racing
 
-    def _race(self, racers: Sequence[Lane], own: Lane | None, first: Race[Lane]) -> None:
-        """Measure the racers again, in turns, and drop those that are significantly worse."""
+    def _racers(self) -> tuple[list[Lane], Lane | None]:
+        """Return the lanes that may be the best, and the best one of the file's own configuration."""
+        tried = [lane for lane in self._lanes if lane in self._tried]
+        rate, deviation, likely = self._prospects(tried)
+        ranked = sorted((place for place in range(len(tried)) if likely[place] >= _LIKELY), key=lambda at: -rate[at])
+        if not ranked:
+            return [], None
+        own = next((tried[place] for place in ranked if not tried[place][0]), None)
+        first = ranked[0]
+        close = [place for place in ranked if rate[first] - rate[place] < 2 * (deviation[first] + deviation[place])]
+        kept: dict[Lane, float] = {}
+        # Of lanes that differ by less than a race could tell, the one with the fewest changes.
+        for place in sorted(close, key=lambda at: len(tried[at][0])):
+            if all(tried[place][1] != lane[1] or abs(rate[place] - other) > _ALIKE for lane, other in kept.items()):
+                kept[tried[place]] = rate[place]
+        racers = sorted(kept, key=lambda lane: -kept[lane])[:_RACERS]
+        return racers if own is None or own in racers else [*racers, own], own
+
+    def _race(self, races: int) -> bool:
+        """Measure the best lanes again, in turns, and drop those that are significantly worse; return if one wins."""
+        racers, own = self._racers()
+        if not racers:
+            self._none_meets()
+            return False
         # Each is compared with the best one after the second round, and after the third.
-        race, last = Race[Lane](comparisons=max(1, len(racers) - 1) * (_ROUNDS - 1)), dict(self._explored)
+        race = Race[Lane](comparisons=max(1, len(racers) - 1) * (_ROUNDS - 1) * races)
+        last = {lane: self._tried[lane][-1] for lane in racers}
         # The server that runs goes first.
         left = sorted(racers, key=lambda lane: lane[0] != self.trials.done[-1].candidate.values)
         misses: dict[Lane, list[float]] = {}
         for turn in range(1, _ROUNDS + 1):
             if len(left) == 1 and turn > 1:
                 break
-            if self._spent(len(left)):
+            if not self._affordable(left, max(1, 4 >> turn)):
                 self.outcome.reasons.append(
                     f"The budget of {self._budget:.0f} s is used; the race had {counted(turn - 1, 'round')}."
                 )
                 break
             # The other way round in every second round, which cancels steady drift.
             for lane in left if turn % 2 else reversed(left):
-                last[lane] = self._trial(lane, self._requests(lane[1], max(1, 4 >> turn)), turn=turn)
+                last[lane] = self._trial(lane, self._requests(lane[1], max(1, 4 >> turn)))
                 race.add(lane, self._run(last[lane].report))
-                report = last[lane].report
-                misses.setdefault(lane, []).append(
-                    self.goal.missed(lambda name, report=report: figure_of(report.statistics, name))  # type: ignore[misc]
-                )
+                misses.setdefault(lane, []).append(self._missed(last[lane].report))
             if turn == 1:
                 continue  # how far runs of one lane differ is not known yet
             left = [lane for lane in race.survivors() if lane in left and self._holds(misses[lane])] or left[:1]
             if len(left) > 1 and own not in left:
                 break  # which of those is best makes no difference that can be seen
-        if not race.runs:  # what explored has to do: the best one must be far better
-            race, left = first, [lane for lane in racers if lane == own or own is None or first.beats(lane, own)]
-            misses = {lane: [0.0] for lane in left}
-        self._decide(race, left, own, last, misses)
+        if not race.runs:
+            race, left, misses = self._explored_race(racers, own)
+        return self._decide(race, left, own, last, misses)
+
+    def _explored_race(
+        self, racers: Sequence[Lane], own: Lane | None
+    ) -> tuple[Race[Lane], list[Lane], dict[Lane, list[float]]]:
+        """Return a race of the trials that explored, where nothing else was measured: the best must be far better."""
+        race = Race[Lane](comparisons=len(self._tried))
+        for lane in racers:
+            for trial in self._tried[lane]:
+                race.add(lane, self._run(trial.report))
+        left = [lane for lane in racers if lane == own or own is None or race.beats(lane, own)]
+        return race, left, {lane: [self._missed(trial.report) for trial in self._tried[lane]] for lane in left}
 
     @staticmethod
     def _holds(misses: Sequence[float]) -> bool:
@@ -308,11 +385,12 @@ class Search:
         own: Lane | None,
         last: Mapping[Lane, Trial],
         misses: Mapping[Lane, Sequence[float]],
-    ) -> None:
+    ) -> bool:
         outcome = self.outcome
-        if not any(self._holds(each) for each in misses.values()):
+        left = [lane for lane in left if self._holds(misses.get(lane, ()))]
+        if not left:
             self._none_meets()
-            return
+            return False
         winner = max((lane for lane in left), key=race.mean)
         others = [words(lane[0]) or "the file's own" for lane in left if lane != winner]
         if own is not None and self._holds(misses.get(own, ())):
@@ -331,31 +409,33 @@ class Search:
         elif others:
             outcome.reasons.append(f"Not shown to be worse: {'; '.join(others)}.")
         outcome.best, outcome.value = last[winner], race.mean(winner)
+        return True
 
     def _none_meets(self) -> None:
-        self.outcome.nearest = min(
-            self.trials.done, key=lambda each: self.goal.missed(lambda name: figure_of(each.report.statistics, name))
-        )
+        self.outcome.nearest = min(self.trials.done, key=lambda each: self._missed(each.report))
         self.outcome.reasons.append("No lane that was tried meets the goal.")
 
     # One trial
 
-    def _trial(self, lane: Lane, requests: int, *, turn: int = 0) -> Trial:
+    def _trial(self, lane: Lane, requests: int) -> Trial:
         candidate, load = self._candidates[lane[0]], lane[1]
         name = "; ".join(filter(None, (candidate.name, words(load))))
         trial_name = f"Trial {len(self.trials.done) + 1}: {name}"
         self._progress.step(trial_name)
-        trial = self.trials.run(candidate, load, requests=requests, turn=turn)
+        trial = self.trials.run(candidate, load, requests=requests, turn=len(self._tried.get(lane, ())))
         if self._tell is not None:
             self._tell(f"{trial_name}: {self._rate(trial.report):.4g} {UNITS[self.goal.aim]}")
+        self._tried.setdefault(lane, []).append(trial)
         statistics = trial.report.statistics
         if not statistics.counts.completed:
             return trial
-        self._lengths = statistics.input_tokens_per_request, statistics.output_tokens_per_request
-        measured = {name: figure_of(statistics, name) or 0.0 for name in {*_LEARNT, *self.goal.limits}}
-        measured |= {RATE_OF[aim]: steady_rate(trial.report, aim) for aim in RATE_OF}
-        measured.pop("good_share", None)
-        self.model.learn(candidate.shape, self.offered(load, trial.report), measured)
+        if self._lengths is None:
+            self._lengths = statistics.input_tokens_per_request, statistics.output_tokens_per_request
+        measured = {name: figure_of(statistics, name) or 0.0 for name in (*_LEARNT, *self._limits())}
+        measured[RATE_OF[self.goal.aim]] = self._rate(trial.report)
+        self.model.learn(
+            candidate.shape, self.offered(load, trial.report), measured, error=relative_error(trial.report)
+        )
         return trial
 
     def offered(self, load: Values, report: BenchReport | None = None) -> Offered:
@@ -367,9 +447,10 @@ class Search:
             own = float(recorded.spec.get("speed") or 1.0) if recorded else 1.0
             rate = recorded.statistics.requests_per_second / own * float(asked["speed"]) if recorded else None
         spec = self.trials.spec
+        lengths = self._lengths or (spec.input_mean, spec.output_mean)
         return Offered(
-            input_tokens=self._lengths[0],
-            output_tokens=self._lengths[1],
+            input_tokens=lengths[0],
+            output_tokens=lengths[1],
             input_stdev=spec.input_stdev,
             output_stdev=spec.output_stdev,
             concurrency=asked.get("concurrency") or 8,
@@ -377,26 +458,24 @@ class Search:
             requests=self._requests(load, 1) if report is None else report.statistics.counts.completed,
         )
 
-    def _meets(self, report: BenchReport) -> bool:
-        return self.goal.missed(lambda name: figure_of(report.statistics, name)) == 0 and self._rate(report) > 0
+    def _missed(self, report: BenchReport) -> float:
+        return self.goal.missed(lambda name: figure_of(report.statistics, name))
+
+    def _meets(self, report: BenchReport, *, unpredicted: bool = False) -> bool:
+        """Return whether a trial meets the goal, or the part of it that the model does not predict."""
+        if unpredicted:
+            share = figure_of(report.statistics, "good_share") or 0.0
+            return share >= self.goal.limits.get("good_share", 0.0)
+        return self._missed(report) == 0 and self._rate(report) > 0
 
     def _rate(self, report: BenchReport) -> float:
         return steady_rate(report, self.goal.aim)
 
-    def _explored_rate(self, lane: Lane) -> float:
-        return self._rate(self._explored[lane].report)
-
     def _run(self, report: BenchReport) -> Run:
         return Run(value=max(1e-9, self._rate(report)), error=relative_error(report))
 
-    def _spent(self, trials: int, part: float = 1.0) -> bool:
-        """Return whether this many more trials would use more than this part of the budget."""
-        done = self.trials.done
-        usual = self.trials.used / len(done) if done else 0.0
-        return bool(done) and self.trials.used + trials * usual > part * self._budget
 
-
-_LEARNT = ("requests_per_second", "tokens_per_second", "ttft_mean", "itl_mean")
+_LEARNT = ("ttft_mean", "itl_mean")
 
 
 def _spec_load(spec: Any) -> dict[str, Any]:

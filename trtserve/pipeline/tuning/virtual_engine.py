@@ -7,6 +7,7 @@ few events for each request.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 Terms = npt.NDArray[np.float64]
-"""Seconds by what they are spent on; the last of them is waiting for requests."""
+"""Seconds by what they are spent on; the last two of them are requests that come to the engine, and nothing to do."""
 StepCost = Callable[[int, int, float], Terms]
 """(sequences, tokens of prompts, tokens in the KV cache) of a step → what it costs."""
 _MOST = 256
@@ -53,6 +54,8 @@ class VirtualRequest:
     """When the engine gets it."""
     first: float = 0.0
     end: float = 0.0
+    spent: list[Terms] = field(default_factory=list)
+    """What the engine had spent when it was sent, had its first token, and ended."""
 
 
 @dataclass
@@ -64,31 +67,34 @@ class VirtualRun:
     """Seconds until the last request was sent, by what they were spent on."""
     tokens: int = 0
     """Tokens of answers until then."""
-    gaps: list[tuple[float, int]] = field(default_factory=list)
+    gaps: list[tuple[Terms, int]] = field(default_factory=list)
     """Seconds between tokens, and how many tokens came after that time."""
 
-    def figure(self, measure: str, quantile: float | None) -> float:
-        """Return a quantile, or the mean, of ttft, itl, tpot or latency, in seconds."""
-        values, weights = self._samples[measure]
+    def figure(self, measure: str, quantile: float | None) -> tuple[float, Terms]:
+        """Return a quantile, or the mean, of ttft, itl, tpot or latency in seconds, and what they were spent on."""
+        values, weights, terms = self._samples[measure]
         if not weights.any():
-            return 0.0
+            return 0.0, 0 * self.terms
         if quantile is None:
-            return float(np.average(values, weights=weights))
+            return float(np.average(values, weights=weights)), np.average(terms, axis=0, weights=weights)
         order = np.argsort(values)
         reached = np.cumsum(weights[order])
-        return float(values[order][np.searchsorted(reached, quantile * reached[-1])])
+        place = order[np.searchsorted(reached, quantile * reached[-1])]
+        return float(values[place]), terms[place]
 
     @cached_property
-    def _samples(self) -> Mapping[str, tuple[Terms, Terms]]:
+    def _samples(self) -> Mapping[str, tuple[Terms, Terms, Terms]]:
         rows = np.array([(each.sent, each.first, each.end, each.tokens) for each in self.requests], float)
         sent, first, end, tokens = rows.T
-        gaps, counts = np.array(self.gaps, float).reshape(-1, 2).T
-        ones = np.ones(len(rows))
+        spent = np.array([each.spent for each in self.requests])
+        gaps = np.array([each for each, _ in self.gaps] or [0 * self.terms])
+        counts = np.array([count for _, count in self.gaps] or [0], float)
+        ones, following = np.ones(len(rows)), np.maximum(1, tokens - 1)
         return {
-            "ttft": (first - sent, ones),
-            "latency": (end - sent, ones),
-            "tpot": ((end - first) / np.maximum(1, tokens - 1), ones),
-            "itl": (gaps, counts),
+            "ttft": (first - sent, ones, spent[:, 1] - spent[:, 0]),
+            "latency": (end - sent, ones, spent[:, 2] - spent[:, 0]),
+            "tpot": ((end - first) / following, ones, (spent[:, 2] - spent[:, 1]) / following[:, None]),
+            "itl": (gaps.sum(axis=1), counts, gaps),
         }
 
 
@@ -113,7 +119,8 @@ def serve(offered: Offered, cost: StepCost, *, slots: int, step_tokens: int, ove
         at_once = count
     for request in requests:
         request.ready = request.sent + overhead
-    engine = _Engine(VirtualRun(requests, np.zeros_like(cost(1, 0, 0.0))), cost, slots, step_tokens)
+    none = np.zeros_like(cost(1, 0, 0.0))
+    engine = _Engine(VirtualRun(requests, none), cost, slots, step_tokens, none)
     engine.coming.extend(requests[:at_once])
     unsent = deque(requests[at_once:])
     last = requests[-1].sent or math.inf
@@ -123,6 +130,7 @@ def serve(offered: Offered, cost: StepCost, *, slots: int, step_tokens: int, ove
             if unsent:
                 following = unsent.popleft()
                 following.sent, following.ready = ended.end, ended.end + overhead
+                following.spent.append(engine.spent)
                 engine.coming.append(following)
     return engine.run
 
@@ -140,6 +148,7 @@ class _Engine:
     cost: StepCost
     slots: int
     step_tokens: int
+    spent: Terms
     clock: float = 0.0
     counting: bool = True
     coming: deque[VirtualRequest] = field(default_factory=deque)
@@ -150,11 +159,17 @@ class _Engine:
 
     def advance(self) -> list[VirtualRequest]:
         """Go on to the next event and return the requests that ended."""
+        for each in itertools.takewhile(lambda request: request.sent <= self.clock, self.coming):
+            if not each.spent:
+                each.spent.append(self.spent)
         while self.coming and len(self.active) < self.slots and self.coming[0].ready <= self.clock:
             self.active.append(self.coming.popleft())
         if not self.active:
-            idle = np.zeros_like(self.run.terms)
-            idle[-1] = self.coming[0].ready - self.clock
+            following, idle = self.coming[0], np.zeros_like(self.spent)
+            if following.sent > self.clock:
+                idle[-1] = following.sent - self.clock
+            else:
+                idle[-2] = following.ready - self.clock
             self._spend(idle, 1)
             return []
         answering = [each for each in self.active if not each.prompt]
@@ -167,10 +182,11 @@ class _Engine:
                 steps = min(steps, max(1, math.ceil((self.coming[0].ready - self.clock) / float(terms.sum()))))
             terms = self.cost(len(answering), 0, self.context + len(answering) * (steps - 1) / 2)
         self._spend(terms, steps)
-        self.run.gaps.append((float(terms.sum()), len(answering) * steps))
+        self.run.gaps.append((terms, len(answering) * steps))
         begun = [each for each in reading if not each.prompt]
         for each in begun:
             each.first = self.clock
+            each.spent.append(self.spent)
             each.answer -= 1
         for each in answering:
             each.answer -= steps
@@ -196,11 +212,13 @@ class _Engine:
         ended = [each for each in self.active if not each.prompt and not each.answer]
         for each in ended:
             each.end = self.clock
+            each.spent.append(self.spent)
             self.context -= each.length
             self.active.remove(each)
         return ended
 
     def _spend(self, terms: Terms, times: int) -> None:
         self.clock += float(terms.sum()) * times
+        self.spent = self.spent + terms * times
         if self.counting:
-            self.run.terms += terms * times
+            self.run.terms = self.run.terms + terms * times
