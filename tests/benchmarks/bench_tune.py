@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.benchmarks.frame import Row, benchmark_parser, finish, table
 from tests.support.tiny_models import write_tiny_model
+from tests.support.tuning_landscapes import between
 from trtserve.bench.targets import figure_of, read_goal
 from trtserve.pipeline.setup_file.reading import read_setup
 from trtserve.pipeline.tuning.answer import make_answer
@@ -35,16 +36,18 @@ servers:
 tune:
   {name}:
     server: {name}
-    num_requests: 192
+    num_requests: {requests}
     warmup_requests: 4
     calibrate: false
     input_mean: 48
     input_stdev: 8
     output_mean: 24
     output_stdev: 0
-    ranges: {{max_batch_size: [1, 2, 4, 8, 16], max_num_tokens: [64, 2048], concurrency: [1, 2, 4, 8, 16]}}
+    ranges: {{max_batch_size: [1, 2, 4, 8, 16], max_num_tokens: [64, 2048], concurrency: [{loads}]}}
 """
 TURNS = 2
+BUDGET = 0.2
+"""Of the sweep's time."""
 
 
 def sweep_of(space: Space, trials: Trials) -> dict[Any, Trial]:
@@ -71,6 +74,8 @@ def main() -> None:
     """Measure, print the table and write tune.json."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--models", default="demo,llama-40m")
+    parser.add_argument("--requests", type=int, default=192)
+    parser.add_argument("--loads", default="1, 2, 4, 8, 16")
     arguments = parser.parse_args()
     work: Path = arguments.work / "tune"
     work.mkdir(parents=True, exist_ok=True)
@@ -85,7 +90,15 @@ def main() -> None:
     details: list[dict[str, Any]] = []
     for name in arguments.models.split(","):
         file = work / f"{name}.yaml"
-        file.write_text(SETUP.format(name=name, source="demo" if name == "demo" else llama), encoding="utf-8")
+        file.write_text(
+            SETUP.format(
+                name=name,
+                source="demo" if name == "demo" else llama,
+                requests=arguments.requests,
+                loads=arguments.loads,
+            ),
+            encoding="utf-8",
+        )
         setup = read_setup(file)
         asked = setup.searches[0]
         space = find_space(setup, asked, store=store)
@@ -95,20 +108,22 @@ def main() -> None:
             sweep = sweep_of(space, whole.trials)
             seconds = whole.trials.used
         print(f"{name}: {len(sweep)} lanes in {seconds:.0f} s (now {time.monotonic() - began:.0f} s)", flush=True)
-        middle = {
-            figure: statistics.median(figure_of(trial.report.statistics, figure) or 0.0 for trial in sweep.values())
+        limits = {
+            figure: between([figure_of(trial.report.statistics, figure) or 0.0 for trial in sweep.values()], 0.3, 0.7)
             for figure in ("ttft_p99", "itl_p99")
         }
         for number, text in enumerate(
-            ("", f"ttft p99 < {middle['ttft_p99']:.0f} ms", f"itl p99 < {middle['itl_p99']:.1f} ms")
+            ("", f"ttft p99 < {limits['ttft_p99']:.1f} ms", f"itl p99 < {limits['itl_p99']:.2f} ms")
         ):
             goal = Goal(limits=read_goal(text), aim="throughput")
             folder = work / f"{name}.{number}.search"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            search = prepare(space, goal, asked, folder, store, budget=0.25 * seconds)
+            search = prepare(space, goal, asked, folder, store, budget=BUDGET * seconds)
             with search.trials.bench:
+                began = time.monotonic()
                 outcome = search.run()
+                share = (time.monotonic() - began) / seconds  # what the search itself computes counts too
                 met = [
                     lane
                     for lane, trial in sweep.items()
@@ -129,12 +144,11 @@ def main() -> None:
             print(
                 f"{case}: found {found}, best {best}, own {own}; {outcome.reasons}; errors {answer.errors}", flush=True
             )
-            share = search.trials.used / seconds
             value = 0.0 if found is None else rates[found] / rates[best]
             rows.append(Row(case=f"{case}: found ÷ best of the sweep", value=value, target=0.97))
             rows.append(Row(case=f"{case}: time ÷ the sweep's", value=share, target=0.2, at_most=True))
             if own is not None and found is not None:
-                rows.append(Row(case=f"{case}: found ÷ the file's own", value=rates[found] / rates[own], target=0.97))
+                rows.append(Row(case=f"{case}: found ÷ the file's own", value=rates[found] / rates[own], target=1.0))
             print(table(rows), flush=True)
     finish(arguments, "tune", rows, details=details)
 

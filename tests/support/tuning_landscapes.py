@@ -209,16 +209,16 @@ class Landscape:
         """Return limits that about half of the lanes meet, or a few if there are two; no lane is close to one."""
         names = {"none": (), "ttft": ("ttft_p99",), "itl": ("itl_p99",), "both": ("ttft_p99", "itl_p99")}[goal]
         figures = {name: [figure_of(each.statistics, name) or 0.0 for each in self.truth.values()] for name in names}
-        limits = {name: _between(values, 0.3, 0.7) for name, values in figures.items()}
+        limits = {name: between(values, 0.3, 0.7) for name, values in figures.items()}
         if len(limits) > 1:
             lanes = range(len(self.truth))
             needed = [max(figures[name][lane] / limit for name, limit in limits.items()) for lane in lanes]
             if sum(each <= 1 for each in needed) < 3:
-                limits = {name: limit * _between(needed, 0.05, 0.3) for name, limit in limits.items()}
+                limits = {name: limit * between(needed, 0.05, 0.3) for name, limit in limits.items()}
         return limits
 
 
-def _between(values: list[float], low: float, high: float) -> float:
+def between(values: list[float], low: float, high: float) -> float:
     """Return the middle of the widest gap between values, from one part of them to another."""
     ordered = sorted(values)[int(low * len(values)) : int(high * len(values)) + 1]
     below, above = max(itertools.pairwise(ordered), key=lambda pair: pair[1] / pair[0])
