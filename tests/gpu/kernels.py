@@ -215,20 +215,20 @@ def gate(dtype: Any, activation: Any, *, factor_first: bool) -> float:
     return error(result, functions[activation](active).to(dtype).double() * factor)
 
 
-def product(dtype: Any, columns: int, outputs: int) -> float:
-    """Products of one row, alone and after a norm, with and without a gate."""
-    x, residual, norm = (random(1, columns, dtype=dtype) for _ in range(3))
+def product(dtype: Any, columns: int, outputs: int, rows: int) -> float:
+    """Products of a few rows, alone and after a norm, with and without a gate."""
+    x, residual, norm = (random(rows, columns, dtype=dtype) for _ in range(3))
     weight, bias = random(2 * outputs, columns, dtype=dtype), random(2 * outputs, dtype=dtype)
     errors = [error(kernels.linear(x, weight), x.double() @ weight.double().T)]
     total = (x.double() + residual.double()).to(dtype).double()
-    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * norm[0].double()
     wanted = normed @ weight.double().T + bias.double()
-    found, sum_ = kernels.norm_linear(x, residual, norm[0], 1e-5, weight, bias)
+    found, sum_ = kernels.norm_linear(x, residual.clone(), norm[0], 1e-5, weight, bias)
     errors += [error(found, wanted), error(sum_, total)]
     first, second = wanted.chunk(2, -1)
-    found, _ = kernels.norm_linear(x, residual, norm[0], 1e-5, weight, bias, "silu")
+    found, _ = kernels.norm_linear(x, residual.clone(), norm[0], 1e-5, weight, bias, "silu")
     errors.append(error(found, torch.nn.functional.silu(first) * second))
-    found, _ = kernels.norm_linear(x, residual, norm[0], 1e-5, weight, bias, "gelu", factor_first=True)
+    found, _ = kernels.norm_linear(x, residual.clone(), norm[0], 1e-5, weight, bias, "gelu", factor_first=True)
     errors.append(error(found, first * torch.nn.functional.gelu(second)))
     return max(errors)
 
@@ -471,12 +471,9 @@ def fp8_by_token(dtype: Any, columns: int, rows: int, *, blocks: bool) -> float:
         scales = groups.abs().amax(-1, keepdim=True) / 448
         return ((groups / scales).float().to(FP8).double() * scales).flatten(1)
 
-    def inputs(values: Tensor) -> Tensor:
-        return values if rows == 1 else exact(values)
-
-    found = error(kernels.linear(x, weight), inputs(x.double()) @ wide.T)
+    found = error(kernels.linear(x, weight), exact(x.double()) @ wide.T)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm.double()
-    first, second = (inputs(normed) @ wide.T).chunk(2, -1)
+    first, second = (exact(normed) @ wide.T).chunk(2, -1)
     gated = torch.nn.functional.silu(first) * second
     product, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu")
     after, _ = kernels.norm_linear(x, None, norm, 1e-5, weight, None, "silu", rounding=weight)
@@ -531,8 +528,10 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
             yield f"norm {columns} {kind}", partial(norm, dtype, columns), bound
         for activation, first in itertools.product(("silu", "relu", "gelu", "gelu_tanh"), (False, True)):
             yield f"gated {activation} {first} {kind}", partial(gate, dtype, activation, factor_first=first), bound
-        for columns in (2048, 5632, 100):
-            yield f"linear {columns} {kind}", partial(product, dtype, columns, 301), 2 * bound
+        for columns, rows in itertools.product((2048, 5632, 100), (1, 5, 16, 50)):
+            yield f"linear {rows}x{columns} {kind}", partial(product, dtype, columns, 301, rows), 2 * bound
+        for rows in (8, 64):
+            yield f"linear {rows}x4096 to 28672 {kind}", partial(product, dtype, 4096, 14_336, rows), 2 * bound
         yield from matrices(dtype, bound)
     yield from mixtures()
     for vocabulary in (50, 32_000, 128_256):

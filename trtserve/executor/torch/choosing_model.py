@@ -96,7 +96,8 @@ class ChoosingTorchModel(TorchModel):
         # were never measured.
         algorithm = config.model.quantization.algorithm
         most = 512 if algorithm is None or algorithm.startswith("FP8") else 256
-        if config.model.mapping.ranks > 1:
+        # The states of a prompt's tokens follow from each other.
+        if config.model.mapping.ranks > 1 or self._mixers:
             most = 0
         self._captured_tokens = min(most, config.build.max_num_tokens)
 
@@ -151,7 +152,7 @@ class ChoosingTorchModel(TorchModel):
     def warm_up(self) -> None:
         """Compile the kernels, and capture decode steps as CUDA graphs."""
         super().warm_up()
-        if self.device != "cpu" and not self.bytes_per_state:  # graphs do not know where states are
+        if self.device != "cpu":
             self._capture()
 
     def _capture(self) -> None:
@@ -163,6 +164,7 @@ class ChoosingTorchModel(TorchModel):
                 max_position=self.max_position,
                 page=self.tokens_per_block,
                 spare_block=self.spare_block,
+                spare_state=self._spare_state if self._mixers else None,
                 vocab=self.vocab_size,
                 chosen=self._tokens,
                 adapters=self.adapters,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,13 @@ from trtserve.executor.torch.plain_operations import multiply_static
 # Rows, outputs, warps and stages of a program, by the most rows of a step; and the programs that fill a GPU.
 _TILES = ((16, 64, 4, 5), (32, 64, 4, 5), (64, 64, 4, 5), (128, 128, 8, 3))
 _PROGRAMS = 264
+# PyTorch's product with blocks, which only Hopper has, is faster for more rows.
+_LIBRARY_ROWS = 128
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return bool(torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -99,6 +108,14 @@ def multiply_blocks(x: Fp8Rows, weight: Fp8Codes) -> Tensor:
     """Return the product with a scale for each 128 numbers of a token and each block of 128 × 128."""
     rows, columns = x.codes.shape
     outputs = len(weight.codes)
+    # It wants scales in steps of 16 bytes.
+    if rows > _LIBRARY_ROWS and rows % 4 == columns % (4 * BLOCK) == outputs % BLOCK == 0 and _is_hopper():
+        of_rows, of_blocks = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+        scales = x.scales.T, weight.scale.T
+        product = functional.scaled_mm(
+            x.codes, weight.codes.T, scales[0], of_rows, scales[1], of_blocks, output_dtype=torch.bfloat16
+        )
+        return product.to(weight.dtype)
     height, units, warps, stages = next(each for each in _TILES if rows <= each[0] or each is _TILES[-1])
     tiles = triton.cdiv(rows, height) * triton.cdiv(outputs, units)
     splits = next((each for each in (1, 2, 4) if tiles * each >= _PROGRAMS // 2), 4) if rows <= 64 else 1

@@ -22,11 +22,13 @@ from trtserve.executor.engine.model import StepInputs
 from trtserve.executor.torch.adapters import Adapters, AdapterStore, Spans
 from trtserve.executor.torch.decoder import Inputs
 from trtserve.executor.torch.draw_words import WORDS
+from trtserve.executor.torch.mixers import StepStates
 from trtserve.executor.torch.step_kernels import (
     FIRST_BLOCK,
     FIRST_SPAN,
     LENGTH,
     POSITION,
+    STATE,
     STEP_WORDS,
     TOKEN,
     unpack_step,
@@ -99,7 +101,8 @@ def _no_collection() -> Iterator[None]:
 class DecodeGraphs:
     """Captured decode steps of up to `rows` sequences, for engines with adapters without and with them.
 
-    compute: the logits of a step. choose: writes the chosen tokens of logits and words.
+    spare_state: the model's own row of states, None if it has none. compute: the logits of a step. choose: writes the
+    chosen tokens of logits and words.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class DecodeGraphs:
         max_position: int,
         page: int,
         spare_block: int,
+        spare_state: int | None,
         vocab: int,
         chosen: Tensor,
         adapters: AdapterStore | None,
@@ -117,6 +121,7 @@ class DecodeGraphs:
     ) -> None:
         self._page = page
         self._spare_place = spare_block * page
+        self._spare_state = spare_state
         self._max_position = max_position
         self._blocks = -(-max_position // page)
         self._chosen = chosen
@@ -170,6 +175,8 @@ class DecodeGraphs:
             begins=lengths,
             most_new=1,
             adapters=Adapters(self._adapters, words[:, FIRST_SPAN:]) if adapted and self._adapters else None,
+            # Rows of padding have no tokens, others always their own.
+            states=None if self._spare_state is None else StepStates(words[:, STATE].long(), lengths <= 1, []),
         )
         logits = self.logits[:size]
         logits.copy_(self._compute(step))
@@ -204,6 +211,9 @@ class DecodeGraphs:
         words[:rows, POSITION] = positions
         words[:rows, LENGTH] = step.past_lens + 1
         words[:rows, FIRST_BLOCK] = step.block_indices_begins[:-1]
+        if self._spare_state is not None:
+            words[:, STATE] = self._spare_state
+            words[:rows, STATE] = self._spare_state if step.states is None else step.states
         if spans is not None:
             words[: len(spans), FIRST_SPAN:] = spans
         blocks = step.block_indices

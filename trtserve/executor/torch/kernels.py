@@ -23,6 +23,7 @@ from trtserve.executor.torch.layer_kernels import (
 from trtserve.executor.torch.operations import Matrix, Rows
 from trtserve.executor.torch.packed import FP8, Fp8Codes, PackedWeight
 from trtserve.executor.torch.packed_kernels import multiply_packed, multiply_packed_vector
+from trtserve.executor.torch.row_kernels import is_few, multiply_few
 
 __all__ = [
     "add_adapters",
@@ -41,21 +42,16 @@ __all__ = [
 
 
 def linear(x: Rows, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """See `Operations.linear`. One row takes a kernel that begins before its inputs are there."""
+    """See `Operations.linear`. One row of floats takes a kernel of its own, a few another."""
     if isinstance(weight, Fp8Codes):
-        if len(x) != 1:
-            rows = rounded(x, weight) if isinstance(x, Tensor) and x.dtype != FP8 else x
-            return multiply_fp8(rows, weight, bias)
-        assert isinstance(x, Tensor)
-        vector = rounded(x, weight) if weight.input_scale is not None and x.dtype != FP8 else x
-        assert isinstance(vector, Tensor)
-        return multiply_vector(vector, None, None, 0.0, weight, bias, None, factor_first=False)[0]
+        rows = rounded(x, weight) if isinstance(x, Tensor) and x.dtype != FP8 else x
+        return multiply_few(rows, weight, bias) if is_few(rows, weight) else multiply_fp8(rows, weight, bias)
     assert isinstance(x, Tensor)
     if isinstance(weight, PackedWeight):
         return multiply_packed(x, weight, bias) if len(x) != 1 else multiply_packed_vector(x, weight, bias)
     if len(x) == 1:
         return multiply_vector(x, None, None, 0.0, weight, bias, None, factor_first=False)[0]
-    return functional.linear(x, weight, bias)
+    return multiply_few(x, weight, bias) if is_few(x, weight) else functional.linear(x, weight, bias)
 
 
 def norm_linear(
@@ -70,24 +66,19 @@ def norm_linear(
     factor_first: bool = False,
     rounding: Fp8Codes | None = None,
 ) -> tuple[Rows, Tensor]:
-    """See `Operations.norm_linear`. One row takes a single kernel, or two if the matrix has codes."""
-    one = len(x) == 1
-    scale = rounding.input_scale if rounding is not None else None
-    if one and isinstance(weight, Tensor):
-        return multiply_vector(
-            x, residual, norm, epsilon, weight, bias, activation, factor_first=factor_first, rounding=scale
-        )
-    own = weight if isinstance(weight, Fp8Codes) and (not one or weight.input_scale is not None) else None
-    normed = norm_rounded(x, residual, norm, epsilon, own)
+    """See `Operations.norm_linear`. One row takes a single kernel, a few or codes two."""
+    if len(x) == 1 and isinstance(weight, Tensor):
+        return multiply_vector(x, residual, norm, epsilon, weight, bias, activation, factor_first=factor_first)
+    normed = norm_rounded(x, residual, norm, epsilon, weight if isinstance(weight, Fp8Codes) else None)
     total = x if residual is None else residual
-    if one and isinstance(normed, Tensor):
-        if isinstance(weight, PackedWeight):
+    if isinstance(weight, PackedWeight):
+        assert isinstance(normed, Tensor)
+        if len(x) == 1:
             return multiply_packed_vector(normed, weight, bias, activation, factor_first=factor_first), total
-        if isinstance(weight, Fp8Codes):
-            product, _ = multiply_vector(
-                normed, None, None, 0.0, weight, bias, activation, factor_first=factor_first, rounding=scale
-            )
-            return product, total
+    elif is_few(normed, weight):
+        scale = rounding.input_scale if rounding is not None and activation is not None else None
+        product = multiply_few(normed, weight, bias, activation, factor_first=factor_first, rounding=scale)
+        return product, total
     product = linear(normed, weight, bias)
     if activation is not None:
         return gated_rounded(product, activation, factor_first=factor_first, rounding=rounding), total

@@ -32,7 +32,7 @@ def wait_for_inputs(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def _stored(values, scale, out):
+def stored(values, scale, out):
     """Return floats in the type that `out` points to; FP8 ones are divided by the scale."""
     if out.dtype.element_ty == tl.float8e4nv:
         values = tl.clamp(values / tl.load(scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -41,7 +41,7 @@ def _stored(values, scale, out):
 
 @triton.jit
 def _store_row(values, scale, out, row, rows, column, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Store `values` at `column` of a row of `out` [rows, COLUMNS], see `_stored`.
+    """Store `values` at `column` of a row of `out` [rows, COLUMNS], see `stored`.
 
     With a GROUP, of which there are whole ones in `values`, FP8 codes; `scale` [groups, rows] gets what they are times.
     """
@@ -56,7 +56,7 @@ def _store_row(values, scale, out, row, rows, column, COLUMNS: tl.constexpr, GRO
         codes = tl.clamp(parts / own[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         values = tl.reshape(codes, [GROUPS * GROUP]).to(out.dtype.element_ty)
     else:
-        values = _stored(values, scale, out)
+        values = stored(values, scale, out)
     tl.store(out + row * COLUMNS + column, values, mask=mask)
 
 
@@ -346,7 +346,7 @@ def _round_kernel(x, scale, out, count, TILE: tl.constexpr, OVERLAPS: tl.constex
     wait_for_inputs(OVERLAPS)
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     values = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
-    tl.store(out + place, _stored(values, scale, out), mask=place < count)
+    tl.store(out + place, stored(values, scale, out), mask=place < count)
 
 
 def rounded(x: Tensor, matrix: Fp8Codes) -> Tensor | Fp8Rows:
@@ -369,9 +369,6 @@ def _vector_kernel(
     norm,
     weight,
     bias,
-    scale,
-    input_scale,
-    rounding,
     out,
     epsilon,
     columns,
@@ -384,13 +381,10 @@ def _vector_kernel(
     ADDS: tl.constexpr,
     GATE: tl.constexpr,
     FIRST: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply one vector by STRIP rows of `weight`.
 
-    SCALES of FP8 weights: "one", with one of the FP8 vector, "rows", or "blocks" of BLOCK × BLOCK; else "".
     ADDS: the vector is x + residual, which is also stored in `total`. HAS_NORM: it is normed first. GATE: an
     activation, of the product with the rows `outputs` further down if FIRST, else of the product with the first rows;
     both products are multiplied.
@@ -423,41 +417,28 @@ def _vector_kernel(
         if HAS_NORM:
             squares += values * values
             values *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-        below = values
-        if SCALES == "blocks":  # the rows of a program are in one block, or two with GATE
-            if GATE != "":
-                place = (outputs + program * STRIP) // BLOCK * tl.cdiv(columns, BLOCK) + column // BLOCK
-                below = values * tl.load(scale + place, mask=inside, other=0.0)
-            place = program * STRIP // BLOCK * tl.cdiv(columns, BLOCK) + column // BLOCK
-            values *= tl.load(scale + place, mask=inside, other=0.0)
         product += chunk.to(tl.float32) * values[None, :]
         following = begin + CHUNK
         ahead = kept & (unit * 0 + following < columns)
         chunk = _weights(at + following, ahead, following + lane, columns, EVEN)
         if GATE != "":
-            second += other.to(tl.float32) * below[None, :]
+            second += other.to(tl.float32) * values[None, :]
             other = _weights(at + further + following, ahead, following + lane, columns, EVEN)
     factor = 1.0
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / columns + epsilon)
-    if SCALES == "one":
-        factor = tl.load(scale) * tl.load(input_scale)
     result = tl.sum(product, 1) * factor
-    if SCALES == "rows":
-        result *= tl.load(scale + unit, mask=kept, other=0.0)
     if HAS_BIAS:
         result += tl.load(bias + unit, mask=kept, other=0.0).to(tl.float32)
     if GATE != "":
         lower = tl.sum(second, 1) * factor
-        if SCALES == "rows":
-            lower *= tl.load(scale + outputs + unit, mask=kept, other=0.0)
         if HAS_BIAS:
             lower += tl.load(bias + outputs + unit, mask=kept, other=0.0).to(tl.float32)
         if FIRST:
             result = result * activated(lower, GATE)
         else:
             result = activated(result, GATE) * lower
-    tl.store(out + unit, _stored(result, rounding, out), mask=kept)
+    tl.store(out + unit, result.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -473,31 +454,20 @@ def multiply_vector(
     residual: Tensor | None,
     norm: Tensor | None,
     epsilon: float,
-    weight: Tensor | Fp8Codes,
+    weight: Tensor,
     bias: Tensor | None,
     activation: Activation | None,
     *,
     factor_first: bool,
-    rounding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `Operations.norm_linear`, for one row, without `norm` too. The kernel begins before its inputs are there.
-
-    FP8 codes take inputs in FP8, without `norm`, if those are calibrated, and else as they are: a single row gains
-    nothing from being rounded. `rounding` f32[1] is the scale of the outputs in FP8.
-    """
-    x, fp8 = x.contiguous(), weight if isinstance(weight, Fp8Codes) else None
-    matrix = weight.codes if isinstance(weight, Fp8Codes) else weight
-    columns, outputs = x.shape[1], len(matrix) // (1 if activation is None else 2)
-    dtype = x.dtype if fp8 is None else fp8.dtype
-    out = x.new_empty((1, outputs), dtype=dtype if rounding is None else FP8)
+    """See `Operations.norm_linear`, for one row, without `norm` too. The kernel begins before its inputs are there."""
+    x = x.contiguous()
+    columns, outputs = x.shape[1], len(weight) // (1 if activation is None else 2)
+    out = x.new_empty((1, outputs))
     total = x if residual is None else torch.empty_like(x)
     # Tuned on an H200 in bfloat16, with the weights of 1.1 B and 8 B models in their place in a decode step.
     strip, chunk = 4, min(triton.next_power_of_2(columns), 1024)
-    warps = 4
-    if fp8 is not None:  # tuned on an H100
-        strip, chunk = 1 if activation else 2, min(triton.next_power_of_2(columns), 2048 if columns > 4096 else 1024)
-        warps = 4 if columns > 4096 else 2
-    elif columns > 4096:
+    if columns > 4096:
         strip = 1
     elif activation is None:
         strip = next(size for size in (4, 2, 1) if outputs >= 1280 * size or size == 1)
@@ -506,11 +476,8 @@ def multiply_vector(
         x if residual is None else residual,
         total,
         x if norm is None else norm,
-        matrix,
+        weight,
         x if bias is None else bias,
-        x if fp8 is None else fp8.scale,
-        x if fp8 is None or fp8.input_scale is None else fp8.input_scale,
-        x if rounding is None else rounding,
         out,
         epsilon,
         columns,
@@ -523,9 +490,7 @@ def multiply_vector(
         ADDS=residual is not None,
         GATE=activation or "",
         FIRST=factor_first,
-        SCALES="" if fp8 is None else {0: "one", BLOCK: "blocks"}.get(fp8.group, "rows"),
-        BLOCK=BLOCK,
-        num_warps=warps,
+        num_warps=4,
         **overlap(),
     )
     return out, total

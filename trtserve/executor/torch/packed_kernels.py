@@ -15,9 +15,44 @@ from torch.nn import functional
 from trtserve.checkpoint.architectures.base import Activation
 from trtserve.executor.torch.layer_kernels import activated, overlap, wait_for_inputs
 from trtserve.executor.torch.packed import PackedWeight
+from trtserve.executor.torch.row_kernels import FEW_ROWS, add_parts, arrivals, prefetch, shared_memory
 
 _MOST_ROWS = 256
 _SHAPES = ((16, 32, 2, 1024), (32, 64, 4, 256), (64, 64, 4, 256), (128, 128, 8, 128))
+_LARGEST = 224 << 10  # bytes of shared memory that the last one takes for floats of 16 bits
+
+
+def _pairs(kind: str, magic: str, one: str) -> str:
+    """Return PTX that makes eight floats of a word: $0 … $7 of the codes in $8 from the lowest, plus what $9 has twice.
+
+    Codes i and i + 4 are in the two halves of a word shifted by 4 · i. There the bits `magic` make floats of them that
+    are 2^m larger (m: the bits of a fraction), which $9 takes away again. All of it is exact.
+    """
+    made = (
+        f"shr.b32 t, $8, {4 * number}; lop3.b32 t, t, 0x000F000F, {magic}, 0xEA; fma.rn.{kind} t, t, o, $9; "
+        f"mov.b32 {{${number}, ${number + 4}}}, t; "
+        for number in range(4)
+    )
+    return f"{{ .reg .b32 t, o; mov.b32 o, {one}; {''.join(made)}}}"
+
+
+_BFLOAT16 = tl.constexpr(_pairs("bf16x2", "0x43004300", "0x3F803F80"))
+_FLOAT16 = tl.constexpr(_pairs("f16x2", "0x64006400", "0x3C003C00"))
+_OUTPUTS = tl.constexpr(",".join(["=h"] * 8 + ["r", "r"]))
+
+
+@triton.jit
+def _eight(words, zeros, DTYPE: tl.constexpr):
+    """Return the eight codes of words of 4-bit codes as floats of 16 bits, less the zero points of the two halves.
+
+    zeros: i32, those of codes 4 … 7 · 2¹⁶ + those of codes 0 … 3.
+    """
+    if tl.bfloat16 == DTYPE:
+        less = zeros - 0x3CFF3D00  # 0xC300 twice: the bits of -128, to whose fraction a zero point adds
+        return tl.inline_asm_elementwise(_BFLOAT16, _OUTPUTS, [words, less], (tl.bfloat16,) * 8, is_pure=True, pack=1)
+    else:
+        less = zeros - 0x1BFF1C00  # 0xE400 twice: -1024
+        return tl.inline_asm_elementwise(_FLOAT16, _OUTPUTS, [words, less], (tl.float16,) * 8, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -212,6 +247,9 @@ def _rows_kernel(
     codes,
     scales,
     zeros,
+    bias,
+    parts,
+    arrived,
     out,
     rows,
     columns,
@@ -225,20 +263,25 @@ def _rows_kernel(
     UNITS: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PAIRS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Multiply ROWS rows of x by UNITS rows of a matrix, in one of SPLITS parts of its columns.
 
-    out [SPLITS, rows, outputs]. The codes are the left side of the product: that side may stay in registers.
+    The codes are the left side of the product: that side may stay in registers. PAIRS: two 4-bit codes become floats of
+    16 bits at a time, and what they give is multiplied by the scale of their group afterwards.
     """
-    wait_for_inputs(OVERLAPS)
-    unit, row = tl.program_id(0) * UNITS + tl.arange(0, UNITS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    split, lane = tl.program_id(2), tl.arange(0, WORDS)
+    tile, down, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    unit, row, lane = tile * UNITS + tl.arange(0, UNITS), down * ROWS + tl.arange(0, ROWS), tl.arange(0, WORDS)
     kept, present = unit < outputs, row < rows
     blocks = columns // (WORDS * PARTS)
     share = tl.cdiv(blocks, SPLITS)
-    at = codes + unit.to(tl.int64)[:, None] * (blocks * WORDS) + lane[None, :]
+    first = codes + unit.to(tl.int64)[:, None] * (blocks * WORDS)
+    if PAIRS and OVERLAPS:  # the first words are on their way while the kernels before this one still run
+        prefetch(first + split * share * WORDS + tl.arange(0, 1)[None, :])
+    wait_for_inputs(OVERLAPS)
+    at = first + lane[None, :]
     states = x + row.to(tl.int64)[None, :] * columns + lane[:, None]
     group = unit.to(tl.int64) * tl.cdiv(columns, GROUP)
     whole = (lane < WORDS)[:, None] & present[None, :]
@@ -249,30 +292,35 @@ def _rows_kernel(
             place = group + (block * PARTS + of_group * SAME) * WORDS // GROUP
             scale = tl.load(scales + place, mask=kept, other=0.0)
             zero = _zeros(zeros, place, kept, scale, BITS, HAS_ZEROS)[:, None]
-            for of_part in tl.static_range(SAME):
-                values = tl.load(states + (block * PARTS + of_group * SAME + of_part) * WORDS, mask=whole, other=0.0)
-                weights = _numbers(chunk, of_group * SAME + of_part, zero, BITS)
-                if BITS == 4:
-                    weights *= scale[:, None]
-                product = tl.dot(weights.to(values.dtype), values, product, input_precision=PRECISION)
+            if PAIRS:
+                both = tl.broadcast_to(zero.to(tl.int32) * 0x10001, [UNITS, WORDS])
+                numbers = _eight(chunk, both, x.dtype.element_ty)
+                sums = tl.zeros([UNITS, ROWS], tl.float32)
+                for of_part in tl.static_range(SAME):
+                    part = of_group * SAME + of_part
+                    values = tl.load(states + (block * PARTS + part) * WORDS, mask=whole, other=0.0)
+                    sums = tl.dot(numbers[of_group * SAME + of_part], values, sums)
+                product += sums * scale[:, None]
+            else:
+                for of_part in tl.static_range(SAME):
+                    part = of_group * SAME + of_part
+                    values = tl.load(states + (block * PARTS + part) * WORDS, mask=whole, other=0.0)
+                    weights = _numbers(chunk, of_group * SAME + of_part, zero, BITS)
+                    if BITS == 4:
+                        weights *= scale[:, None]
+                    product = tl.dot(weights.to(values.dtype), values, product, input_precision="ieee")
     if BITS == 8:  # a scale for each output
         product *= tl.load(scales + unit, mask=kept, other=0.0)[:, None]
-    target = out + (split * rows + row).to(tl.int64)[None, :] * outputs + unit[:, None]
-    tl.store(target, product.to(out.dtype.element_ty), mask=kept[:, None] & present[None, :])
-
-
-@triton.jit
-def _sum_kernel(parts, bias, out, count, outputs, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Add the SPLITS parts [rows, outputs] of a product, and its bias."""
-    wait_for_inputs(OVERLAPS)
-    place = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    mask = place < count
-    total = tl.zeros([1024], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts + split * count + place, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + place % outputs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+    mask = kept[:, None] & present[None, :]
+    place = row.to(tl.int64)[None, :] * outputs + unit[:, None]
+    last = True
+    if SPLITS > 1:
+        size, counter = rows.to(tl.int64) * outputs, arrived + down * tl.num_programs(0) + tile
+        last, product = add_parts(product, parts, counter, place, mask, size, split, SPLITS)
+    if last:
+        if HAS_BIAS:
+            product += tl.load(bias + unit, mask=kept, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, product.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -318,43 +366,38 @@ def multiply_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Ten
         )
         return functional.linear(x, floats, bias)
     x = x.contiguous()
-    shapes = _SHAPES if x.dtype.itemsize == 2 else _SHAPES[:-1]  # there is not enough shared memory for all
-    # Tuned on an H100, with the matrices of an 8 B model: rows, units and warps of a program, and programs in all.
+    pairs = weight.bits == 4 and x.dtype.itemsize == 2
+    roomy = x.dtype.itemsize == 2 and shared_memory() > _LARGEST
+    shapes = _SHAPES if roomy else _SHAPES[:-1]
+    # Tuned on an H100, of one row to 16 rows of 4-bit codes on an H200, with the matrices of an 8 B model: rows, units
+    # and warps of a program, and programs in all.
     height, units, warps, programs = next(each for each in shapes if rows <= each[0] or each is shapes[-1])
+    if pairs and rows <= FEW_ROWS:
+        height, units, warps, programs = FEW_ROWS, 64, 4, 384
     across, down = triton.cdiv(outputs, units), triton.cdiv(rows, height)
     splits = next((each for each in (1, 2, 4) if across * down * each >= programs), 8)
-    whole = splits == 1 and bias is None
-    parts = x.new_empty((splits, rows, outputs), dtype=x.dtype if whole else torch.float32)
+    out = x.new_empty((rows, outputs))
+    parts = out if splits == 1 else x.new_empty((splits, rows, outputs), dtype=torch.float32)
     _rows_kernel[(across, down, splits)](
         x,
         weight.codes,
         weight.scales,
         zeros,
+        x if bias is None else bias,
         parts,
+        arrivals(x.device),
+        out,
         rows,
         columns,
         outputs,
         ROWS=height,
         UNITS=units,
         SPLITS=splits,
-        PRECISION="ieee",
+        HAS_BIAS=bias is not None,
+        PAIRS=pairs,
         num_warps=warps,
         num_stages=3,
         **sizes,
-        **overlap(),
-    )
-    if whole:
-        return parts[0]
-    out = x.new_empty((rows, outputs))
-    _sum_kernel[(triton.cdiv(rows * outputs, 1024),)](
-        parts,
-        x if bias is None else bias,
-        out,
-        rows * outputs,
-        outputs,
-        SPLITS=splits,
-        HAS_BIAS=bias is not None,
-        num_warps=4,
         **overlap(),
     )
     return out

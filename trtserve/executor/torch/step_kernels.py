@@ -333,9 +333,9 @@ class KernelSampler:
 
 
 # The words of a row after those of `draw_words`: its token, its position, the length of its sequence with this token
-# (0: the row is padding), where its blocks begin after the words of all rows; then a span of adapters
-# (`adapters.Spans`) that has nothing to do with the row.
-TOKEN, POSITION, LENGTH, FIRST_BLOCK, FIRST_SPAN = range(WORDS, WORDS + 5)
+# (0: the row is padding), where its blocks begin after the words of all rows, its row of states; then a span of
+# adapters (`adapters.Spans`) that has nothing to do with the row.
+TOKEN, POSITION, LENGTH, FIRST_BLOCK, STATE, FIRST_SPAN = range(WORDS, WORDS + 6)
 STEP_WORDS = FIRST_SPAN + 3
 
 
@@ -358,7 +358,7 @@ def _unpack_kernel(
 ):
     wait_for_inputs(OVERLAPS)
     row = tl.program_id(0)
-    mine = packed + row * WORDS + (WORDS - 7)
+    mine = packed + row * WORDS + (WORDS - 8)
     token = tl.load(mine)
     if token < 0:
         token = tl.maximum(tl.load(chosen - 1 - token), 0)
