@@ -331,6 +331,20 @@ def test_a_change_within_one_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
     assert [each["address"] for each in one.listed()] == ["127.0.0.1:8001", "other:1", "third:1"]
 
 
+@pytest.mark.parametrize(
+    "body", [b"{}", b"[]", b"", b'{"address": NaN}', b'{"address": 1e999}', b'{"address": {"a": []}}', b"["]
+)
+@pytest.mark.parametrize("action", ["add", "nothing"])
+def test_a_change_that_is_none_is_refused(tmp_path: Path, action: str, body: bytes) -> None:
+    write_private(tmp_path / "key", "k" * 16)
+    gateway = _gateway(admin_key_file=tmp_path / "key")
+    headers = {"authorization": f"Bearer {'k' * 16}", "content-type": "application/json"}
+    with TestClient(gateway, base_url="http://localhost") as client:
+        answer = client.post(f"/replicas/{action}", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]
+
+
 def test_a_refusal_ends_with_one_full_stop() -> None:
     content = io.BytesIO(b'{"error": "x:1 is not a replica of this gateway; it has y:1."}')
     connection = SimpleNamespace(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.gateways import settings_of
+from tests.support.lies import VALUES, lie
 from tests.support.virtual_time import run_in_virtual_time
 from trtserve.errors import ServerStartError
 from trtserve.gateway import keeping, many
@@ -217,6 +220,24 @@ def test_a_wrong_path_or_method_gets_an_error_in_the_form_of_the_api(
     assert (unnamed.status_code, unnamed.json()["error"]) == (400, "you must provide a model parameter")
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, words)
     assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_no_body_of_a_stranger_is_a_fault(tmp_path: Path) -> None:
+    chance, good = random.Random(27), json.dumps({"model": "none", "messages": [{"role": "user", "content": "Hi"}]})
+    paths = (
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/api/chat",
+        "/api/show",
+        "/v1/messages",
+        "/v2/models/none/infer",
+    )
+    bodies = [lie(good, chance).encode("utf-8", "surrogatepass") for _ in range(150)]
+    bodies += [json.dumps({"model": value}).encode() for value in VALUES]
+    settings = settings_of(model="", run_folder=tmp_path)
+    with TestClient(ManyModels(settings, Models().keeper), base_url="http://127.0.0.1") as client:
+        found = {client.post(chance.choice(paths), content=body).status_code for body in bodies}
+    assert found <= {400, 404, 503}, found
 
 
 @pytest.mark.parametrize("answering", ["ab", "b", ""])

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from typing import Annotated, Literal
 
 from fastapi import Body, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -219,6 +220,7 @@ class Gateway(Entrance):
     def _add_routes(self) -> None:
         """Add the routes that are not Triton's."""
         routes = self._routes
+        routes.add_exception_handler(RequestValidationError, _refuse_invalid)
 
         @routes.exception_handler(RefusedError)
         async def refuse(_request: object, refusal: RefusedError) -> Response:
@@ -340,3 +342,11 @@ class _Answer:
             await self({"type": "http.response.body", "body": event})
         elif self._exchange.hang_up is not None:
             self._exchange.hang_up()
+
+
+async def _refuse_invalid(request: Request, error: Exception) -> Response:
+    """Name the part that is wrong. FastAPI's own answer repeats it, and fails for numbers that JSON does not have."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    text = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+    return JSONResponse(error_content(request.url.path, 400, text), 400)
