@@ -132,6 +132,13 @@ def test_an_answer_without_an_end_is_given_up(
         list(serving(answer, 60).infer(ModelRequest(model=MODEL, tensors=[], id="", stream=True)))
 
 
+def test_an_error_is_one_whatever_the_status(serving: Callable[..., TransportClient]) -> None:
+    answer = texts(serving(HEADER + chunks(EVENTS[0], b'data: {"error":"the model has ended"}\n\n') + b"0\r\n\r\n"))
+    assert next(answer) == " M"
+    with pytest.raises(RequestError, match="the model has ended"):
+        next(answer)
+
+
 @pytest.mark.parametrize("end", [b"", b"2", b"1f\r\ndata: {"])
 def test_lost_connection_is_not_the_end(serving: Callable[..., TransportClient], end: bytes) -> None:
     answer = texts(serving(HEADER + chunks(EVENTS[0]) + end))
@@ -320,6 +327,13 @@ def own() -> dict[str, Any]:
 
 def test_https_with_certificates_of_both_sides(https: int) -> None:
     assert ask(https, Tls(root_certificates=certificates().root, **own())) == "hi"
+
+
+def test_https_to_a_host_whose_own_certificate_is_the_root(https: int, tmp_path: Path) -> None:
+    """As where a server's certificate is pinned: the host has another name, and no authority is known."""
+    leaf = certificates().server.read_text().partition("-----END CERTIFICATE-----")
+    (tmp_path / "leaf.pem").write_text("".join(leaf[:2]) + "\n")
+    assert ask(https, Tls(root_certificates=tmp_path / "leaf.pem", server_name="elsewhere", **own())) == "hi"
 
 
 def test_https_without_trust_or_without_an_own_certificate(https: int) -> None:
