@@ -108,8 +108,8 @@ class _ByServer(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        shared = file.startswith("tests/e2e/") and "features" in (self.config.rootpath / file).read_text("utf-8")
-        return "features" if shared else file
+        text = (self.config.rootpath / file).read_text("utf-8") if file.startswith("tests/e2e/") else ""
+        return next((name for name in ("features", "echo_folder") if name in text), file)
 
 
 @pytest.hookimpl(optionalhook=True)

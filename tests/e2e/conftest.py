@@ -1,4 +1,4 @@
-"""One engine with every feature, one Triton server on it for the session, and the expected answers."""
+"""For the session, one engine with every feature, a Triton server on it, its answers, and a server that echoes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.devices import DEVICE
+from tests.support.echo_server import running_echo_server
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, restart_broken, serving
 from tests.support.openai_endpoint import openai_endpoint
@@ -42,6 +43,18 @@ def whole_servers(pytestconfig: pytest.Config) -> None:
     for log in restart_broken():
         with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             sys.stderr.write(f"\n--- a server of the former test has ended:\n{log}\n---\n")
+
+
+@pytest.fixture(scope="session")
+def echo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("echo")
+
+
+@pytest.fixture(scope="session")
+def echo(echo_folder: Path) -> Iterator[Endpoint]:
+    """The models that do no arithmetic."""
+    with running_echo_server(echo_folder) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="session")

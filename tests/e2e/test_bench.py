@@ -7,12 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.echo_server import running_echo_server
 from tests.support.tiny_models import write_byte_tokenizer
 from tests.support.waiting import wait_until
 from trtserve.bench.plan import plan_benchmark
@@ -26,26 +24,15 @@ from trtserve.specs import BenchSpec
 pytestmark = pytest.mark.triton
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("echo")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Endpoint]:
-    with running_echo_server(folder) as endpoint:
-        yield endpoint
-
-
-def measure(server: Endpoint, **settings: object) -> BenchReport:
+def measure(echo: Endpoint, **settings: object) -> BenchReport:
     """A small benchmark; `settings` are BenchSpec's."""
     defaults: dict[str, object] = {"model": "tensorrt_llm", "calibrate": False, "warmup_requests": 2}
     defaults |= {"num_requests": 12, "input_mean": 20, "output_mean": 8, "vocab_size": 100}
-    return run_benchmark(plan_benchmark(BenchSpec(**{**defaults, **settings}), server))  # type: ignore[arg-type]
+    return run_benchmark(plan_benchmark(BenchSpec(**{**defaults, **settings}), echo))  # type: ignore[arg-type]
 
 
-def test_stream(server: Endpoint) -> None:
-    report = measure(server)
+def test_stream(echo: Endpoint) -> None:
+    report = measure(echo)
     statistics = report.statistics
     assert report.streaming
     assert (statistics.counts.planned, statistics.counts.completed, statistics.short_answers) == (12, 12, 0)
@@ -57,16 +44,16 @@ def test_stream(server: Endpoint) -> None:
         assert len(record.arrivals) == record.requested_tokens
 
 
-def test_one_response_per_request(server: Endpoint) -> None:
-    report = measure(server, model="core_plain")
+def test_one_response_per_request(echo: Endpoint) -> None:
+    report = measure(echo, model="core_plain")
     assert not report.streaming
     assert report.statistics.short_answers == 0
     assert report.statistics.time_to_first_token_ms.count == 0
     assert dict(report.rows())["Avg. TTFT (ms)"].startswith("n/a")
 
 
-def test_concurrency_is_kept(server: Endpoint) -> None:
-    report = measure(server, model="core_slow", concurrency=3, output_stdev=0, warmup_requests=0)
+def test_concurrency_is_kept(echo: Endpoint) -> None:
+    report = measure(echo, model="core_slow", concurrency=3, output_stdev=0, warmup_requests=0)
     events = [(record.sent_ns or 0, 1) for record in report.records] + [
         (record.ended_ns, -1) for record in report.records
     ]
@@ -77,17 +64,17 @@ def test_concurrency_is_kept(server: Endpoint) -> None:
     assert highest == 3
 
 
-def test_failures_stay_in_the_figures(server: Endpoint) -> None:
-    report = measure(server, model="core_failing", num_requests=40, warmup_requests=0)
+def test_failures_stay_in_the_figures(echo: Endpoint) -> None:
+    report = measure(echo, model="core_failing", num_requests=40, warmup_requests=0)
     counts = report.statistics.counts
     assert (counts.sent, counts.completed, counts.failed) == (40, 30, 10)
     assert report.statistics.latency_ms.censored == 10
     assert {record.error for record in report.records} == {None, "asked to fail"}
 
 
-def test_run_is_bounded_in_time(server: Endpoint) -> None:
+def test_run_is_bounded_in_time(echo: Endpoint) -> None:
     report = measure(
-        server, model="core_slow", output_mean=500, output_stdev=0, concurrency=2, timeout=1.0, warmup_requests=0
+        echo, model="core_slow", output_mean=500, output_stdev=0, concurrency=2, timeout=1.0, warmup_requests=0
     )
     counts = report.statistics.counts
     assert (counts.planned, counts.completed) == (12, 0)
@@ -96,27 +83,27 @@ def test_run_is_bounded_in_time(server: Endpoint) -> None:
     assert "time limit" in str(report.records[0].error) or "time allowed" in str(report.records[0].error)
 
 
-def test_same_seed_sends_the_same_prompts(server: Endpoint) -> None:
-    first, again, other = (measure(server, seed=seed).prompts_sha256 for seed in (4, 4, 5))
+def test_same_seed_sends_the_same_prompts(echo: Endpoint) -> None:
+    first, again, other = (measure(echo, seed=seed).prompts_sha256 for seed in (4, 4, 5))
     assert first == again != other
 
 
-def test_text_model_needs_a_tokenizer(server: Endpoint) -> None:
+def test_text_model_needs_a_tokenizer(echo: Endpoint) -> None:
     with pytest.raises(UsageError, match=r"'echo' are texts .* tokenizer is not available"):
-        measure(server, model="echo")
+        measure(echo, model="echo")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Path:
-    (folder / "tokenizer").mkdir()
-    write_byte_tokenizer(folder / "tokenizer")
-    return folder / "tokenizer"
+def tokenizer(echo_folder: Path) -> Path:
+    (echo_folder / "tokenizer").mkdir()
+    write_byte_tokenizer(echo_folder / "tokenizer")
+    return echo_folder / "tokenizer"
 
 
 @pytest.mark.parametrize("model", ["echo", "text_plain", "text_accumulating"])
-def test_text_model_gets_texts_of_the_drawn_length(server: Endpoint, tokenizer: Path, model: str) -> None:
+def test_text_model_gets_texts_of_the_drawn_length(echo: Endpoint, tokenizer: Path, model: str) -> None:
     """Answers are " Echo: " and the prompt, in one response per word, after the prompt or with all text so far."""
-    report = measure(server, model=model, tokenizer=tokenizer, output_mean=26, input_stdev=0)
+    report = measure(echo, model=model, tokenizer=tokenizer, output_mean=26, input_stdev=0)
     assert (report.tokens_counted_by, report.streaming) == ("tokenizer", model != "text_plain")
     for record in report.records:
         # The prompt's 20 tokens are <s> and 19 characters.
@@ -127,10 +114,10 @@ def test_text_model_gets_texts_of_the_drawn_length(server: Endpoint, tokenizer: 
     assert any("no input to ignore its end token" in note for note in report.notes)
 
 
-def test_dataset_command(server: Endpoint, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dataset_command(echo: Endpoint, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [{"input": "a" * length, "instruction": "b", "output": "c d e"} for length in (3, 30, 4)]
     (tmp_path / "data.json").write_text(json.dumps(entries))
-    arguments = ["bench", "dataset", "--url", server.grpc, "--dataset", str(tmp_path / "data.json"), "--json"]
+    arguments = ["bench", "dataset", "--url", echo.grpc, "--dataset", str(tmp_path / "data.json"), "--json"]
     arguments += ["--tokenizer-dir", str(tokenizer), "--max-input-len", "10", "--op-tokens-per-word", "2"]
     arguments += ["--model", "tensorrt_llm", "--no-calibrate"]
     arguments += ["--request-rate", "1000"]
@@ -145,9 +132,9 @@ def test_dataset_command(server: Endpoint, tokenizer: Path, tmp_path: Path, caps
     assert any(note.startswith("1 prompts were skipped") for note in result["notes"])
 
 
-def test_unknown_model(server: Endpoint) -> None:
+def test_unknown_model(echo: Endpoint) -> None:
     with pytest.raises(RequestError, match="no model 'nope'"):
-        measure(server, model="nope")
+        measure(echo, model="nope")
 
 
 def test_an_unreachable_server_is_reported() -> None:
@@ -160,42 +147,42 @@ def wait_for_lines(trace: Path, beginning: str, number: int) -> None:
     wait_until(lambda: sum(line.startswith(beginning) for line in trace.read_text().splitlines()) >= number)
 
 
-def _arguments(server: Endpoint, *more: str) -> list[str]:
+def _arguments(echo: Endpoint, *more: str) -> list[str]:
     model = [] if "--model" in more else ["--model", "tensorrt_llm"]
     sent = ["--vocab-size", "100", "--num-requests", "10", "--no-calibrate"]
-    return ["bench", "token-norm-dist", "--url", server.grpc, *model, *sent, *more]
+    return ["bench", "token-norm-dist", "--url", echo.grpc, *model, *sent, *more]
 
 
-def test_command_prints_the_table(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(_arguments(server, "--max-seq-len", "100")) == 0
+def test_command_prints_the_table(echo: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(_arguments(echo, "--max-seq-len", "100")) == 0
     captured = capsys.readouterr()
     rows = dict(line.split("\t") for line in captured.out.splitlines())
     assert list(rows)[:3] == ["Stat", "Requests/Sec", "OP tokens/sec"]
     assert rows["Total requests"] == "10.00"
     assert "cut to the engine's limits" in captured.err
     assert "10 warm-up requests" in captured.err
-    assert f"Benchmark of 'tensorrt_llm' at {server.grpc}: closed loop, concurrency 8" in captured.err
+    assert f"Benchmark of 'tensorrt_llm' at {echo.grpc}: closed loop, concurrency 8" in captured.err
 
 
-def test_command_writes_the_report(server: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(_arguments(server, "--json", "--out", str(tmp_path / "r"))) == 0
+def test_command_writes_the_report(echo: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(_arguments(echo, "--json", "--out", str(tmp_path / "r"))) == 0
     printed = json.loads(capsys.readouterr().out)["result"]
     assert json.loads((tmp_path / "r" / "report.json").read_text()) == printed
     assert (printed["spec"]["concurrency"], printed["streaming"], printed["model"]) == (8, True, "tensorrt_llm")
     assert len((tmp_path / "r" / "requests.jsonl").read_text().splitlines()) == 10
 
 
-def test_command_fails_when_requests_failed(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(_arguments(server, "--model", "core_failing")) == 50
+def test_command_fails_when_requests_failed(echo: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(_arguments(echo, "--model", "core_failing")) == 50
     captured = capsys.readouterr()
     assert "Failed requests" in captured.out
     assert "asked to fail" in captured.err
 
 
-def test_command_fails_when_its_time_was_over(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_fails_when_its_time_was_over(echo: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     # A schedule of 10 s: most requests are neither sent nor failed when the second is over.
     schedule = ["--request-rate", "1", "--arrivals", "constant", "--timeout", "1.5", "--warmup-requests", "0"]
-    assert run(_arguments(server, *schedule)) == 50
+    assert run(_arguments(echo, *schedule)) == 50
     captured = capsys.readouterr()
     assert "Requests/Sec" in captured.out
     assert "note: --timeout 1.5 ended the run" in captured.err
@@ -205,8 +192,8 @@ def test_command_fails_when_its_time_was_over(server: Endpoint, capsys: pytest.C
     )
 
 
-def test_quiet_command_prints_nothing(server: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(_arguments(server, "--quiet", "--out", str(tmp_path / "r"))) == 0
+def test_quiet_command_prints_nothing(echo: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(_arguments(echo, "--quiet", "--out", str(tmp_path / "r"))) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -215,11 +202,11 @@ def test_dry_run_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Would send 10 requests" in capsys.readouterr().out
 
 
-def test_interrupt_prints_what_was_measured(server: Endpoint, folder: Path) -> None:
-    arguments = _arguments(server, "--model", "core_slow", "--output-mean", "100", "--output-stdev", "0")
+def test_interrupt_prints_what_was_measured(echo: Endpoint, echo_folder: Path) -> None:
+    arguments = _arguments(echo, "--model", "core_slow", "--output-mean", "100", "--output-stdev", "0")
     arguments += ["--warmup-requests", "0", "--concurrency", "2"]
     command = [sys.executable, "-m", "trtserve", *arguments]
-    trace = folder / "trace"
+    trace = echo_folder / "trace"
     trace.write_text("")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     # Two users: when a third and a fourth request have begun, two are complete and two in flight.
