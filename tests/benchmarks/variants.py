@@ -192,7 +192,7 @@ def compare(folder: Path, model: Path, seed: int) -> tuple[str, float, str]:
     asked = [(prompt, NEW_TOKENS) for prompt in prompts]
     answers = greedy_tokens(engine.path, asked, max_num_tokens=64, enable_chunked_context=True)
     if not found <= BOUND:
-        oracle._model.double()
+        oracle._model.double().set_experts_implementation("eager")  # a grouped product has no float64
         exact = {key: oracle.logits(ids) for key, ids in sequences.items()}
         text = f"from float64: ours {share(ours, exact):.1e}, transformers {share(theirs, exact):.1e}"
         if not share(ours, exact) <= 3 * share(theirs, exact):

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from tests.support.quantised_models import EXPERT_SIZES, write_quantised_model
+from tests.support.gguf_files import write_gguf_model
+from tests.support.quantised_models import (
+    EXPERT_SIZES,
+    SIZES,
+    read_any_safetensors,
+    write_any_safetensors,
+    write_quantised_model,
+)
 from tests.support.stages import build_engine, convert_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
+from tests.unit.test_gpt_oss import pair
 from trtserve.artifacts import Engine, Model
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError
+from trtserve.pipeline import parity
 from trtserve.pipeline.parity import built, check_checkpoint, check_engine
 from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec
 from trtserve.store import Store
@@ -179,3 +189,77 @@ def test_an_import_that_is_verified_leaves_no_wrong_engine(
     monkeypatch.setattr(built, "logits_of_engine", right)
     assert run(command) == 0
     assert "The engine matches the model (int8" in capsys.readouterr().err
+
+
+def spoil_blocks(engine: Path) -> None:
+    """The first 32 inputs of one matrix are eight times what they are, as a wrong scale of their blocks makes them."""
+    import openvino as ov
+
+    graph = ov.Core().read_model(engine / "rank0.xml")
+    (matrix,) = (each for each in graph.get_ops() if each.get_friendly_name() == "transformer.layers.0.mlp.proj.weight")
+    values = matrix.data.copy()
+    values[..., :32] *= 8
+    wrong = ov.opset13.constant(values)
+    for user in matrix.output(0).get_target_inputs():
+        user.replace_source_output(wrong.output(0))
+    ov.save_model(graph, engine / "other.xml", compress_to_fp16=False)
+    for kind in ("xml", "bin"):
+        (engine / f"other.{kind}").replace(engine / f"rank0.{kind}")
+
+
+def spoil_scales(engine: Path) -> None:
+    """The scales of one FP8 matrix are eight times what they are; the checkpoint has a file of its own."""
+    path = engine / "rank0.safetensors"
+    tensors = read_any_safetensors(path)
+    tensors["transformer.layers.0." + SCALES] = tensors["transformer.layers.0." + SCALES] * 8
+    path.unlink()
+    write_any_safetensors(path, tensors)
+
+
+def published(form: str, folder: Path) -> Path:
+    """Return a tiny model as it is published in a form."""
+    if form == "fp8":
+        return write_quantised_model(folder, "fp8, blocks of 128", gain=1.0).folder
+    if form == "mxfp4":
+        return pair(folder)[1]
+    return write_gguf_model(folder, "llama", "llama", "Q8_0", gain=1.0, **SIZES)[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "spoil"),
+    [
+        ("fp8", ["--runtime", "torch", "--device", "cpu", "--keep-fp8"], spoil_scales),
+        ("mxfp4", ["--runtime", "openvino", "--dtype", "float32"], spoil_blocks),
+        ("gguf", ["--runtime", "openvino", "--dtype", "float32"], spoil_blocks),
+    ],
+)
+def test_wrong_scales_of_a_published_form_are_found_in_its_engine(
+    form: str,
+    options: list[str],
+    spoil: Callable[[Path], None],
+    asked: CheckSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`import --verify` leaves no such engine, and `check ENGINE` finds one."""
+    model = published(form, tmp_path)
+    command = ["import", str(model), "--name", "tiny", "--max-seq-len", "128", "--verify", *options]
+    right = parity.verify_engine
+
+    def spoiled(engine: Engine, *given: Any, **named: Any) -> None:
+        spoil(engine.path)
+        right(engine, *given, **named)
+
+    monkeypatch.setattr(parity, "verify_engine", spoiled)
+    assert run(command) == 25
+    assert "build it again" in capsys.readouterr().err
+    assert not list(Store().complete(Engine))
+    monkeypatch.setattr(parity, "verify_engine", right)
+    assert run(command) == 0
+    assert "The engine matches the model" in capsys.readouterr().err
+    (engine,) = Store().complete(Engine)
+    checked = ["check", str(engine.path), "--prompts", str(asked.prompts), "--max-tokens", "8"]
+    assert run(checked) == 0
+    spoil(engine.path)
+    assert run(checked) == 25

@@ -46,7 +46,7 @@ def pair(folder: Path, scale: int | None = None) -> tuple[Path, Path]:
     for file, content in files.items():
         write_safetensors(published / file, content)
     places = {name: file for file, content in files.items() for name in content}
-    (published / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (published / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return plain, published
 
 

@@ -263,7 +263,7 @@ def _plan_stages(plan: ImportPlan, progress: Progress) -> ImportPlan:
         name=spec.name,
         store=store,
         verify=spec.verify,
-        files=None if model.reused else model.folder,
+        files=model.folder if model.folder is not None and model.folder.is_dir() and not model.reused else None,
     )
     build = repository = None
     if plan.deployment is not None or conversion.reused:
@@ -379,7 +379,9 @@ def run_import(plan: ImportPlan, *, record: bool = True, progress: Progress = SI
         loader = RUNTIMES[plan.runtime].folder_loader
         progress.step(f"Nothing is converted or built: {loader} loads the Hugging Face folder")
     model = plan.model.run(progress)
-    if plan.has_engine and plan.conversion is None:
+    # The folder that was made of a GGUF file is gone: its conversion reads the model.
+    unfolded = plan.model.folder is not None and not plan.model.folder.is_dir()
+    if plan.has_engine and (plan.conversion is None or unfolded):
         plan = _plan_stages(plan, progress)
     checkpoint = engine = None
     if plan.conversion is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from trtserve.artifacts.engine_config import EngineConfig
+from trtserve.checkpoint.quantized import FP8, FP8_BY_TOKEN
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.loaders import MODELS, embedded_runtime, load_model
 from trtserve.host.machine import give_memory_back
@@ -41,9 +42,14 @@ def require_comparable(engine: Path, config: EngineConfig) -> None:
 
 
 def bounds_of(config: EngineConfig, weights: Precision) -> Precision:
-    """Return the coarsest precision of an engine: of its weights, its arithmetic and its KV cache."""
+    """Return the coarsest precision of an engine: of its weights, its arithmetic and its KV cache.
+
+    The torch runtime rounds the inputs of FP8 matrices to FP8, whose 3 bits of mantissa count as int8.
+    """
     own = (config.trtserve.compute_precision, config.trtserve.kv_precision)
     found = [weights, *(_NAMES.get(name, "int8") for name in own if name)]
+    if embedded_runtime(config) == "torch" and config.model.quantization.quant_algo in (FP8, *FP8_BY_TOKEN):
+        found.append("int8")
     return max(found, key=_PRECISIONS.index)
 
 
