@@ -199,8 +199,6 @@ Backend = Literal["tensorrtllm", "python", "llmapi", "vllm"]
 Groups = tuple[tuple[int, ...], ...]
 
 LLMAPI_FILE = "model.yaml"
-PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
-"""Keys of model.yaml whose product is the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +307,7 @@ def _found(
 
 def _llmapi(name: str, config: Any, path: Path, instances: int) -> CoreModel:
     settings = read_model_yaml(path)
-    sizes = _parallel_sizes(settings, path)
+    sizes = model_json.parallel_sizes(settings, path)
     return CoreModel(
         name=name,
         backend="llmapi",
@@ -318,18 +316,6 @@ def _llmapi(name: str, config: Any, path: Path, instances: int) -> CoreModel:
         instances=instances,
         gpu_device_ids=_groups(name, config, "gpu_device_ids"),
     )
-
-
-def _parallel_sizes(settings: Mapping[str, Any], path: Path) -> list[int]:
-    """Return tensor and pipeline parallelism of a model.yaml; RepositoryError names every wrong value."""
-    found = {key: 1 if settings.get(key) is None else settings[key] for key in PARALLEL_SIZES}
-    wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
-    if wrong:
-        given = " and ".join(f"{key} is {found[key]!r}" for key in wrong)
-        raise RepositoryError(
-            f"{path}: {given}; expected a whole number of 1 or more.", hint=f"Correct it in {LLMAPI_FILE}."
-        )
-    return list(found.values())
 
 
 def read_model_yaml(path: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ BACKEND = "vllm"
 MODEL_JSON, ADAPTERS = "model.json", "multi_lora.json"
 PYTHON = "vllm_python"
 """Parameter of our own in `config.pbtxt`: the interpreter that has vLLM. NVIDIA's backend does not read it."""
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Their product is the number of ranks, here and in the model.yaml of TensorRT-LLM's LLM API."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,7 @@ class ModelJson:
             raise RepositoryError(f"{path} does not exist.", hint='It needs at least {"model": "ORG/MODEL"}.') from None
         if not isinstance(found.arguments.get("model"), str):
             raise RepositoryError(f"{path} names no model.", hint='Add "model": a hub id, or a folder.')
-        for name in _SIZES:
-            size = found.arguments.get(name, 1)
-            if type(size) is not int or size < 1:
-                raise RepositoryError(f"{path}: {name} is {size!r}; expected a whole number of 1 or more.")
+        parallel_sizes(found.arguments, path)
         return found
 
     @property
@@ -50,7 +48,7 @@ class ModelJson:
     @property
     def sizes(self) -> tuple[int, int]:
         """Tensor and pipeline parallelism."""
-        tp_size, pp_size = (int(self.arguments.get(name, 1)) for name in _SIZES)
+        tp_size, pp_size = (int(self.arguments.get(name) or 1) for name in PARALLEL_SIZES)
         return tp_size, pp_size
 
     @property
@@ -86,6 +84,18 @@ class ModelJson:
             },
         }
         return EngineConfig.of(content)
+
+
+def parallel_sizes(settings: Mapping[str, Any], path: Path) -> list[int]:
+    """Return tensor and pipeline parallelism of a file of settings; RepositoryError names every wrong value."""
+    found = {key: 1 if settings.get(key) is None else settings[key] for key in PARALLEL_SIZES}
+    wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
+    if wrong:
+        given = " and ".join(f"{key} is {found[key]!r}" for key in wrong)
+        raise RepositoryError(
+            f"{path}: {given}; expected a whole number of 1 or more.", hint=f"Correct it in {path.name}."
+        )
+    return list(found.values())
 
 
 def read_adapters(folder: Path) -> dict[str, str]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from trtserve.errors import CorruptFileError, RepositoryError, TrtserveError
 from trtserve.executor.vllm.installation import VllmInstallation, any_release, find_installation
-from trtserve.executor.vllm.model_json import ADAPTERS, BACKEND, MODEL_JSON, ModelJson, read_adapters
+from trtserve.executor.vllm.model_json import ADAPTERS, BACKEND, MODEL_JSON, PARALLEL_SIZES, ModelJson, read_adapters
 from trtserve.files import read_json_object
 from trtserve.nvidia.releases.options import dropped_argument, unknown_argument
 from trtserve.repository.check.repository import LLMAPI, ModelFolder, Repository
 from trtserve.repository.check.rules import Finding, model_rule, of_role, refusal, rule
 from trtserve.repository.llmapi import KEYWORDS, OWN_KEYS, require_setting, require_weights
-from trtserve.repository.served import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml
+from trtserve.repository.served import LLMAPI_FILE, read_model_yaml
 
 _TRITON_KEYS = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
 
