@@ -206,7 +206,9 @@ def test_other_paths(client: TestClient) -> None:
     for body in (b"{", b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"):
         refusal = error(client.post("/v1/completions", content=body, headers=json_type))
         assert (refusal[0], refusal[1].startswith("The body is not valid JSON")) == (400, True)
-    assert "Content-Type" in error(client.post("/v1/completions", content=b"{}"))[1]
+    for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):  # what Ollama's clients and curl send
+        words = error(client.post("/v1/completions", headers=headers, content=b'{"model": "scripted"}'))[1]
+        assert words == "Missing required parameter: 'prompt'."
     assert "JSON object" in error(client.post("/v1/completions", json=[]))[1]
     assert error(client.post("/v1/completions", json={"model": NAME}))[1] == "Missing required parameter: 'prompt'."
     assert error(client.get("/v1/models/other"))[0] == 404

@@ -162,6 +162,7 @@ class OpenAIRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 if self.body_field is not None:
+                    _take_as_json(request)
                     await _prepare(request, self.body_field.validate)
                 return await handler(request)
             except Exception as error:  # noqa: BLE001 - clients read only their API's JSON
@@ -184,6 +185,18 @@ class OpenAIRoute(APIRoute):
             return api_error(error)
         _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return ApiError("The request failed; the gateway's log says why.", status=500)
+
+
+def _take_as_json(request: Request) -> None:
+    """Read a body without a type, or with the one of `curl -d`, as JSON: some of Ollama's clients name no type.
+
+    Pages of other sites, which may send such bodies, have been refused by their Origin.
+    """
+    headers = request.scope["headers"]
+    given = next((value for name, value in headers if name == b"content-type"), b"")
+    if given.partition(b";")[0] in (b"", b"application/x-www-form-urlencoded"):
+        others = [each for each in headers if each[0] != b"content-type"]
+        request.scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
 async def _prepare(request: Request, validate: Validate) -> None:
