@@ -22,7 +22,7 @@ JOBS ?= 4
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle families variants test-vllm lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
+.PHONY: help demo test test-fast test-oracle families variants test-vllm clients lint bench interruptions soak soak-all fuzz doubling kills launches ranks faults newest gpu-test gpu-bench gpu-bundle docs site lock sbom audit dist release recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -99,6 +99,9 @@ test-vllm: $(VENV)/.oracle .cache/vllm/.ready ## vLLM itself on this CPU behind 
 	TRTSERVE_VLLM_PYTHON="$(abspath .cache/vllm)" $(BIN)/python -m pytest -s -q tests/real_vllm/served.py tests/real_vllm/features.py tests/real_vllm/pooling.py \
 	    tests/real_vllm/nodes.py $(ARGS)
 
+clients: .cache/clients/.ready ## twelve clients of Python in an environment of their own, and the AI SDK where there is npm, against the demo
+	$(BIN)/python -m pytest -q tests/clients/clients.py $(ARGS)
+
 gpu-test: ## the torch runtime on NVIDIA GPUs, with a report; needs no network where .gpu has the bundle
 	bash tests/gpu/run.sh test $(ARGS)
 
@@ -124,11 +127,24 @@ COMPILE = $(SUPPLY)/uv pip compile pyproject.toml --extra cpu --extra dev --univ
     --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make lock"
 WITH_ORACLE := --extra oracle --extra docs --override .ci/unlocked.txt
 
-lock: $(VENV)/.supply ## the newest versions of all packages, with their hashes: .ci/lock.txt, and .ci/lock-oracle.txt for the rest of CI
+# What the clients have in common with the tests comes from there, but for what does not go together; the last are never imported.
+APART := openai|jiter|rich|click|typer|numpy|huggingface-hub
+UNUSED := aiofiles joblib nltk rouge-score sanic scikit-learn scipy threadpoolctl word2number
+COMPILE_CLIENTS = $(SUPPLY)/uv pip compile .ci/clients.txt --override .ci/unlocked.txt --python-version 3.11 \
+    --python-platform x86_64-manylinux_2_28 --quiet --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make lock" \
+    $(addprefix --no-emit-package=, $(UNUSED))
+
+lock: $(VENV)/.supply ## the newest versions of all packages, with their hashes: .ci/lock.txt, .ci/lock-oracle.txt for the rest of CI, .ci/lock-clients.txt
 	$(COMPILE) $(WITH_ORACLE) -o $(VENV)/all.txt
 	$(COMPILE) -c $(VENV)/all.txt -o .ci/lock.txt
 	$(COMPILE) $(WITH_ORACLE) -c $(VENV)/all.txt -o .ci/lock-oracle.txt \
 	    $$(sed -nE 's/^([a-z0-9._-]+)==.*/--no-emit-package=\1/p' .ci/lock.txt | sort -u)
+	sed -nE 's/^([a-z0-9._-]+==[^\\]*[^ \\]).*/\1/p' .ci/lock.txt .ci/lock-oracle.txt > $(VENV)/ours.txt
+	sed 's/ *;.*//' $(VENV)/ours.txt > $(VENV)/ours-alone.txt
+	grep -vE '^($(APART))==' $(VENV)/ours.txt > $(VENV)/together.txt
+	$(COMPILE_CLIENTS) -c $(VENV)/together.txt -o $(VENV)/clients.txt
+	$(COMPILE_CLIENTS) -c $(VENV)/clients.txt -o .ci/lock-clients.txt $$(grep -oE '^[a-z0-9._-]+==[^ ]+' $(VENV)/clients.txt \
+	    | grep -xFf - $(VENV)/ours-alone.txt | sed 's/==.*//; s/^/--no-emit-package=/')
 
 sbom: $(READY) $(VENV)/.supply ## a list of what is installed here, in .sbom.json (CycloneDX)
 	$(SUPPLY)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o .sbom.json $(BIN)/python
@@ -181,6 +197,14 @@ endif
 	$(BIN)/python -m venv --clear .cache/vllm
 	.cache/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==2.13.0
 	.cache/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	touch $@
+
+# Its packages come before those of the tests, which it sees behind its own.
+.cache/clients/.ready: .ci/lock-clients.txt $(VENV)/.oracle
+	test "$$($(BIN)/python -c 'import sys; print(sys.version_info[:2])')" = "(3, 11)" || { echo "$< is for Python 3.11." >&2; exit 1; }
+	$(BIN)/python -m venv --clear --without-pip .cache/clients
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .cache/clients/lib/python3.11/site-packages/behind.pth
+	$(PIP) --python .cache/clients/bin/python install --no-compile --no-build-isolation --no-deps --require-hashes -r $<
 	touch $@
 
 $(VENV)/.bench: $(READY)
