@@ -162,13 +162,11 @@ class AnswerCounts:
             notes = [
                 f"The server does not count output tokens; the tokenizer in {files.folder} counted them in the text."
             ]
-        else:
+        elif self.by_server in (None, self.by_tokenizer):
             notes = ["The server counted the output tokens."]
-        if self.by_server is not None and self.by_server != self.by_tokenizer:
-            notes.append(
-                f"The tokenizer finds {self.by_tokenizer} tokens in the text of the answers, the server generated "
-                f"{self.by_server}: special tokens are not in the text, and a text can be split in several ways."
-            )
+        else:
+            differ = f"{self.by_server} output tokens; the tokenizer finds {self.by_tokenizer} in the text"
+            notes = [f"The server counted {differ}, which has no special tokens and can be split in several ways."]
         if self.prompts_by_server is not None and self.prompts_by_server != self.prompts_by_tokenizer:
             notes.append(
                 f"The server counted {self.prompts_by_server} prompt tokens, the tokenizer in {files.folder} "

@@ -314,7 +314,7 @@ def _notes(spec: BenchSpec, limits: TrafficLimits, traffic: Traffic, measured: M
     if limits.max_seq_len is None:
         notes.append("The engine's max_seq_len is unknown here: lengths are not limited to it.")
     if spec.warmup_requests:
-        notes.append(f"{spec.warmup_requests} warm-up requests are sent before the measured window and not counted.")
+        notes.append(f"{spec.warmup_requests} warm-up requests come first and are not counted.")
     else:
         notes.append("No warm-up: the first requests include one-time costs of the server.")
     target = measured.target

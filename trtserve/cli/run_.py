@@ -35,7 +35,7 @@ def run(
     plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without Markdown.")] = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Talk to a model: what is missing of its import and its server is made first, with the defaults.
+    """Talk to a model: it is imported and started first where needed, with the defaults.
 
     The server keeps running in the background for the next `run`, until `trtserve stop`. Ports that are taken are
     replaced by free ones. For other options than the defaults use `trtserve import` and `trtserve start` first.
