@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.lies import VALUES, lie
 from tests.support.quantised_forms import FORMS, Array, Form
 from tests.support.quantised_models import (
     SCHEMES,
@@ -22,7 +25,7 @@ from tests.support.stages import convert_model
 from trtserve.artifacts import Model
 from trtserve.checkpoint.gguf import TYPES
 from trtserve.checkpoint.source import SourceTensor, read_source
-from trtserve.checkpoint.supported import keepable_fp8, source_quantization
+from trtserve.checkpoint.supported import keepable_fp8, source_quantization, widened_by
 from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
 from trtserve.specs import ConvertSpec
@@ -277,6 +280,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (scheme(W4, strategy="attn_head"), "attn_head"),
     (scheme("compressed-tensors, float by block", block_structure="128x128"), "128x128"),
 ]
+
+
+def test_lies_in_a_quantisation_are_read_or_refused_by_name() -> None:
+    chance = random.Random(27)
+    lies: list[Any] = list(VALUES)
+    for form in FORMS.values():
+        for _ in range(10):
+            with suppress(ValueError):
+                lies.append(json.loads(lie(json.dumps(form.config), chance)))
+    for config in lies:
+        for read in (source_quantization, widened_by, keepable_fp8):
+            for hf in ({"quantization_config": config}, {"text_config": {"quantization_config": config}}):
+                with suppress(UnsupportedModelError):
+                    read(hf)
 
 
 def test_other_forms_are_refused_by_name() -> None:
