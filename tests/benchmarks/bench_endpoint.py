@@ -23,11 +23,11 @@ import psutil
 from tests.benchmarks.frame import Row, benchmark_parser, compare, finish, table
 from tests.support.commands import trtserve
 from tests.support.model_server import ModelServer, Tensors
+from tests.support.needs import find_program
 from tests.support.release_client import NEWEST
 from tests.support.servers import running_server
 from tests.support.waiting import wait_until
 from trtserve.client.tokenizer import TokenizerFiles
-from trtserve.process import find_sbin_program
 from trtserve.server.repositories import find_repository
 from trtserve.server.state import Server
 from trtserve.store import Store
@@ -130,7 +130,7 @@ def page(url: str) -> Iterator[Callable[[], float]]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=find_sbin_program("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=find_program("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
         tab = browser.new_page()
 
@@ -178,7 +178,7 @@ def measure(work: Path, pairs: int) -> tuple[list[Row], float]:
         of_gateway = 1000 * (gateway_seconds(server) - before) / (STREAMS * NEW * (pairs + 1))
         case = f"a request for one token, {STREAMS} at once"
         rows.append(row(case, each(sides.over_http, 1), each(sides.over_grpc, 1), target=3.0, pairs=pairs * 5))
-        if find_sbin_program("chromium") is None:
+        if find_program("chromium") is None:
             print("The page was not measured: there is no chromium on PATH.")
         else:
             with page(server.url) as first_word, sides.load():

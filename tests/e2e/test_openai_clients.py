@@ -17,6 +17,7 @@ import pytest
 from openai import OpenAI
 
 from tests.support.model_server import ModelServer, serving
+from tests.support.needs import find_program
 from tests.support.openai_endpoint import PROMPTS, SCHEMA, expected, openai_endpoint
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
@@ -25,7 +26,6 @@ from trtserve.client.endpoint import Endpoint
 from trtserve.client.query import generate
 from trtserve.client.spec import QuerySpec
 from trtserve.host.ports import free_ports
-from trtserve.process import find_sbin_program
 from trtserve.repository.assembling import plan_repository
 from trtserve.repository.publishing import assemble_repository
 from trtserve.specs import RepositorySpec
@@ -292,7 +292,7 @@ def test_the_page(url: str, features: ModelServer) -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=find_sbin_program("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=find_program("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
         page = browser.new_page(viewport={"width": 380, "height": 720})
         wrong: list[str] = []

@@ -12,9 +12,9 @@ import pytest
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
+from tests.support.needs import find_program
 from tests.support.waiting import wait_until
 from trtserve.gateway.page import page_router
-from trtserve.process import find_sbin_program
 
 pytestmark = pytest.mark.needs("chromium")
 
@@ -82,7 +82,7 @@ def page(server: Scripted) -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=find_sbin_program("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=find_program("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
         page = browser.new_page(viewport={"width": 380, "height": 720})
         wrong: list[str] = []

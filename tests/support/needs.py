@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
-from trtserve.process import find_sbin_program
+from trtserve.process import program
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,13 @@ def _modules(*names: str) -> Callable[[], bool]:
     return lambda: all(find_spec(name) is not None for name in names)
 
 
+def find_program(name: str) -> Path | None:
+    """Return the path of a program on PATH, or in the folders that Debian puts only on root's PATH."""
+    return program(name, os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin")))
+
+
 def _programs(*names: str) -> Callable[[], bool]:
-    return lambda: all(find_sbin_program(name) is not None for name in names)
+    return lambda: all(find_program(name) is not None for name in names)
 
 
 NEEDS = {

@@ -32,7 +32,6 @@ _KILLED = 10.0
 _MAJOR_FAULTS = 9
 _CPU_TIMES = slice(11, 13)
 _START_TIME = 19
-_SBIN_DIRS = ("/usr/sbin", "/usr/local/sbin")
 _DESCRIBED = 80
 # The key of a server's clients: a program that the server starts, such as a model, could show it.
 _SECRET_VARIABLES = ("TRTSERVE_API_KEY", "TRTSERVE_START_API_KEY")
@@ -335,11 +334,6 @@ def program(name: str, path: str | None = None) -> Path | None:
     """Return the path of a program on `path` (default: PATH of this process), or None when it is not found."""
     found = shutil.which(name, path=path)
     return None if found is None else Path(found)
-
-
-def find_sbin_program(name: str) -> Path | None:
-    """Return the path of a program on PATH, or in the folders that Debian puts only on root's PATH."""
-    return program(name, os.pathsep.join((os.environ.get("PATH", os.defpath), *_SBIN_DIRS)))
 
 
 def listeners(port: int) -> list[ProcessId]:
