@@ -13,8 +13,8 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     QueryGrowth,
     SourceNames,
+    is_number,
     moe_object,
-    require_numbers,
     require_sizes,
     required,
 )
@@ -69,7 +69,11 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     windows = [chunk if kind == "chunked_attention" else None for kind in kinds]
     grown = {}
     if hf["attn_temperature_tuning"]:
-        require_numbers(hf, "attn_scale")
+        if not is_number(hf["attn_scale"]):
+            raise UnsupportedModelError(
+                f"config.json has attn_scale = {hf['attn_scale']!r:.80}; expected a positive number.",
+                hint="Use the config.json that was published with the weights.",
+            )
         grown = {"attn_scale": float(hf["attn_scale"]), "floor_scale": required(hf, "floor_scale")["floor_scale"]}
     inner = required(hf, "intermediate_size", "intermediate_size_mlp")
     return {

@@ -12,8 +12,8 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     Target,
     expert_size,
+    is_number,
     moe_object,
-    require_numbers,
     require_sizes,
     required,
 )
@@ -167,7 +167,11 @@ def deepseek_experts(hf: HfConfig) -> dict[str, Any]:
     experts, chosen = expert_counts(hf, "n_routed_experts")
     groups, chosen_groups, shared = (hf.get(key) or least for key, least in _GROUPS.items())
     require_sizes({"n_group": groups, "topk_group": chosen_groups, "n_shared_experts": shared or 1}, *_GROUPS)
-    require_numbers(hf, "routed_scaling_factor")
+    if not is_number(factor := hf["routed_scaling_factor"]):
+        raise UnsupportedModelError(
+            f"config.json has {factor!r:.80} as the factor of its routers' weights; expected a positive number.",
+            hint="Use the config.json that was published with the weights.",
+        )
     members = experts // groups
     if experts % groups or chosen_groups > groups or chosen > chosen_groups * members or (groups > 1 and members < 2):
         raise UnsupportedModelError(
@@ -189,7 +193,7 @@ def deepseek_experts(hf: HfConfig) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "n_group": groups,
         "topk_group": chosen_groups,
-        "routed_scaling_factor": float(hf["routed_scaling_factor"]),
+        "routed_scaling_factor": float(factor),
         "dense_layers": list(range(dense)),
     }
 
