@@ -84,7 +84,8 @@ def against_servers(counts: list[int], work: Path) -> list[Row]:
         for count in counts:
             server = ServerSpec(instances=count)
             closed = [
-                bench.measure(plan, server, replace(LOAD, concurrency=count * each)) for each in (1, SLOTS // 2, SLOTS)
+                bench.measure(plan, server, replace(LOAD, concurrency=count * each))
+                for each in (1, 2, SLOTS // 2, SLOTS)
             ]
             views = [cast(BenchReport, _PerReplica(each, count)) for each in closed]
             speed, error = fitted(views, SLOTS)

@@ -111,9 +111,14 @@ def fitted(reports: Sequence[BenchReport], slots: int) -> tuple[ReplicaSpeed, fl
     # Relative errors; three unknowns need three loads, two loads leave the prompts to the first tokens.
     columns = 3 if len(rows) > 2 else 2
     solved = np.linalg.lstsq(matrix[:, :columns] / scale, np.ones(len(rows)), rcond=None)[0]
+    prompts, first = max(1.0, min(firsts)[0]), min(each for _, each in firsts)
+    prompt = min(max(0.0, float(solved[2])), first / prompts) if columns == 3 else None
+    if prompt not in (None, solved[-1]):  # noise: the shortest first token has read its prompt, too
+        rest = 1 - (prompt or 0.0) * matrix[:, 2] / target
+        solved = np.linalg.lstsq(matrix[:, :2] / scale, rest, rcond=None)[0]
     step, sequence = max(1e-6, float(solved[0])), max(0.0, float(solved[1]))
-    prompts, first = min(firsts)[0], min(each for _, each in firsts)
-    prompt = max(0.0, float(solved[2])) if columns == 3 else max(0.0, first - step - sequence) / max(1.0, prompts)
+    if prompt is None:
+        prompt = max(0.0, first - step - sequence) / prompts
     request = max(0.0, first - step - sequence - prompt * prompts)
     estimate = matrix @ np.array([step, sequence, prompt])
     speed = ReplicaSpeed(step=step, sequence=sequence, prompt_token=prompt, request=request, slots=slots)
