@@ -172,34 +172,39 @@ class _GrpcReply(Reply):
 class _Outputs(Mapping[str, "npt.NDArray[Any]"]):
     """The outputs of a response, decoded when they are read: a stream has thousands, and few are."""
 
-    __slots__ = ("_outputs", "_raw")
+    __slots__ = ("_names", "_outputs", "_raw")
 
     def __init__(self, response: Any) -> None:
         """Raises ValueError for a response that does not bring its tensors as raw contents."""
         self._outputs, self._raw = response.outputs, response.raw_output_contents
-        if len(self._outputs) != len(self._raw):
-            raise ValueError(f"A response has {len(self._outputs)} outputs and {len(self._raw)} contents.")
+        self._names = [each.name for each in self._outputs]
+        if len(self._names) != len(self._raw):
+            raise ValueError(f"A response has {len(self._names)} outputs and {len(self._raw)} contents.")
 
     def raw(self, name: str) -> tuple[str, bytes]:
         """Return the datatype and the content of an output."""
-        for output, content in zip(self._outputs, self._raw, strict=True):
-            if output.name == name:
-                return output.datatype, content
-        raise KeyError(name)
+        at = self._place(name)
+        return self._outputs[at].datatype, self._raw[at]
+
+    def _place(self, name: str) -> int:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._names.index(name)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        datatype, content = self.raw(name)
+        at = self._place(name)
+        output = self._outputs[at]
         with understood():
-            return decoded(datatype, next(each.shape for each in self._outputs if each.name == name), content)
+            return decoded(output.datatype, output.shape, self._raw[at])
 
     def __contains__(self, name: object) -> bool:
-        return any(each.name == name for each in self._outputs)
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter([each.name for each in self._outputs])
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._outputs)
+        return len(self._names)
 
 
 def open_channel(endpoint: Endpoint) -> Any:

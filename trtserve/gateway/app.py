@@ -175,7 +175,7 @@ class Gateway(Entrance):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         path = scope["path"]
-        scope["state"] = {**scope.get("state", {}), "exchange": exchange}
+        scope["state"] = {**scope.get("state", {}), "exchange": exchange, "send": send}
         if path == "/v2" or path.startswith("/v2/"):
             await self._relay(scope, receive, send)
             return

@@ -51,7 +51,7 @@ class TokenUsage:
         self.completion_tokens = (self.completion_tokens or 0) + tokens
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class TextPiece:
     """What came at once."""
 
@@ -302,8 +302,8 @@ class Envelope:
         """Return the whole answer."""
         return {**self._head(self.kind), "choices": list(choices), "usage": usage}
 
-    def chunk(self, choices: Sequence[Json], **more: Any) -> bytes:
-        """Return the event of a chunk. What all chunks have in common is encoded once."""
+    def chunk(self, choices: Sequence[Json], more: Json | None = None) -> bytes:
+        """Return the event of a chunk, with `more` keys. What all chunks have in common is encoded once."""
         rest = b"," + to_json(more)[1:] if more else b"}"
         return self._opening + to_json(choices) + rest + b"\n\n"
 

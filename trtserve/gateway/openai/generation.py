@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from trtserve.client.grpc_transport import GrpcTransport
 from trtserve.client.tensors import IDS_INPUT, ModelRequest, Reply, stop_request
@@ -33,12 +33,13 @@ _UNFINISHED = ("", "not_finished", "None")  # the last one from NVIDIA's vllm ba
 # A stop is repeated, ever more rarely, until its request has ended.
 _FIRST_PAUSE = 0.25
 _STOPPED_WITHIN = 60.0
+T = TypeVar("T")
 
 
 async def generate(
-    backend: Backend, served: ServedModel, request: EngineRequest, usage: TokenUsage
-) -> AsyncGenerator[TextPiece, None]:
-    """Yield the answer of one request, and count its tokens in `usage`.
+    backend: Backend, served: ServedModel, request: EngineRequest, usage: TokenUsage, sequence: T
+) -> AsyncGenerator[tuple[T, TextPiece], None]:
+    """Yield the answer of one request, each piece with its `sequence`, and count its tokens in `usage`.
 
     A request whose iteration ends early is stopped in the engine.
     """
@@ -47,7 +48,7 @@ async def generate(
     stopped, begun, ended, echoed = TextBeforeStop(request.stops), False, False, False
     waiting, ids = list[TokenLogProb](), list[int]()
     try:
-        async for replies in call.replies():
+        while replies := await call.replies():
             piece = reader.read(replies)
             if request.echoes_log_probs and not echoed:
                 echoed = True
@@ -62,7 +63,7 @@ async def generate(
             if stopped.stopped:
                 piece.finish_reason, piece.stop = "stop", stopped.stop
             if piece.text or piece.finish_reason is not None:
-                yield piece
+                yield sequence, piece
                 waiting, ids = [], []
             else:
                 waiting, ids = piece.tokens, piece.ids
@@ -73,7 +74,7 @@ async def generate(
         full = (usage.completion_tokens or 0) >= request.max_tokens
         rest = stopped.add(reader.rest(), last=True)
         reason = "length" if full and not stopped.stopped else "stop"
-        yield TextPiece(text=rest, tokens=waiting, ids=ids, finish_reason=reason, stop=stopped.stop)
+        yield sequence, TextPiece(text=rest, tokens=waiting, ids=ids, finish_reason=reason, stop=stopped.stop)
     finally:
         if not ended:
             call.abandon()
@@ -195,9 +196,9 @@ def _numbers(reply: Reply, name: str) -> list[int]:
 
 def _finish_reason(reply: Reply) -> str | None:
     """Return OpenAI's word for why the answer ended, or None while it goes on and where the server does not say."""
-    output: Any = reply.outputs.get("finish_reason")
-    reason = str(output.reshape(-1)[0]) if output is not None and output.size else ""
-    reason = reason or str(reply.parameters.get("finish_reason", ""))
+    reason = str(reply.parameters.get("finish_reason", ""))
+    if "finish_reason" in reply.outputs and (output := reply.outputs["finish_reason"]).size:
+        reason = str(output.reshape(-1)[0]) or reason
     if reason in _UNFINISHED:
         return None
     return "length" if reason == "length" else "stop"
@@ -213,34 +214,35 @@ class EngineCall:
     def __init__(self, backend: Backend, served: ServedModel, request: EngineRequest) -> None:
         self._backend, self._served, self._request = backend, served, request
         self._id = uuid.uuid4().hex
-        self._arrived: list[Reply | Exception | None] = []
+        self._arrived: list[Reply] = []
+        self._ended = False
+        self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
         self._begun = False
         self._client: GrpcTransport | None = None
         self._reader = backend.spawn(self._read())
 
-    async def replies(self) -> AsyncIterator[list[Reply]]:
-        """Yield the responses, all that have arrived at a time. Raises RequestError or ServerUnreachableError."""
-        while True:
-            if not self._arrived:
-                self._waiting = asyncio.get_running_loop().create_future()
-                await self._waiting
+    async def replies(self) -> list[Reply]:
+        """Return the responses that have arrived since the last call, once there are any; none at the end.
+
+        Raises RequestError or ServerUnreachableError after the last response.
+        """
+        if not self._arrived and not self._ended:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if self._arrived:
             arrived, self._arrived = self._arrived, []
-            if replies := [each for each in arrived if isinstance(each, Reply)]:
-                yield replies
-            if isinstance(error := arrived[-1], Exception):
-                raise error
-            if error is None:
-                return
+            return arrived
+        if self._error is not None:
+            raise self._error
+        return []
 
     def abandon(self) -> None:
         """Stop the request in the engine, unless it has ended."""
         if not self._reader.done():
             self._backend.spawn(self._stop())
 
-    def _put(self, arrived: Reply | Exception | None) -> None:
-        """Hand a response over, an error, or None at the end."""
-        self._arrived.append(arrived)
+    def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -248,9 +250,9 @@ class EngineCall:
         try:
             await self._read_from_any()
         except Exception as error:  # noqa: BLE001 - who waits for the responses raises it
-            self._put(error)
-        else:
-            self._put(None)
+            self._error = error
+        self._ended = True
+        self._wake()
 
     async def _read_from_any(self) -> None:
         ids = self._request.tensors.get(IDS_INPUT)
@@ -275,7 +277,8 @@ class EngineCall:
         try:
             async for reply in replies:
                 self._begun = True
-                self._put(reply)
+                self._arrived.append(reply)
+                self._wake()
         except RequestError as error:
             if request.adapter is None or "lora_weights" in request.tensors or NOT_CACHED not in error.message:
                 raise

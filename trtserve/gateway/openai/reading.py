@@ -32,7 +32,7 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Part:
     """What a piece of text adds to an answer."""
 
