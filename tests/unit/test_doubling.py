@@ -41,7 +41,8 @@ ENOUGH = 0.1 if FULL else 0.01
 """Seconds of CPU time that are measured well."""
 RATIO = 9.0
 """Of the times for n and 4·n, which tells more than n and 2·n: a cost of n² makes it 16, one of n·log n less than 5."""
-ATTEMPTS = 4
+ATTEMPTS = 12
+"""Of which one must pass: a square fails them all, and other programs disturb single ones."""
 LIMITS = RequestLimits()
 
 Make = Callable[[int], Mapping[str, Any]]

@@ -189,5 +189,5 @@ def test_a_stopped_executor_shuts_down(start: Start, monkeypatch: pytest.MonkeyP
     assert error_of(executor) == STOPPED + LOST
     ending = threading.Thread(target=executor.shutdown)
     ending.start()
-    ending.join(10)
+    ending.join(60)
     assert not ending.is_alive()
