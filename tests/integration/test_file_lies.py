@@ -120,7 +120,11 @@ SUBJECTS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], tuple[str, ..
         ("*.json", "*.jsonl"),
         ("bench report {}", "bench report --html OUT/report.html {}", "bench compare {} {}"),
     ),
-    "setup": (setup_file, ("*.json",), ("diff {}/setup.json", "up --dry-run {}/setup.json")),
+    "setup": (
+        setup_file,
+        ("*.json",),
+        ("diff {}/setup.json", "up --dry-run {}/setup.json", "tune --dry-run {}/setup.json"),
+    ),
     "embedded": (embedded, REPOSITORY, SERVED),
     "gpus": (lambda folder: bases(RepositoryFactory(folder))["lora"], REPOSITORY, SERVED),
     "llmapi": (lambda folder: RepositoryFactory(folder).llmapi("llmapi"), REPOSITORY, SERVED),

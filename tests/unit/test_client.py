@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2
 
 from trtserve.client.endpoint import plain, refused
 from trtserve.client.grpc_transport import infer_request, reply_of
@@ -15,7 +16,7 @@ from trtserve.client.request import request_tensors
 from trtserve.client.spec import QuerySpec
 from trtserve.client.tensors import ModelDescription, Tensor
 from trtserve.client.tokenizer import PreparedPrompts
-from trtserve.errors import UsageError
+from trtserve.errors import RequestError, UsageError
 from trtserve.library.client import Client
 
 
@@ -188,3 +189,23 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
 def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
     with pytest.raises(UsageError, match="expected a text, or a list of token ids"):
         Client("127.0.0.1:1").ask(prompt)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "content"),
+    [
+        ("INT32", [1, 2], bytes(4)),
+        ("INT32", [-1], bytes(3)),
+        ("INT99", [1], bytes(4)),
+        ("BYTES", [2], b"\x01\0\0\0a"),
+        ("FP32", [1 << 40], b""),
+    ],
+)
+def test_an_output_that_does_not_fit_is_a_fault_of_the_server(datatype: str, shape: list[int], content: bytes) -> None:
+    response = service_pb2.ModelInferResponse(raw_output_contents=[content])
+    response.outputs.add(name="x", datatype=datatype, shape=shape)
+    with pytest.raises(RequestError, match="not of Triton's protocol"):
+        reply_of(response).outputs["x"]
+    if len(content) % 4:
+        with pytest.raises(RequestError, match="not of Triton's protocol"):
+            reply_of(response).numbers("x")
