@@ -381,3 +381,10 @@ def test_unsupported_architecture_error_suggests_alternatives(architecture: str,
 def test_a_bamba_without_a_list_of_layers_with_attention_is_refused(layers: object) -> None:
     with pytest.raises(UnsupportedModelError, match=r"attn_layer_indices = .*; expected a list of the layers"):
         supported_family(FAMILIES["bamba"].config | {"attn_layer_indices": layers})
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "granite_hybrid", "bamba"])
+def test_another_activation_of_a_model_with_state_spaces_is_refused(family: str) -> None:
+    """Their convolutions would have it too."""
+    with pytest.raises(UnsupportedModelError, match="'relu' is not supported"):
+        supported_family(FAMILIES[family].config | {"hidden_act": "relu"})

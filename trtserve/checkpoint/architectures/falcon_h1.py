@@ -7,7 +7,14 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_numbers, required
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    SourceNames,
+    require_activation,
+    require_numbers,
+    required,
+)
 from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.state_space import (
     FACTORS,
@@ -46,6 +53,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the state spaces, and the factors."""
     hf = {**_DEFAULTS, **hf}
     required(hf, "num_hidden_layers", "hidden_size", "mamba_expand")
+    require_activation(hf.get("hidden_act", "silu"), "silu")  # of the convolutions too
     own = None if hf["mamba_d_ssm"] is None else required(hf, "mamba_d_ssm")["mamba_d_ssm"]
     inner = own or hf["mamba_expand"] * hf["hidden_size"]
     factors = _factors(hf)
