@@ -489,7 +489,7 @@ def matrices(dtype: Any, bound: float) -> Iterator[tuple[str, Callable[[], float
         yield f"packed int{bits} {rows}x{columns} {kind}", partial(packed, dtype, bits, columns, rows), 2 * bound
     for columns, rows in itertools.product((4096, 14_336, 96), (1, 8, 200)):
         yield f"fp8 {rows}x{columns} {kind}", partial(fp8, dtype, columns, rows), max(2 * bound, 4e-3)
-    for columns, rows, blocks in itertools.product((4096, 14_336, 896), (1, 8, 50, 200), (False, True)):
+    for columns, rows, blocks in itertools.product((4096, 14_336, 896), (1, 8, 30, 50, 200), (False, True)):
         case = partial(fp8_by_token, dtype, columns, rows, blocks=blocks)
         yield f"fp8 {'blocks' if blocks else 'rows'} {rows}x{columns} {kind}", case, max(2 * bound, 4e-3)
 
@@ -528,9 +528,9 @@ def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
             yield f"norm {columns} {kind}", partial(norm, dtype, columns), bound
         for activation, first in itertools.product(("silu", "relu", "gelu", "gelu_tanh"), (False, True)):
             yield f"gated {activation} {first} {kind}", partial(gate, dtype, activation, factor_first=first), bound
-        for columns, rows in itertools.product((2048, 5632, 100), (1, 5, 16, 50)):
+        for columns, rows in itertools.product((2048, 5632, 100), (1, 5, 16, 30, 50)):
             yield f"linear {rows}x{columns} {kind}", partial(product, dtype, columns, 301, rows), 2 * bound
-        for rows in (8, 64):
+        for rows in (8, 32, 64):
             yield f"linear {rows}x4096 to 28672 {kind}", partial(product, dtype, 4096, 14_336, rows), 2 * bound
         yield from matrices(dtype, bound)
     yield from mixtures()

@@ -20,6 +20,8 @@ from trtserve.executor.torch.layer_kernels import activated, overlap, stored, wa
 from trtserve.executor.torch.packed import FP8, Fp8Codes, Fp8Rows
 
 FEW_ROWS = 16
+# Of SCALES of `_few_kernel`. PyTorch has faster products of more rows, as steps of an 8 B model on an H200 showed.
+_MOST_ROWS = {"": 32, "one": FEW_ROWS, "rows": 64, "blocks": FEW_ROWS}
 _UNITS = 64
 
 
@@ -173,8 +175,15 @@ def _finished(
 
 def is_few(x: Tensor | Fp8Rows, weight: Any) -> bool:
     """Return whether `multiply_few` takes a product. For floats it was measured on Hopper only."""
+    if isinstance(weight, Fp8Codes):
+        return len(x) <= _MOST_ROWS[_scales(weight)]
     floats = isinstance(weight, Tensor) and weight.dtype.itemsize == 2 and overlap()["OVERLAPS"]
-    return len(x) <= FEW_ROWS and (floats or isinstance(weight, Fp8Codes))
+    return floats and len(x) <= _MOST_ROWS[""]
+
+
+def _scales(weight: Fp8Codes) -> str:
+    """Return SCALES of `_few_kernel`."""
+    return {0: "one", BLOCK: "blocks"}.get(weight.group, "rows")
 
 
 @functools.cache
@@ -194,7 +203,7 @@ def multiply_few(
     factor_first: bool = False,
     rounding: Tensor | None = None,
 ) -> Tensor:
-    """Return x [t ≤ FEW_ROWS, in] · weight [out, in]ᵀ + bias, `gated` if there is an activation.
+    """Return x [t ≤ 64, in] · weight [out, in]ᵀ + bias, `gated` if there is an activation.
 
     The x of codes is rounded already. `rounding` f32[1] is the scale of the outputs in FP8.
     """
@@ -207,7 +216,7 @@ def multiply_few(
     dtype = values.dtype if fp8 is None else fp8.dtype
     out = values.new_empty((rows, outputs), dtype=dtype if rounding is None else FP8)
     # Tuned on an H200 with the matrices of an 8 B model.
-    scales = "" if fp8 is None else {0: "one", BLOCK: "blocks"}.get(fp8.group, "rows")
+    scales = "" if fp8 is None else _scales(fp8)
     tiles = triton.cdiv(outputs, _UNITS)
     splits = 1 if activation else next((each for each in (1, 2) if tiles * each >= (128, 192)[fp8 is not None]), 4)
     chunk, stages = 256, 5 if activation or splits == 4 else 3
