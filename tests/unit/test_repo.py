@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
-from trtserve.artifacts import Engine, Manifest
+from trtserve.artifacts import Engine, Manifest, ModelRepository, load_artifact
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, TrtserveError, UsageError
 from trtserve.repository.assembling import default_name, plan_repository
 from trtserve.repository.config import parse_config
 from trtserve.repository.programs import tree
 from trtserve.repository.publishing import assemble_repository
+from trtserve.repository.served import inspect_repository
 from trtserve.specs import RepositorySpec
 
 SPEC = RepositorySpec(name="tiny")
@@ -198,6 +199,7 @@ def test_only_equal_inputs_are_reused(engine: Engine, tokenizer: Path) -> None:
         ({"name": "a/b"}, "cannot be the name"),
         ({"release": "0.11"}, "supported are 0.12 … 1.2"),
         ({"settings": {"max_beam_with": "2"}}, "has no parameter 'max_beam_with'"),
+        ({"settings": {"preprocessing.engine_dir": "x"}}, "preprocessing has no parameter 'engine_dir'"),
         ({"settings": {"max_beam_width": "2"}}, "--set max_beam_width=2 cannot start in the embedded executor"),
         ({"settings": {"max_queue_size": str(2**40)}}, "cannot start with these settings"),
     ],
@@ -318,7 +320,9 @@ def test_ignored_parameters_are_listed(engine: Engine, tokenizer: Path, capsys: 
     captured = capsys.readouterr()
     assert "Ignored by the openvino runtime: preprocessing.max_num_images, gpu_device_ids" in captured.err
     path = Path(captured.out.strip())
-    assert Manifest.read(path).facts["ignored_parameters"] == ["preprocessing.max_num_images", "gpu_device_ids"]
+    ignored = ("preprocessing.max_num_images", "gpu_device_ids")
+    assert Manifest.read(path).facts["ignored_parameters"] == list(ignored)
+    assert inspect_repository(load_artifact(ModelRepository, path)).ignored_parameters == ignored
     with_classes = {file.parents[1].name for file in path.glob("*/1/parameter_classes.json")}
     assert with_classes == {"preprocessing", "tensorrt_llm", "tensorrt_llm_bls", path.name.rpartition("-")[0]}
 
