@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from openai import APIStatusError, OpenAI
 
 from tests.support.commands import trtserve
 from tests.support.waiting import wait_until
-from trtserve.errors import LockedError
+from trtserve.errors import LockedError, UsageError
 from trtserve.host.ports import free_ports
+from trtserve.server.many import plan_many
+from trtserve.specs.server import ManySpec, ServerSpec
 
 pytestmark = [pytest.mark.triton, pytest.mark.needs("anthropic")]
 
@@ -29,6 +32,12 @@ def answer(client: OpenAI, model: str, tokens: int = 8) -> str:
         model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=tokens
     )
     return str(made.choices[0].message.content)
+
+
+@pytest.mark.parametrize("option", ["grpc_port", "metrics_port"])
+def test_ports_that_many_models_do_not_have_are_refused(option: str) -> None:
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is for the server of one model"):
+        plan_many({}, replace(ServerSpec(), **{option: 9001}), ManySpec())
 
 
 def test_two_models_in_turn(tmp_path: Path) -> None:

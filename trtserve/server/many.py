@@ -108,7 +108,9 @@ def plan_many(
     Raises UsageError for options that one port cannot have, and MemoryLimitError for a model that can never be loaded.
     """
     store = store or Store()
-    if given := given_flags(spec, ("instances", "world_size", "raw_http", "ui", "multi_model")):
+    if given := given_flags(
+        spec, ("instances", "world_size", "raw_http", "ui", "multi_model", "grpc_port", "metrics_port")
+    ):
         raise UsageError(f"{given[0]} is for the server of one model.", hint="Leave it out, or name one model only.")
     name = NAME if spec.name is None else spec.name
     models: dict[str, tuple[ModelRepository, ServedRepository]] = {}
