@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,12 @@ def answer(client: OpenAI, model: str, tokens: int = 8) -> str:
     return str(made.choices[0].message.content)
 
 
-@pytest.mark.parametrize("option", ["grpc_port", "metrics_port"])
-def test_ports_that_many_models_do_not_have_are_refused(option: str) -> None:
-    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is for the server of one model"):
-        plan_many({}, replace(ServerSpec(), **{option: 9001}), ManySpec())
+@pytest.mark.parametrize(
+    ("spec", "flag"), [(ServerSpec(grpc_port=9001), "--grpc-port"), (ServerSpec(metrics_port=9001), "--metrics-port")]
+)
+def test_ports_that_many_models_do_not_have_are_refused(spec: ServerSpec, flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag} is for the server of one model"):
+        plan_many({}, spec, ManySpec())
 
 
 def test_two_models_in_turn(tmp_path: Path) -> None:
