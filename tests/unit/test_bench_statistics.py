@@ -109,6 +109,12 @@ def test_first_response_does_not_count_for_time_per_token() -> None:
     assert (statistics.time_per_output_token_ms.count, statistics.time_per_output_token_ms.mean) == (1, 3)
 
 
+def test_a_burst_of_tokens_does_not_make_a_user_fast() -> None:
+    answers = [record(ended=1000, arrivals=[(first, 1), (1000, 9)]) for first in (10, 999)]
+    speed = compute(answers).tokens_per_second_per_user
+    assert (speed.count, speed.minimum, speed.maximum) == (2, 10, 10)
+
+
 def test_empty_answers_have_no_time_to_first_token() -> None:
     statistics = compute([record(), record(arrivals=[], finish_reason="end_id")])
     assert (statistics.counts.completed, statistics.empty_answers) == (2, 1)

@@ -276,8 +276,8 @@ class BenchReport(RunFacts):
                 "Time per output token (ms)": statistics.time_per_output_token_ms,
                 "Inter token latency (ms)": statistics.inter_token_ms,
                 **measures,
-                "Tokens/s per user": statistics.tokens_per_second_per_user,
             }
+        measures["Tokens/s per user"] = statistics.tokens_per_second_per_user
         return [
             (
                 name,

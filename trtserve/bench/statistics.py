@@ -208,7 +208,7 @@ class Statistics:
     time_per_output_token_ms: Distribution
     """(last - first response) / tokens after the first response, per request."""
     tokens_per_second_per_user: Distribution
-    """The reciprocal of the time per output token."""
+    """Tokens of an answer / its whole time, from the intended send to the end, so that no burst makes it fast."""
     tokens_per_response: float
     input_tokens_per_request: float
     output_tokens_per_request: float
@@ -235,7 +235,6 @@ def compute(records: Sequence[RequestRecord], goals: Goals = _EVERY_GOAL) -> Sta
     busy = math.fsum(r.ended_ns - r.sent_ns for r in sent if r.ended_ns and r.sent_ns is not None)
     good = sum(goals.met_by(record) for record in completed)
     responses = sum(len(record.arrivals) for record in completed)
-    per_token = [value for record in completed if (value := per_token_ms(record)) is not None]
     return Statistics(
         counts=count(records),
         total_latency_ms=window / NANOSECONDS_PER_MS,
@@ -257,8 +256,12 @@ def compute(records: Sequence[RequestRecord], goals: Goals = _EVERY_GOAL) -> Sta
         inter_response_ms=_milliseconds(
             after - before for record in completed for (before, _), (after, _) in pairwise(record.arrivals)
         ),
-        time_per_output_token_ms=summarize(per_token),
-        tokens_per_second_per_user=summarize(1000 / value for value in per_token if value > 0),
+        time_per_output_token_ms=summarize(
+            value for record in completed if (value := per_token_ms(record)) is not None
+        ),
+        tokens_per_second_per_user=summarize(
+            record.output_tokens * 1000 / whole for record in completed if (whole := latency_ms(record)) > 0
+        ),
         tokens_per_response=output_tokens / responses if responses else 0.0,
         input_tokens_per_request=_mean([record.input_tokens for record in completed]),
         output_tokens_per_request=_mean([record.output_tokens for record in completed]),
