@@ -200,13 +200,21 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert run(["chat", "--url", "gpu-box:8001"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.splitlines()[1:] == [
-        *("max_tokens 1024", "temperature 0.5", "top_k 3", "stop_words ('END',)"),
-        *("two", "three"),
-    ]
+    printed = captured.out.splitlines()
+    assert (printed[0], printed[-2:]) == ("one", ["two", "three"])
+    listed = {line.split()[0]: line.split()[1:] for line in printed[1:-2]}
+    assert {name: listed[name][0] for name in ("max_tokens", "temperature", "top_k", "stop_words")} == {
+        "max_tokens": "1024",
+        "temperature": "0.5",
+        "top_k": "3",
+        "stop_words": "END",
+    }
+    assert listed["seed"] == ["not", "set", "Seed", "of", "sampling."]
+    assert "guide_type," in listed["Also:"]
     assert "did you mean /set?" in captured.err
-    assert captured.err.count("A temperature alone has no effect") == 1
-    assert "/set top_p 0.9" in captured.err
+    assert "temperature is 0.5 from now on." in captured.err
+    assert "temperature is not set any more." in captured.err
+    assert "no effect" not in captured.err
     assert [spec.prompts for spec in model.asked] == [("Hi",), ("Hi",), ("first\n\n  second ",)]
     assert (model.asked[1].history, len(model.asked[2].history)) == ((), 2)
     assert [spec.options.get("temperature") for spec in model.asked] == [None, 0.5, None]
@@ -217,7 +225,7 @@ def test_options_are_set_and_removed_and_a_question_is_asked_again(
     ("command", "said"),
     [
         ("/retry", "no question to ask again"),
-        ("/set temprature 1", "'temperature'"),
+        ("/set temprature 1", "Did you mean temperature? /set lists the options."),
         ("/set max_tokens x", "max_tokens is 'x'"),
         ("/save", "/save needs the name of a file"),
         ("/model other", "other"),
@@ -274,6 +282,44 @@ def test_an_unknown_server_is_explained(
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
     assert run(["chat", typed]) == ServerNotFoundError.code
     assert f"trtserve import {imported}, then trtserve start {started} --detach" in capsys.readouterr().err
+
+
+def test_a_temperature_alone_samples_and_each_answer_has_a_new_seed(model: ScriptedModel, talk: Conversation) -> None:
+    model.answers = [["a"], ["b"], ["c"], ["d"], ["e"]]
+    talk.spec = QuerySpec(options={"temperature": 0.8})
+    talk.ask("Hi", lambda _: None)
+    talk.retry(lambda _: None)
+    first, again = (spec.options for spec in model.asked)
+    assert (first["temperature"], first["top_k"], first["top_p"]) == (0.8, 0, 1.0)
+    assert first["seed"] != again["seed"]
+    for options in ({"temperature": 0.8, "top_p": 0.9, "seed": 7}, {"max_tokens": 3}, {"temperature": 0.0}):
+        talk.spec = QuerySpec(options=options)
+        talk.ask("Hi", lambda _: None)
+        assert model.asked[-1].options == options
+
+
+def test_an_answer_without_text_is_explained(
+    model: ScriptedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.answers = [[]]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    assert run(["chat", "--url", "gpu-box:8001"]) == 0
+    assert "The model ended its answer at once, without any text." in capsys.readouterr().err
+
+
+def test_a_plain_answer_is_wrapped_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "20")
+    text = "A model that answers\nhas    " + "long " * 12 + "x" * 40 + " e"
+    with PlainAnswer() as answer:
+        for at in range(0, len(text), 3):
+            answer.add(text[at : at + 3])
+    lines = screen.getvalue().splitlines()
+    assert lines[0] == "A model that answers"
+    assert screen.getvalue().split() == text.split()
+    assert all(len(line.rstrip()) <= 20 for line in lines if "x" not in line)
 
 
 @pytest.mark.parametrize(

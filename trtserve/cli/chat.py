@@ -8,25 +8,25 @@ import select
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli import query_output
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import Fields, servers
 from trtserve.cli.output import print_block, print_data, print_error, print_piece, say, terminal, visible
-from trtserve.client.spec import QuerySpec, RequestOptions, option_value, request_option
+from trtserve.client.spec import LENGTH, REQUEST_OPTIONS, SAMPLING, QuerySpec, RequestOptions, option_value
 from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
 from trtserve.store import Store
-from trtserve.store.sources import import_words
+from trtserve.store.sources import DEMO, import_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,10 +39,16 @@ if TYPE_CHECKING:
 _PAUSES = 4.0  # between two drawings, in times of what a drawing takes
 _LOCAL_MODES = 3  # in the list of tcgetattr
 _FENCES = ("```", "~~~")
+_WORDS = re.compile(r"\n|[^\S\n]*\S+|[^\S\n]+")  # a word has the spaces before it
+_LONGEST_WORD = 30  # columns
 
 
 class PlainAnswer:
-    """Prints text as it comes."""
+    """Prints text as it comes; on a terminal, lines are broken between words."""
+
+    def __init__(self) -> None:
+        self._width = get_terminal_size().columns if sys.stdout.isatty() else None
+        self._word, self._column = "", 0
 
     def __enter__(self) -> PlainAnswer:
         """Begin."""
@@ -55,7 +61,20 @@ class PlainAnswer:
         self.add("\n")
 
     def add(self, piece: str) -> None:
-        print_piece(piece)
+        if self._width is None:
+            print_piece(piece)
+            return
+        from rich.cells import cell_len
+
+        parts = _WORDS.findall(visible(self._word + piece))
+        # The end of the last word may come with the next piece. Some languages have no spaces: a long word is printed.
+        waits = bool(parts) and parts[-1] != "\n" and cell_len(parts[-1]) <= _LONGEST_WORD
+        self._word = parts.pop() if waits else ""
+        for part in parts:
+            breaks = part[0] in " \t" and self._column + cell_len(part) > self._width
+            shown = f"\n{part.lstrip()}" if breaks else part
+            print_piece(shown)
+            self._column = (0 if shown[0] == "\n" else self._column) + cell_len(shown.strip("\n"))
 
 
 class MarkdownAnswer:
@@ -157,9 +176,9 @@ _QUOTES = '"""'
 _USER, _MODEL = "bold cyan", "bold magenta"
 _COMMANDS = {
     "/system": "TEXT: set the system message; without a text, remove it",
-    "/set": "NAME VALUE: set an option such as temperature; without a value, remove it; alone, list them",
+    "/set": "NAME VALUE: set an option such as temperature; without a value, remove it; alone, list the options",
     "/model": "NAME: ask another model or server from now on; alone, list them",
-    "/retry": "ask the last question again",
+    "/retry": "ask the last question again; with a temperature, the answer is another one",
     "/reset": "forget what was said",
     "/save": "FILE: write the conversation, as Markdown or as messages in a .json file",
     "/thoughts": "what the model thought before its last answer",
@@ -211,6 +230,8 @@ def converse(
     talk = _Talk(conversation, interactive=interactive, markdown=sys.stdout.isatty() and not plain)
     if interactive:
         say(f"{talk.name}: /help lists the commands, Ctrl-D ends.")
+        if any(record.source == DEMO and Path(record.repository) == server.repository for record in Store().recorded()):
+            say("The demo model knows only a few hundred answers, all about machine learning. Try: What is ML?")
     lines = _typed() if interactive else map(str.rstrip, sys.stdin) if question is None else [question]
     for line in joined(iter(lines)):
         if line.startswith("/"):
@@ -304,7 +325,12 @@ class _Talk:
                 raise
             print_error(error)
         else:
-            if self._interactive:
+            if times.first is None:
+                say(
+                    "The model ended its answer at once, without any text. Ask in other words, or with a temperature: "
+                    "/set temperature 0.8, then /retry"
+                )
+            elif self._interactive:
                 _remark(_described(times))
 
     @contextmanager
@@ -372,20 +398,24 @@ class _Talk:
         say("The conversation begins anew; the system message and what is set stay.")
 
     def _set(self, text: str) -> None:
-        """Set or remove an option of the requests that follow, or list what is set."""
+        """Set or remove an option of the requests that follow, or list the options."""
+        if not text:
+            print_block("\n".join(_option_lines(self._conversation.spec.options)))
+            return
         name, *rest = re.split(r"[\s=]+", text, maxsplit=1)
         value = "".join(rest)
         name = name.lstrip("-").replace("-", "_")
         options = dict(self._conversation.spec.options)
+        if name not in REQUEST_OPTIONS:
+            near = get_close_matches(name, REQUEST_OPTIONS, n=1)
+            first = f"Did you mean {near[0]}? " if near else ""
+            raise UsageError(f"There is no option {name!r}.", hint=f"{first}/set lists the options.")
         if value:
             options[name] = option_value(name, value.strip())
-        elif name:
-            options.pop(request_option(name).name, None)
+        else:
+            options.pop(name, None)
         self._conversation.spec = replace(self._conversation.spec, options=options)
-        if value:
-            query_output.say_greedy(self._conversation.spec, "/set top_p 0.9")
-        if not name:
-            print_data("\n".join(f"{each} {value}" for each, value in options.items()) or "Nothing is set.")
+        say(f"{name} is {_shown(options[name])} from now on." if value else f"{name} is not set any more.")
 
     def _switch(self, name: str) -> None:
         """Ask another model of this server, or another server that was started here; or list both."""
@@ -417,6 +447,20 @@ class _Talk:
             say("There was no answer yet.")
         for number, times in enumerate(self._conversation.times, 1):
             print_data(f"answer {number}: {_described(times)}")
+
+
+def _option_lines(given: Mapping[str, Any]) -> list[str]:
+    """Return a line for each option of length and sampling, and for each that is set; then the other names."""
+    panels = {option.name: option.declared.panel for option in REQUEST_OPTIONS.values()}
+    listed = [name for name, panel in panels.items() if panel in (LENGTH, SAMPLING) or name in given]
+    widest = max(map(len, listed))
+    values = {name: _shown(given[name]) if name in given else "not set" for name in listed}
+    lines = [f"{name:<{widest}}  {values[name]:<8}  {REQUEST_OPTIONS[name].declared.help}" for name in listed]
+    return [*lines, f"Also: {', '.join(name for name in panels if name not in listed)}."]
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _remark(text: str) -> None:

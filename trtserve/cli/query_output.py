@@ -173,11 +173,11 @@ def _facts(
     return [*lines, "Stopped by --stop-after-ms."] if generation.stopped else lines
 
 
-def say_greedy(spec: QuerySpec, remedy: str = "--top-p 0.9") -> None:
-    """Say that a temperature alone changes nothing, which is TensorRT-LLM's rule; `remedy` is what to type."""
+def say_greedy(spec: QuerySpec) -> None:
+    """Say that a temperature alone changes nothing, which is TensorRT-LLM's rule."""
     if spec.options.get("temperature") and not spec.options.get("top_k") and not spec.options.get("top_p"):
         output.say(
-            f"note: A temperature alone has no effect: the likeliest token is taken. Add top-k or top-p: {remedy}"
+            "note: A temperature alone has no effect: the likeliest token is taken. Add top-k or top-p: --top-p 0.9"
         )
 
 

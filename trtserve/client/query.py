@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 import uuid
@@ -10,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from trtserve.client.answer import Answer, Generation
 from trtserve.client.endpoint import Endpoint, RequestCancelledError
@@ -224,6 +226,15 @@ class AnswerTimes:
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
 
+def _sampled(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options as OpenAI's API means them: a temperature alone samples, with a new seed for each answer."""
+    temperature, top_k, top_p = (options.get(name) for name in ("temperature", "top_k", "top_p"))
+    if not (temperature or top_k or top_p) or temperature == 0 or top_k == 1 or options.get("beam_width", 1) > 1:
+        return options
+    whole = {} if top_k or top_p else {"top_k": 0, "top_p": 1.0}
+    return {"seed": secrets.randbits(63), **options, **whole}
+
+
 @dataclass(kw_only=True)
 class Conversation:
     """The turns of one conversation; `spec` says which model is asked, and how."""
@@ -260,7 +271,13 @@ class Conversation:
                 pieces.append(text)
                 on_text(text)
 
-        spec = replace(self.spec, prompts=(question,), history=tuple(self.history), stream=True)
+        spec = replace(
+            self.spec,
+            prompts=(question,),
+            history=tuple(self.history),
+            stream=True,
+            options=_sampled(self.spec.options),
+        )
         try:
             tokens = generate(spec, self.server, on_text=add, on_start=start).output_tokens
             add(None)
