@@ -15,7 +15,7 @@ from tests.support.bench_records import answered, correlated, report_of
 from trtserve.bench.compare import compare
 from trtserve.bench.exports import write_result
 from trtserve.bench.monitoring import Samples, WorkerHealth
-from trtserve.bench.plots import chart
+from trtserve.bench.plots import chart, write_plots
 from trtserve.bench.report import BenchReport, read_report, sparkline
 from trtserve.cli import run
 from trtserve.errors import UsageError
@@ -287,8 +287,6 @@ def test_sparklines() -> None:
 @pytest.mark.needs("vl_convert")
 @pytest.mark.parametrize("name", ["</script><script>alert(1)</script>", "<!--<script>", "a < b"])
 def test_names_in_a_result_are_no_html(name: str, tmp_path: Path) -> None:
-    from trtserve.bench.plots import write_plots
-
     records = [answered(number, intended=number / 10) for number in range(4)]
     write_plots([report_of(records, model=name)], tmp_path / "p.html")
     page = (tmp_path / "p.html").read_text(encoding="utf-8")
@@ -297,11 +295,18 @@ def test_names_in_a_result_are_no_html(name: str, tmp_path: Path) -> None:
     assert "alert(1)<" not in page
 
 
+def test_percentages_over_time_have_a_scale_each() -> None:
+    rows = [{"time_ns": moment * 1e8, "in_flight": 1.0, "cpu": 90.0, "kv_use": 0.01} for moment in range(4)]
+    plots = {plot["title"]: plot for plot in chart([made(1, samples=Samples(rows=rows))])["concat"]}
+    machine = plots["Server and machine over time"]
+    assert machine["encoding"]["row"]["field"] == "what"
+    assert machine["resolve"] == {"scale": {"y": "independent"}}
+    assert "row" not in plots["Requests in flight and batch size"]["encoding"]
+
+
 @pytest.mark.needs("vl_convert")
 @pytest.mark.parametrize("ending", ["html", "svg", "png"])
 def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> None:
-    from trtserve.bench.plots import write_plots
-
     path = tmp_path / f"plots.{ending}"
     rows = [{"time_ns": moment * 1e8, "in_flight": 1.0, "cpu": 90.0} for moment in range(4)]
     last = made(2, factor=1.5, spec={"concurrency": 16, "slo": {"ttft": "30ms"}}, samples=Samples(rows=rows))
@@ -322,6 +327,7 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
         assert "<td>Requests/Sec</td>" in text
         assert f"<td>P99 TTFT (ms)</td><td>{last.statistics.time_to_first_token_ms.p99:.2f}*</td>" in text
         assert text.index("too few answers") < text.index("All figures")  # right below its table
+        assert "Its time counts from that moment" in text  # what "from the intended send" means
         assert ">completed<" not in text  # a legend that would tell nothing
         assert "<h2>Figures, 16 in flight</h2>" in text
         assert text.count("limited by the server</h1>") == 1
@@ -376,3 +382,12 @@ def test_a_trace_without_a_limit_has_a_page(trace_result: Path, tmp_path: Path) 
     text = page.read_text()
     assert "as fast as the requests came</h1>" in text
     assert "Whole answers over time, from the intended send" in text
+
+
+@pytest.mark.needs("vl_convert")
+def test_the_page_says_what_a_verdict_means(tmp_path: Path) -> None:
+    few = report_of([answered(number, intended=number / 10) for number in range(4)])
+    assert few.verdict.judgement == "not-steady"
+    write_plots([few], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "Not-steady: the figures were still changing at the end, or are too few" in text

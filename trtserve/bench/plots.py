@@ -17,6 +17,7 @@ from typing import Any
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.report import FEW_NOTE, BenchReport, stage_rows
 from trtserve.bench.statistics import QUANTILES, highest_known
+from trtserve.bench.verdict import Judgement
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.files import writing
 from trtserve.host.machine import format_bytes, install_command
@@ -113,9 +114,12 @@ def _drawn(convert: Any, plots: Sequence[Spec]) -> list[str]:
     for number, plot in enumerate(plots, 1):
         wide = number == len(plots) and number % 2 == 1
         size = {"width": 2 * _WIDTH + 160 if wide else _WIDTH + 60, "height": _HEIGHT + 40}
+        if "row" in plot.get("encoding", {}):  # a size is that of one row, without axes
+            size = {"width": size["width"] - 40, "height": plot["height"]}
         svg = convert.vegalite_to_svg({**_ON_PAGE, **plot, **size, "title": None})
-        caption = html.escape(plot["title"])
-        figures.append(f"<figure{' class=wide' if wide else ''}><figcaption>{caption}</figcaption>{svg}</figure>")
+        meaning = f"<p>{html.escape(plot['description'])}</p>" if "description" in plot else ""
+        caption = f"<figcaption>{html.escape(plot['title'])}{meaning}</figcaption>"
+        figures.append(f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>")
     return figures
 
 
@@ -148,7 +152,7 @@ def _plot(title: str, data: Iterable[Any], **rest: Any) -> Spec:
     return {"title": title, "width": _WIDTH, "height": _HEIGHT, "data": {"values": list(data)}, **rest}
 
 
-def _field(name: str, kind: str, title: str, **rest: Any) -> Spec:
+def _field(name: str, kind: str, title: str | None, **rest: Any) -> Spec:
     return {"field": name, "type": kind, "title": title, **rest}
 
 
@@ -249,6 +253,8 @@ def _timeline(report: BenchReport) -> Spec | None:
     return _plot(
         "Whole answers over time, from the intended send",
         points,
+        description="Each circle is an answer, placed at the moment when its request was due. Its time counts from "
+        "that moment, so a request that the client sent late does not look fast.",
         mark={"type": "point", "size": 12, "opacity": 0.6},
         encoding={
             "x": _field("s", "quantitative", "seconds"),
@@ -259,20 +265,23 @@ def _timeline(report: BenchReport) -> Spec | None:
 
 
 def _samples(report: BenchReport) -> list[Spec]:
-    """Return two plots over time, since counts and percentages have different scales."""
+    """Return two plots over time: percentages below each other, as steal and KV cache are small beside CPU; counts."""
     shares = {"kv_use": "KV cache use", "cpu": "CPU", "gpu": "GPU", "steal": "CPU steal"}
     counts = {"in_flight": "in flight", "batch_size": "batch size"}
     rows = report.samples.rows
     if not rows:
         return []
     found = [
-        _over_time("Server and machine over time", rows, shares, "%"),
+        _over_time("Server and machine over time", rows, shares, "%", apart=True),
         _over_time("Requests in flight and batch size", rows, counts, "requests"),
     ]
     return [plot for plot in found if plot is not None]
 
 
-def _over_time(title: str, rows: Sequence[Mapping[str, float]], names: Mapping[str, str], unit: str) -> Spec | None:
+def _over_time(
+    title: str, rows: Sequence[Mapping[str, float]], names: Mapping[str, str], unit: str, *, apart: bool = False
+) -> Spec | None:
+    """Return lines over time, `apart` with a scale for each; None without enough samples."""
     start = rows[0]["time_ns"]
     points = [
         {"s": (row["time_ns"] - start) / 1e9, "what": label, "value": row[name] * (100 if name == "kv_use" else 1)}
@@ -282,15 +291,26 @@ def _over_time(title: str, rows: Sequence[Mapping[str, float]], names: Mapping[s
     ]
     if len(rows) < _FEWEST_SAMPLES or not points:
         return None
+    encoding = {
+        "x": _field("s", "quantitative", "seconds"),
+        "y": _field("value", "quantitative", unit),
+        "color": _field("what", "nominal", ""),
+    }
+    if not apart:
+        return _plot(title, points, mark="line", encoding=encoding)
+    number = len({point["what"] for point in points})
+    encoding["color"]["legend"] = None
+    encoding["y"] |= {"scale": {"domain": {"unionWith": [0, 1]}}, "axis": {"tickCount": 3}}
+    header = {"labelAngle": 0, "labelOrient": "top", "labelAnchor": "start", "labelFontSize": 12, "labelColor": _INK}
+    encoding["row"] = _field("what", "nominal", None, header=header)
     return _plot(
         title,
         points,
         mark="line",
-        encoding={
-            "x": _field("s", "quantitative", "seconds"),
-            "y": _field("value", "quantitative", unit),
-            "color": _field("what", "nominal", ""),
-        },
+        encoding=encoding,
+        height=(_HEIGHT - 20 * (number - 1)) / number,
+        spacing=4,
+        resolve={"scale": {"y": "independent"}},
     )
 
 
@@ -312,12 +332,18 @@ def _heat_map(records: Sequence[RequestRecord]) -> Spec | None:
     return _plot(
         "Time before each response of an answer",
         points,
+        description="Each column is an answer that grows upwards; each cell is the wait before one response. "
+        "A bright cell is a pause, and a bright diagonal is a pause of the server that all answers shared.",
         mark="rect",
         encoding={
             "x": _field("answer", "ordinal", "answers in order", axis={"labels": False, "ticks": False, "grid": False}),
             "y": _field("token", "ordinal", "response", axis={"values": marks, "grid": False}, sort="descending"),
             "color": _field(
-                "ms", "quantitative", "ms", scale={"type": "sqrt", "scheme": "viridis"}, legend={"tickCount": 3}
+                "ms",
+                "quantitative",
+                "ms",
+                scale={"type": "sqrt", "scheme": "viridis"},
+                legend={"orient": "right", "tickCount": 3, "gradientLength": _HEIGHT - 40},
             ),
         },
     )
@@ -346,6 +372,7 @@ p { margin: .4rem 0; max-width: 60rem; } .soft, dt, .eyebrow { color: var(--soft
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
 figure { margin: 0; padding: .8rem 1rem; overflow-x: auto; } figure.wide { grid-column: 1 / -1; }
 figcaption { font-weight: 600; font-size: .95rem; margin-bottom: .4rem; }
+figcaption p { margin: .1rem 0 0; font-weight: 400; font-size: .85rem; color: var(--soft); }
 figure svg { display: block; width: 100%; height: auto; min-width: 20rem; } figure.wide svg { min-width: 38rem; }
 .table { overflow-x: auto; margin: .5rem 0 1rem; } table { border-collapse: collapse; width: 100%; }
 td, th { padding: .45rem .9rem; border-top: 1px solid var(--line); text-align: right; vertical-align: top;
@@ -394,11 +421,24 @@ def _page(reports: Sequence[BenchReport], figures: Sequence[str]) -> str:
     return _document(f"{last.model}: trtserve bench", parts)
 
 
+_MEANINGS: Mapping[Judgement, str] = {
+    "implausible": "the figures contradict each other or what the machine can do; do not use them.",
+    "client-limited": "the client was at its own limit, so the server may be faster than the figures.",
+    "disturbed": "something kept the client from sending and reading in time, so the server may be faster than the "
+    "figures.",
+    "overloaded": "the server could not keep up with the load, so the times tell how long its queue grew.",
+    "not-steady": "the figures were still changing at the end, or are too few; a longer run may give others.",
+}
+"""What a verdict says about the figures, for those who meet it first on the page."""
+
+
 def _verdict(report: BenchReport, load: str = "") -> str:
     """Return the judgement of a run and its reasons."""
     judgement = report.verdict.judgement
     reasons = " ".join(reason[:1].upper() + reason[1:] for reason in report.verdict.reasons)
-    return f'<p><span class="badge {judgement}">{judgement}</span> {_with_code(load + reasons)}</p>'
+    meaning = _MEANINGS.get(judgement)
+    means = f'<p class="soft">{judgement.capitalize()}: {meaning}</p>' if meaning else ""
+    return f'<p><span class="badge {judgement}">{judgement}</span> {_with_code(load + reasons)}</p>{means}'
 
 
 def _tiles(report: BenchReport) -> str:

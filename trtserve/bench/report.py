@@ -33,7 +33,7 @@ REPORT = "report.json"
 SAMPLES = "samples.jsonl"
 FEW = "*"
 """Behind a percentile that too few answers support, on the terminal and in the page alike."""
-FEW_NOTE = "*: too few answers for a 95 % interval of this percentile; ask for more with --num-requests."
+FEW_NOTE = "*: too few answers to know how exact this percentile is (95 % interval); ask for more with --num-requests."
 SHORT_FEW_NOTE = FEW_NOTE.replace("*:", "* and –:")
 _SCALES = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
