@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.errors import MemoryLimitError
 from trtserve.host import machine
-from trtserve.host.machine import available_memory, install_command, require_memory, to_be_mapped
+from trtserve.host.machine import available_memory, fastest, install_command, require_memory, to_be_mapped
 from trtserve.specs import ConvertSpec
 
 GIB = 2**30
@@ -116,3 +119,26 @@ def test_an_installation_from_an_index_has_no_folder(monkeypatch: pytest.MonkeyP
 class _Distribution:
     def read_text(self, name: str) -> str | None:
         return None
+
+
+def test_work_is_timed_at_least_once_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run takes 100 s, longer than all that is measured; the others 3, 2 and 4 s."""
+    clock, runs = [0.0], iter([100.0, 3.0, 2.0, 4.0])
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(f"trtserve.host.machine.time.{name}", lambda: clock[0])
+
+    def work() -> None:
+        clock[0] += next(runs)
+
+    assert fastest(work, seconds=1.0) == 3.0
+    assert fastest(work, seconds=1.0) == 4.0  # after one of 2 s that prepares
+
+
+@pytest.mark.parametrize("runtime", ["openvino", pytest.param("torch", marks=pytest.mark.needs("torch"))])
+def test_a_busy_machine_has_a_speed(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure matrices while an hour passes between two looks at the clock."""
+    module = importlib.import_module(f"trtserve.executor.{runtime}.speed")
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr("trtserve.host.machine.time.monotonic", lambda: float(next(hours)))
+    monkeypatch.setattr(module, "_ROWS", 2)
+    assert all(0 < each < math.inf for each in module.matrix_speed())

@@ -339,6 +339,19 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert speed.request_seconds == pytest.approx(0.030 - 0.0045, rel=0.1)  # less the step of its first token
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_a_machine_without_speed_has_to_be_measured_again(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path))
+    replace(SPEED, bytes_per_second=value).write("openvino", Store())
+    (tmp_path / "setup.yaml").write_text(TEXT, encoding="utf-8")
+    assert run(["tune", str(tmp_path / "setup.yaml"), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert f"has {value:g} bytes per second; it must be above 0." in said
+    assert "Measure again: trtserve doctor --measure" in said
+
+
 def test_doctor_names_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("trtserve.pipeline.tuning.trials.measure_speed", lambda *_, **__: ("openvino", SPEED))
     assert run(["doctor", "--measure"]) == 0

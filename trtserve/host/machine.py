@@ -1,4 +1,4 @@
-"""Memory within this process's cgroup, free disk, CPU features, processors; what every stage requires of them."""
+"""Memory within this process's cgroup, free disk, processors, times of work; what every stage requires of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import resource
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,20 @@ def cpu_flags() -> frozenset[str]:
 def has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 natively."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def fastest(run: Callable[[], object], seconds: float = 1.0) -> float:
+    """Run for so many seconds, at least twice, and return those of the fastest run after the first one.
+
+    The first run prepares, for example packs weights. Other programs only make runs slower.
+    """
+    run()
+    end, times = time.monotonic() + seconds, list[float]()
+    while not times or time.monotonic() < end:
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def describe() -> dict[str, str | int]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
-from trtserve.host.machine import has_bfloat16
+from trtserve.host.machine import fastest, has_bfloat16
 
 _WIDTH, _LAYERS = 4096, 4
 _ROWS = 512
-_SECONDS = 1.0
 
 
 def matrix_speed() -> tuple[float, float]:
@@ -30,15 +27,8 @@ def matrix_speed() -> tuple[float, float]:
     request = compiled.create_infer_request()
 
     def seconds(count: int) -> float:
-        """Return the fastest run: other programs only make runs slower."""
-        values, times = np.ones((count, _WIDTH), np.float32), list[float]()
-        request.infer([values])  # packs the weights, which may take longer than all that is measured
-        end = time.monotonic() + _SECONDS
-        while not times or time.monotonic() < end:
-            began = time.perf_counter()
-            request.infer([values])
-            times.append(time.perf_counter() - began)
-        return min(times)
+        values = np.ones((count, _WIDTH), np.float32)
+        return fastest(lambda: request.infer([values]))
 
     numbers = _LAYERS * _WIDTH**2
     return numbers * item / seconds(1), 2 * numbers * _ROWS / seconds(_ROWS)

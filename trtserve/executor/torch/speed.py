@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
+from trtserve.host.machine import fastest
+
 _ROWS = 2048
-_SECONDS = 1.0
 
 
 def matrix_speed() -> tuple[float, float]:
@@ -17,18 +16,16 @@ def matrix_speed() -> tuple[float, float]:
     weights = [torch.zeros(width, width, dtype=torch.bfloat16, device=device) for _ in range(layers)]
 
     def seconds(count: int) -> float:
-        values, best = torch.ones(count, width, dtype=torch.bfloat16, device=device), float("inf")
-        end = time.monotonic() + _SECONDS
-        while time.monotonic() < end:
-            began = time.perf_counter()
+        values = torch.ones(count, width, dtype=torch.bfloat16, device=device)
+
+        def multiply() -> None:
             for each in weights:
                 torch.matmul(values, each)
             if cuda:
                 torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - began)
-        return best
+
+        return fastest(multiply)
 
     with torch.inference_mode():
-        seconds(1)  # chooses kernels
         numbers = layers * width**2
         return 2 * numbers / seconds(1), 2 * numbers * _ROWS / seconds(_ROWS)

@@ -68,17 +68,16 @@ class MachineSpeed:
 
     @classmethod
     def read(cls, runtime: str, store: Store) -> MachineSpeed | None:
-        """Return what `doctor --measure` wrote, or None."""
+        """Return what `doctor --measure` wrote, or None. Raises UsageError for a file without speeds above 0."""
+        path, hint = store.root / _FILE.format(runtime=runtime), "Measure again: trtserve doctor --measure"
         try:
-            return read_as(
-                store.root / _FILE.format(runtime=runtime),
-                cls,
-                "the speed of this machine",
-                UsageError,
-                hint="Measure again: trtserve doctor --measure",
-            )
+            speed = read_as(path, cls, "the speed of this machine", UsageError, hint=hint)
         except FileNotFoundError:
             return None
+        for name, value in asdict(speed).items():
+            if isinstance(value, float) and not 0 < value < math.inf:
+                raise UsageError(f"{path} has {value:g} {name.replace('_', ' ')}; it must be above 0.", hint=hint)
+        return speed
 
     def write(self, runtime: str, store: Store) -> None:
         """Keep it in the store."""
