@@ -69,6 +69,31 @@ def test_another_port_of_a_known_server(
     assert capsys.readouterr().err.splitlines() == [f"error: {message}", f"next:  {hint}"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        *(
+            (
+                [*command, "--http-port", "9999"],
+                "--http-port is given without --grpc-port, but the server is asked over gRPC.",
+                "Give --grpc-port PORT, or ask over HTTP: --protocol http (query).",
+            )
+            for command in (["query", "hi"], ["chat"], ["bench"], ["bench", "--protocol", "http"])
+        ),
+        (
+            ["query", "hi", "--protocol", "http", "--grpc-port", "9999"],
+            "--grpc-port is given without --http-port, but these requests go over HTTP.",
+            "Give --http-port PORT.",
+        ),
+    ],
+)
+def test_a_port_of_the_other_protocol_alone_is_refused(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-2:] == [f"error: {message}", f"next:  {hint}"]
+
+
 def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     _record("demo", 9000)
     _record("other", 9010)

@@ -133,6 +133,15 @@ def find_endpoint(
             raise UsageError("--url holds host and port; leave --host, --http-port and --grpc-port out.")
         host, port = split_address(connection.url)
         http_port, grpc_port = (port, None) if protocol == "http" else (None, port)
+    if protocol == "http" and http_port is None and grpc_port is not None:
+        raise UsageError(
+            "--grpc-port is given without --http-port, but these requests go over HTTP.", hint="Give --http-port PORT."
+        )
+    if protocol == "grpc" and grpc_port is None and http_port is not None:
+        raise UsageError(
+            "--http-port is given without --grpc-port, but the server is asked over gRPC.",
+            hint="Give --grpc-port PORT, or ask over HTTP: --protocol http (query).",
+        )
     if connection.explicit:
         endpoint = _explicit(host, http_port, grpc_port, protocol, model)
     else:
