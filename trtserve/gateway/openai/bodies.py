@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from trtserve.files import parse_json
-from trtserve.gateway.openai.errors import validation_error
+from trtserve.gateway.openai.errors import ApiError, validation_error
 from trtserve.gateway.openai.other_keys import understood
 from trtserve.gateway.openai.schemas import moved
 
@@ -242,7 +242,8 @@ class CompletionBody(Sampling):
         if not self.prompts or any(not prompt for prompt in self.prompts):
             raise ValueError("the prompt must not be empty")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0, which needs echo; expected 1 or more")
+            message = "Invalid value for 'max_tokens': 0 needs echo; Input should be greater than or equal to 1."
+            raise ApiError(message, param="max_tokens", code="invalid_value")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError("best_of must be at least n")
         if self.stream and (self.best_of or self.n) > self.n:
@@ -325,6 +326,7 @@ class ChatBody(Sampling):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -357,8 +359,6 @@ class ChatBody(Sampling):
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
-        if self.max_tokens == 0:
-            raise ValueError("max_tokens is 0; expected 1 or more")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         if unknown := sorted(self._chosen.difference(self.tool_names)):
