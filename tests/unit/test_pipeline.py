@@ -9,6 +9,7 @@ import pytest
 from tests.support.planning_calls import ONCE, count_planning_calls
 from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
+from trtserve.cli import run
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.pipeline.estimate import Question, plan_needs
 from trtserve.pipeline.import_spec import ImportSpec, engine_destination
@@ -68,6 +69,26 @@ def test_plan_warns_of_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("trtserve.host.machine.free_disk", lambda _: 1000)
     plan_needs(str(folder), question, progress=progress)
     assert "1000 bytes free" in progress.warnings[-1]
+
+
+def test_the_figures_of_a_plan_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The memory of start has one sequence of the cache, so that the others fit the free memory next to it."""
+    monkeypatch.setattr("trtserve.host.machine.free_memory", lambda *_: 4 * 2**30)
+    folder = str(write_tiny_model(tmp_path / "hf"))
+    needs = plan_needs(folder, Question(convert=ConvertSpec(), build=spec(Path(folder)).build))
+    machine, per_token, start = needs.machine, needs.kv_bytes_per_token, needs.stages[-1]
+    assert machine is not None
+    assert start.memory is not None
+    assert per_token is not None
+    taken = start.memory + (machine.tokens - machine.start_tokens) * per_token
+    assert machine.free_memory - 32 * per_token < taken <= machine.free_memory
+    assert run(["plan", folder, "--runtime", "openvino", "--max-batch-size", "2", "--max-seq-len", "64"]) == 0
+    assert (
+        f"{machine.tokens} tokens of KV cache: {machine.sequences} sequences of 64; the memory of start includes 64"
+        in (capsys.readouterr().out)
+    )
 
 
 def test_an_interrupted_import_keeps_completed_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,8 @@ def _machine_lines(machine: MachineFit) -> list[str]:
     memory, disk = format_bytes(machine.free_memory), format_bytes(machine.free_disk)
     return [
         f"here        {memory} of memory and {disk} of disk are free",
-        f"fits        {machine.tokens} tokens of KV cache: {machine.sequences} sequences of {machine.max_seq_len}"
+        f"fits        {machine.tokens} tokens of KV cache: {machine.sequences} sequences of {machine.max_seq_len}; "
+        f"the memory of start includes {machine.start_tokens} of them"
         if machine.fits
         else "fits        no",
     ]

@@ -44,6 +44,7 @@ class MachineFit:
     free_disk: int
     max_seq_len: int
     tokens: int  # KV cache that fits next to engine and server
+    start_tokens: int  # those that the memory of the stage `start` includes
     fits: bool
     hint: str | None  # what would fit, when the model does not
 
@@ -306,6 +307,7 @@ def _machine(model: ModelPlan, question: Question, need: MemoryNeeds, store: Sto
         free_disk=free_disk(store.root),
         max_seq_len=need.engine.limits.max_seq_len,
         tokens=min(tokens, question.kv_tokens or tokens),
+        start_tokens=need.server.kv_tokens,
         fits=fits,
         hint=None if fits else f"{available.advice}{advice(_deployment(model, question), free)}",
     )
