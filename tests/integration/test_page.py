@@ -49,6 +49,8 @@ class Scripted:
         self.parts: list[dict[str, str]] = []
         self.gone = False
         self.modalities = ["text"]
+        self.defaults: dict[str, float] = {}
+        self.reason = "stop"
         (route,) = (each for each in page_router().routes if isinstance(each, APIRoute))
         self._page: Response = asyncio.run(route.endpoint())
 
@@ -60,12 +62,14 @@ class Scripted:
             headers = {name: value for name, value in self._page.headers.items() if name != "content-length"}
             route.fulfill(body=bytes(self._page.body), headers=headers)
         elif path == "v1/models":
-            route.fulfill(json={"data": [{"id": "m", "system_messages": True, "input_modalities": self.modalities}]})
+            facts = {"input_modalities": self.modalities, "default_parameters": self.defaults}
+            route.fulfill(json={"data": [{"id": "m", "system_messages": True, **facts}]})
         elif path == "metrics":
             route.fulfill(body="")
         else:
             self.asked.append(json.loads(route.request.post_data)["messages"])
             events: list[dict[str, Any]] = [{"choices": [{"delta": part}]} for part in self.parts]
+            events.append({"choices": [{"delta": {}, "finish_reason": self.reason}]})
             events.append({"choices": [], "usage": {"completion_tokens": 7}})
             body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
             route.fulfill(body=body, content_type="text/event-stream")
@@ -166,11 +170,44 @@ def test_without_a_server_the_page_says_so_and_goes_on_later(page: Any, server: 
     ask(page, "Hi")
     assert "trtserve start --ui" in page.locator(".assistant .error").text_content()
     wait_until(lambda: "does not answer" in page.locator("#state").text_content())
+    assert page.locator("#model").input_value() == "m"
+    assert page.locator("#model").is_disabled()
+    assert count(page, "#server.stale") == 1
     server.gone, server.parts = False, [{"content": "back"}]
     wait_until(lambda: page.evaluate("document.querySelector('#state').textContent === 'ready'"))
     page.get_by_role("button", name="Retry").click()
     page.get_by_text("back").wait_for()
     assert count(page, ".turn") == 2
+    assert page.locator("#model").is_enabled()
+    assert count(page, "#server.stale") == 0
+
+
+@pytest.mark.parametrize(("reason", "said"), [("stop", "ended its answer at once"), ("length", "Ask for more")])
+def test_an_answer_without_text_says_why(page: Any, server: Scripted, reason: str, said: str) -> None:
+    server.reason = reason
+    ask(page, "Hi")
+    foot = page.locator(".assistant footer")
+    assert said in foot.text_content()
+    assert "tokens/s" not in foot.text_content()
+    assert foot.get_by_role("button", name="Retry").is_visible()
+
+
+def test_settings_show_what_the_model_does_by_default(page: Any, server: Scripted) -> None:
+    server.defaults = {"temperature": 0.6, "top_k": 0, "max_tokens": 1024}
+    page.evaluate("loadModels()")
+    shown = {"temperature": "0.6", "top_k": "off", "max_tokens": "1024", "top_p": "default", "seed": "random"}
+    wait_until(lambda: {id_: page.locator(f"#{id_}").get_attribute("placeholder") for id_ in shown} == shown)
+
+
+def test_the_panel_beside_a_wide_chat_stays_closed(page: Any) -> None:
+    page.set_viewport_size({"width": 1100, "height": 640})
+    for visible in (True, False, True):
+        page.reload()
+        assert page.locator("#side").is_visible() == visible
+        page.get_by_role("button", name="Menu").click()
+        assert page.locator("#side").is_visible() != visible
+        page.get_by_role("button", name="New chat").click()
+        assert page.locator("#side").is_visible() != visible
 
 
 def test_images_are_attached_where_the_model_reads_them(page: Any, server: Scripted) -> None:

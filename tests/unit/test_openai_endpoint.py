@@ -116,6 +116,8 @@ def test_sampling_has_the_defaults_of_openai(client: TestClient, triton: Scripte
     complete(client)
     complete(client)
     complete(client, temperature=0, seed=-1)
+    said = client.get("/v1/models").json()["data"][0]["default_parameters"]
+    assert (said["temperature"], said["top_p"], said["top_k"], said["repetition_penalty"]) == (1.0, 1.0, 0, 1.0)
     first, second, greedy = triton.requests
     assert (first["temperature"], first["runtime_top_p"], first["runtime_top_k"]) == ([1.0], [1.0], [0])
     assert first["seed"] != second["seed"]

@@ -191,12 +191,7 @@ def _options(served: ServedModel, body: Sampling, max_tokens: int, tops: int | N
     The engine's own default is greedy, and its seed is always the same.
     """
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
-    chosen = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        **served.sampling,
-        **{name: value for name, value in given.items() if value is not None},
-    }
+    chosen = served.defaults | {name: value for name, value in given.items() if value is not None}
     chosen["top_k"] = max(0, chosen.get("top_k", 0))
     if chosen["temperature"] == 0 or chosen["top_p"] == 0:
         chosen = {"top_k": 1, **{name: chosen[name] for name in ("repetition_penalty",) if name in chosen}}

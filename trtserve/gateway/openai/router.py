@@ -443,6 +443,12 @@ def _described(served: ServedModel) -> list[Json]:
         "max_model_len": served.max_seq_len,
         "system_messages": served.takes_system,
         "input_modalities": ["text", "image"] if served.reads_images else ["text"],
+        "default_parameters": {
+            "top_k": 0,
+            "repetition_penalty": 1.0,
+            "max_tokens": min(CHAT_TOKENS, served.max_seq_len or CHAT_TOKENS),
+            **served.defaults,
+        },
     }
     parents = {name: None if name == served.name else served.name for name in served.names}
     return [{"id": name, "display_name": name, **head, "parent": parent} for name, parent in parents.items()]

@@ -89,6 +89,11 @@ class ServedModel:
     _marks: dict[tuple[str, ...], dict[int, str]] = field(default_factory=dict, init=False, repr=False)
 
     @property
+    def defaults(self) -> dict[str, Any]:
+        """How requests sample that do not say it: as `generation_config.json` has it, else as OpenAI does."""
+        return {"temperature": 1.0, "top_p": 1.0, **self.sampling}
+
+    @property
     def takes_ids(self) -> bool:
         """Whether the model that is asked takes token ids."""
         return TEXT_INPUT not in self.model.inputs
