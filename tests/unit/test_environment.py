@@ -15,7 +15,12 @@ from trtserve.cli import run
         ("TRTSERVE_BENCH_TOKEN_NORM_DIST_CONCURENCY", "Did you mean TRTSERVE_BENCH_TOKEN_NORM_DIST_CONCURRENCY?"),
         ("TRTSERVE_HOEM", "Did you mean TRTSERVE_HOME?"),
         ("TRTSERVE_TRTLM_VERSION", "Did you mean TRTSERVE_TRTLLM_VERSION?"),
+        (
+            "TRTSERVE_STRAT_PORT",
+            "or TRTSERVE_START_HTTP_PORT or TRTSERVE_START_METRICS_PORT or TRTSERVE_START_PROXY_PORT?",
+        ),
         ("TRTSERVE_STOP_SIDEWAYS", "`trtserve stop` has no such option."),
+        ("TRTSERVE_STPO_SIDEWAYS", "`trtserve stop` has no such option."),
     ],
 )
 def test_a_misspelt_variable_gives_a_warning(
@@ -37,6 +42,7 @@ def test_a_misspelt_variable_gives_a_warning(
         "TRTSERVE_REMOVE_ALL",
         "TRTSERVE_PORT_8000_TCP_ADDR",  # Kubernetes, for a service that is called trtserve
         "TRTSERVE_SERVICE_PORT",
+        "TRTSERVE_GATEWAY_SERVICE_HOST",
         "TRTSERVE_PORT",
         "TRTSERVE_TESTS_BARE",
     ],

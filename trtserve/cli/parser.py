@@ -35,6 +35,8 @@ PREFIX = "TRTSERVE"
 _GENERAL = ("HOME", "DEBUG", "TRTLLM_VERSION", "TRTLLM_EXAMPLES")
 # Similarity for a suggestion; in a short name one letter matters more.
 _CLOSE, _CLOSE_SHORT = 0.85, 0.75
+# What Kubernetes sets for a service called trtserve, or trtserve-…, in each pod of its namespace.
+_OF_KUBERNETES = re.compile(r"PORT(_|$)|(.+_)?SERVICE_(HOST|PORT)|.+_PORT_\d+_(TCP|UDP|SCTP)")
 _WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their own
 _LONGEST_NAME = 74  # with all choices; beyond it these go into the text
 _MOST_PAGES = 8
@@ -489,14 +491,14 @@ def unread_variables(
 ) -> Iterator[str]:
     """Yield a warning for each of the variables `names` that looks like one of ours but is not.
 
-    Only near misses and names that begin with a command are reported: Kubernetes, for example, sets variables for a
-    service called trtserve. `tree_of` makes the tree of some commands.
+    These are near misses, and names that begin with a command or nearly so. `tree_of` makes the tree of some commands.
     """
     for name in sorted(names):
         rest = name.removeprefix(f"{PREFIX}_")
-        if rest == name or rest in _GENERAL:
+        if rest == name or rest in _GENERAL or _OF_KUBERNETES.match(rest):
             continue
-        word = rest.partition("_")[0].lower()
+        first, _, option = rest.partition("_")
+        word = first.lower()
         near = (
             (word,) if word in commands else tuple(difflib.get_close_matches(word, commands, n=1, cutoff=_CLOSE_SHORT))
         )
@@ -505,10 +507,11 @@ def unread_variables(
             continue
         close = difflib.get_close_matches(rest, sorted(read), n=1, cutoff=_CLOSE)
         close = close or difflib.get_close_matches(rest, _GENERAL, n=1, cutoff=_CLOSE_SHORT)
+        close = close or [each for each in sorted(read) if option and each.endswith(f"_{option}")]
         if close:
-            yield f"{name} is set but not read. Did you mean {PREFIX}_{close[0]}?"
-        elif word in commands:
-            yield f"{name} is set but not read: `trtserve {word}` has no such option."
+            yield f"{name} is set but not read. Did you mean {' or '.join(f'{PREFIX}_{each}' for each in close)}?"
+        elif near:
+            yield f"{name} is set but not read: `trtserve {near[0]}` has no such option."
 
 
 def setting_variables(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
