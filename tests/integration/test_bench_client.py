@@ -294,6 +294,7 @@ def test_command_searches_a_rate(openai_server: int, tokenizer: Path, capsys: py
         (("--diagnose",), "--diagnose needs the server's repository"),
         (("--sweep-rate", "1,2", "--request-rate", "1"), "--request-rate has no effect with --sweep-rate"),
         (("--html", "plots.pdf"), "must end in .html"),
+        (("--html", "nowhere/page.html"), "nowhere does not exist"),
         (("--sweep-rate", "1,0"), "--sweep-rate is 0.0; it must be above 0"),
     ],
 )

@@ -243,6 +243,9 @@ def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "they differ in input_mean" in capsys.readouterr().err
     assert run(["bench", "report", str(tmp_path), "--html", str(tmp_path / "page.pdf")]) == 2
     assert "must end in .html, .svg, .png" in capsys.readouterr().err
+    assert run(["bench", "report", str(tmp_path), "--html", str(tmp_path / "none" / "page.html")]) == 2
+    assert f"the folder {tmp_path}/none does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

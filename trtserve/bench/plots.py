@@ -47,10 +47,16 @@ def write_plots(reports: Sequence[BenchReport], path: Path) -> None:
             path.write_text(_page(reports, _drawn(convert, _plots(reports))), encoding="utf-8")
 
 
-def check_plots(path: Path) -> Any:
-    """Return the module that draws. Raises UsageError for another ending, MissingDependencyError without vl-convert."""
+def check_plots(path: Path, *, out: Path | None = None) -> Any:
+    """Return the module that draws; the folder `out` will be made.
+
+    Raises UsageError for another ending and a folder that does not exist, MissingDependencyError without vl-convert.
+    """
     if path.suffix not in _ENDINGS:
         raise UsageError(f"--html is {path}; its name must end in {', '.join(_ENDINGS)}.")
+    folder = path.absolute().parent
+    if not folder.is_dir() and (out is None or folder != out.absolute()):
+        raise UsageError(f"--html is {path}; the folder {folder} does not exist.", hint="Make it, or name another one.")
     try:
         return importlib.import_module(_DRAWING)
     except ImportError:

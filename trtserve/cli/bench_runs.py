@@ -51,8 +51,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     if runs.html is not None:
         from trtserve.bench.plots import check_plots
 
-        check_plots(runs.html)
-        _make_folder(runs.html.absolute().parent, "--html")
+        check_plots(runs.html, out=results.out)
     if runs.diagnose:
         _require_repository(endpoint)
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
