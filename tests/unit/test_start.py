@@ -32,7 +32,7 @@ from trtserve.server.plan import plan_server, with_free_ports
 from trtserve.server.readiness import require_members
 from trtserve.server.repositories import find_repository
 from trtserve.server.start import start_server
-from trtserve.server.state import write_state
+from trtserve.server.state import state_file, write_state
 from trtserve.server.triton.tritonserver import start_error
 from trtserve.specs import ServerSpec
 from trtserve.store import NameRecord, Store
@@ -392,6 +392,18 @@ def test_a_dry_run_and_a_unit_refuse_what_a_start_refuses(
     assert run(["start", "--model-repository", str(repository.path), *flags, *instead]) == UsageError.code
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "x.service").exists()
+
+
+def test_a_dry_run_says_that_the_server_runs_already(
+    repository: ModelRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["start", "--model-repository", str(repository.path), "--name", "x", "--auto-ports", "--dry-run"]
+    said = "A start on this machine would be refused: The server x is already running"
+    for age, warned in ((0.0, True), (100.0, False)):
+        write_state(server_record("x", age=age), Store())
+        assert run(start) == 0
+        assert (said in " ".join(capsys.readouterr().err.split())) == warned
+        assert state_file("x", Store()).exists(), "a dry run removes nothing"
 
 
 def test_a_dry_run_warns_of_a_taken_port(repository: ModelRepository, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,8 @@ from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
 
-def refuse_running(plan: ServerPlan) -> None:
-    """Raise ServerRunningError if a server of the same name runs. Remove the remains of a dead one."""
+def refuse_running(plan: ServerPlan, *, remove: bool = True) -> None:
+    """Raise ServerRunningError if a server of the same name runs. With `remove`, remove the remains of a dead one."""
     server = recorded_server(plan.name, plan.store)
     if server is None:
         return
@@ -59,7 +59,8 @@ def refuse_running(plan: ServerPlan) -> None:
             hint=f"Stop it with `trtserve stop {plan.name}`, or start a second one: trtserve start {repository} "
             "--name OTHER --auto-ports",
         )
-    end_server(server, plan.store)
+    if remove:
+        end_server(server, plan.store)
 
 
 def require_ports(plan: ServerPlan) -> None:
@@ -138,6 +139,7 @@ def rehearse(plan: ServerPlan, progress: Progress) -> None:
         progress.warn(warning)
     _warn_if_refused(
         progress,
+        lambda: refuse_running(plan, remove=False),
         lambda: require_ports(plan),
         lambda: require_servable(plan.served, plan.name, progress, copies=plan.spec.instances),
     )
