@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from trtserve.cli import run
 from trtserve.cli.bench_runs import _require_repository
 from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
 from trtserve.errors import UsageError
+from trtserve.host.ports import free_ports
 from trtserve.server.state import State, log_file, write_state
 from trtserve.store import Store
 
@@ -92,6 +94,23 @@ def test_a_port_of_the_other_protocol_alone_is_refused(
 ) -> None:
     assert run(arguments) == 2
     assert capsys.readouterr().err.splitlines()[-2:] == [f"error: {message}", f"next:  {hint}"]
+
+
+def test_what_to_do_fits_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    home = os.environ["TRTSERVE_HOME"]
+
+    def hint(*words: str) -> str:
+        run(list(words))
+        return capsys.readouterr().err.splitlines()[-1].removeprefix("next:  ")
+
+    assert hint("stop") == f"There is nothing to stop (only the store of $TRTSERVE_HOME was searched: {home})."
+    assert "--url HOST:PORT, or as --grpc-port or --http-port." in hint("query", "hi", "--port", "1")
+    (port,) = free_ports("127.0.0.1", 1)
+    assert "--url takes the gRPC port, with --protocol http" in hint("query", "hi", "--url", f"127.0.0.1:{port}")
+    _record("demo", 9000)
+    assert hint("query", "hi", "--server", "nosuch") == "Name a running server (demo)."
+    log_file("demo", Store()).touch()
+    assert hint("logs", "nosuch") == "There are logs of demo."
 
 
 def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,12 +151,12 @@ def test_an_unknown_name_lists_the_known(store: Store) -> None:
     server(store, "demo")
     with pytest.raises(ServerNotFoundError, match="No server other is running; running: demo") as caught:
         find_server("other", store=store)
-    assert caught.value.hint == "Name one of these."
+    assert caught.value.hint == "Name a running server (demo)."
     paths: dict[str, Any] = dict.fromkeys(("source", "model", "checkpoint", "engine", "repository"), "x")
     store.record(NameRecord(name="other", imported="2026-01-01", **paths))
     with pytest.raises(ServerNotFoundError) as caught:
         find_server("other", store=store)
-    assert caught.value.hint == "Name one of these, or start it: trtserve start other"
+    assert caught.value.hint == "Name a running server (demo), or start it: trtserve start other"
 
 
 def test_a_dead_server_is_explained_until_it_is_stopped(store: Store) -> None:

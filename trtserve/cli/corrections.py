@@ -148,6 +148,8 @@ def _explain(
     from trtserve.repository.settings import settable
 
     command = names[0] if names else ""
+    if option == "--port" and "--grpc-port" in known and "--url" in known:
+        return UnknownOption(advice="Give the port in --url HOST:PORT, or as --grpc-port or --http-port.")
     old = old_option_of(command, option)
     if old is not None:
         return UnknownOption(advice=old.answer, old=old)

@@ -246,18 +246,24 @@ def stop(
         trtserve stop demo --drain 30
         trtserve stop --all
     """
+    from trtserve.server.discovery import searched
     from trtserve.server.shutdown import stop_server
-    from trtserve.server.state import recorded_servers
+    from trtserve.server.state import list_servers, recorded_servers
 
     if everything and name is not None:
         raise UsageError(f"Both a name ({name}) and --all were given; give one.")
     names: list[str | None] = [server.name for server in recorded_servers()] if everything else [name]
     progress = TerminalProgress(quiet=quiet)
     stopped: list[str] = []
-    for one in names:
-        # The port of many models ends the servers of those that are loaded.
-        with suppress(ServerNotFoundError) if stopped else nullcontext():
-            stopped.append(stop_server(one, drain=drain, progress=progress).name)
+    try:
+        for one in names:
+            # The port of many models ends the servers of those that are loaded.
+            with suppress(ServerNotFoundError) if stopped else nullcontext():
+                stopped.append(stop_server(one, drain=drain, progress=progress).name)
+    except ServerNotFoundError as error:
+        if error.log is None and not list_servers():
+            error.hint = f"There is nothing to stop{searched()}."
+        raise
     if json:
         print_json("stop", {"stopped": stopped})
     elif stopped:

@@ -116,8 +116,8 @@ _HANDSHAKE_FAILED = re.compile(r"ssl|handshake|certificate", re.IGNORECASE)
 _PORTS: dict[Spoken, str] = {"HTTP": "an HTTP port", "gRPC": "a gRPC port", "TLS": "an encrypted port (TLS)"}
 # Protocol of the port → what to do after calling it with another protocol.
 _INSTEAD: dict[Spoken, str] = {
-    "HTTP": f"Use --protocol http (query), or give the gRPC port, which is {GRPC_PORT} by default.",
-    "gRPC": f"Use --protocol grpc (query), or give the HTTP port, which is {HTTP_PORT} by default.",
+    "HTTP": f"--url takes the gRPC port, which is {GRPC_PORT} by default; or use --protocol http (query).",
+    "gRPC": f"--url takes the HTTP port, which is {HTTP_PORT} by default; or use --protocol grpc (query).",
     "TLS": "Add --ssl (query), and --root-certificates for a certificate that is not publicly signed.",
 }
 _PREAMBLE = re.compile(
@@ -198,7 +198,10 @@ def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableErr
 
     host = where.rpartition(":")[0]
     here = is_here(host)
-    general = "`trtserve status` lists the running servers, `trtserve start` starts one."
+    general = (
+        "`trtserve status` lists the running servers, `trtserve start` starts one. --url takes the gRPC port, with "
+        "--protocol http the HTTP port."
+    )
     if not here:
         general = f"Check the address, and that a server runs on {host} and can be reached from here."
     if not here and (variable := proxied(host)):

@@ -64,7 +64,12 @@ def find_log(name: str | None = None) -> Path:
         if log is not None and (own := log_file(log.stem.partition("@")[0], store)).exists():
             log = own  # Triton's log, not that of what kept it running
     if log is None or not log.exists():
-        log = find_server(name, store=store).instances[0].log
+        try:
+            log = find_server(name, store=store).instances[0].log
+        except ServerNotFoundError as error:
+            if kept := sorted(path.stem for path in store.servers.glob("*.log")):
+                error.hint = f"There are logs of {', '.join(kept)}."
+            raise
     if not log.exists():
         raise ServerNotFoundError(
             f"The log {log} was removed while its server runs.",
@@ -96,7 +101,7 @@ def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundE
         names = ", ".join(server.name for server in living)
         return ServerNotFoundError(
             f"No server {name} is running; running: {names}.",
-            hint="Name one of these"
+            hint=f"Name a running server ({names})"
             + (f", or start it: trtserve start {name}" if any(each.name == name for each in store.recorded()) else "."),
         )
     return ServerNotFoundError(f"No server {name} is running, nor any other.", hint=how_to_start(store))
@@ -107,8 +112,13 @@ def how_to_start(store: Store) -> str:
     text = "Import a model and start it: trtserve import demo && trtserve start --detach"
     if store.recorded():
         text = "Start one: trtserve start --detach"
-    home = os.environ.get("TRTSERVE_HOME")  # servers of other stores are not listed
-    return text + (f" (only the store of $TRTSERVE_HOME was searched: {home})" if home else "")
+    return text + searched()
+
+
+def searched() -> str:
+    """Return the end of a hint that says which store was searched; servers of other stores are not listed."""
+    home = os.environ.get("TRTSERVE_HOME")
+    return f" (only the store of $TRTSERVE_HOME was searched: {home})" if home else ""
 
 
 def endpoint_of(server: Server, model: str | None = None) -> Endpoint:
