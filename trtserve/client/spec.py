@@ -145,11 +145,12 @@ class RequestOptions(Spec):
         "--seed",
         "--random-seed",
         tensors=("seed", "random_seed"),
-        help="Seed of sampling.",
+        help="Seed of sampling. One seed gives one answer, unless it reuses an 8-bit KV cache: that shifts the odds "
+        "slightly, except with `repo --disable-kv-cache-reuse`.",
         minimum=0,
         maximum=UINT64,
         panel=SAMPLING,
-        unset="0, which makes sampling repeatable",
+        unset="0",
         common=True,
     )
     repetition_penalty: float | None = option(
