@@ -136,6 +136,7 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
         ("embeddings", "vllm-repositories", "Embeddings and reranking"),
         ("rerank", "vllm-repositories", "Embeddings and reranking"),
         ("tools", "openai-features", "Thoughts, tools and images: Tools"),
+        ("rerankers", "vllm-repositories", "Embeddings and reranking"),
         ("gguf", "quantised-models", "GGUF"),
         ("quantise", "quantise", "Quantise"),
         ("quantize", "quantise", "Quantise"),
@@ -151,6 +152,18 @@ def test_help_leads_to_the_documentation(
     documented = capsys.readouterr().out.partition("documentation, in the repository:")[2].split()
     assert f"docs/how-to/{page}.md" in documented
     assert heading in " ".join(documented)
+
+
+@pytest.mark.parametrize("word", ["tool", "tools"])
+def test_a_section_of_just_the_name_comes_first(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", word]) == 0
+    documented = capsys.readouterr().out.partition("documentation, in the repository:")[2].split()
+    assert documented[0] == "docs/how-to/openai-features.md"
+
+
+def test_a_word_that_help_does_not_have_leads_to_the_whole_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "nonsense"]) == UsageError.code
+    assert "next:  `trtserve --help-all` shows all of it." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

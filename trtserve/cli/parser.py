@@ -328,8 +328,9 @@ def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
     For the whole command line, also the exit codes, found by that name or by a code, and the sections of the
     documentation. Raises UsageError when there is nothing.
     """
-    # Words may be joined in any way: `api key`, `--api-key`. And quantise is quantize.
-    parts = [re.sub(r"i[sz](?=[aei])", "i[sz]", part) for part in re.findall(r"[^\W_]+", word)] or [re.escape(word)]
+    # Words may be joined in any way: `api key`, `--api-key`. Quantise is quantize, and drafts is draft.
+    bare = [re.sub(r"(?<=[^\W\ds_]{3})s$", "", part) for part in re.findall(r"[^\W_]+", word)]
+    parts = [re.sub(r"i[sz](?=[aei])", "i[sz]", part) for part in bare] or [re.escape(word)]
     spelled = r"[\W_]+".join(parts)
     begins = re.compile(rf"(?<![^\W_]){spelled}", re.IGNORECASE)
     found = _records_about(node, context, begins)
@@ -342,9 +343,7 @@ def _write_matches(node: Any, context: Any, formatter: Any, word: str) -> None:
                 _write_columns(formatter, rows)
     if not any(found.values()):
         path = context.command_path
-        raise UsageError(
-            f"The help of `{path}` has no word {word!r}.", hint=f"`{path} -h` shows it; docs/index.md lists all pages."
-        )
+        raise UsageError(f"The help of `{path}` has no word {word!r}.", hint=f"`{path} --help-all` shows all of it.")
 
 
 def _records_about(node: Any, context: Any, begins: re.Pattern[str]) -> dict[str, list[tuple[str, str]]]:
@@ -380,6 +379,8 @@ def _pages_about(begins: re.Pattern[str], parts: Sequence[str]) -> Iterator[tupl
         elif all(part.search(f"{title} {heading} {text}") for part in each_word):
             told.setdefault((page, title), []).append(heading)
     others = sorted((place for place in told if place not in named), key=lambda place: -len(told[place]))
+    about = re.compile(rf"{begins.pattern}s?", re.IGNORECASE)  # a section of just this name comes first
+    named = dict(sorted(named.items(), key=lambda item: not any(map(about.fullmatch, item[1]))))
     found = named | {place: told[place] for place in others[: max(0, _MOST_PAGES - len(named))]}
     for (page, title), headings in found.items():
         below = listing(list(filter(None, headings)), most=_MOST_OWNERS)
