@@ -16,7 +16,7 @@ from trtserve.bench.compare import compare
 from trtserve.bench.exports import write_result
 from trtserve.bench.monitoring import Samples, WorkerHealth
 from trtserve.bench.plots import chart, write_plots
-from trtserve.bench.report import BenchReport, read_report, sparkline
+from trtserve.bench.report import BenchReport, brief, milliseconds, read_report, sparkline
 from trtserve.cli import run
 from trtserve.errors import UsageError
 
@@ -51,6 +51,12 @@ def test_the_answer_in_one_line() -> None:
     assert replace(closed, health=(slow,)).answer.endswith("limited by the client, client-limited")
     starved = replace(slow, cpu=0.1, run_queue_ms=900.0)
     assert "limited" not in replace(closed, health=(starved,)).answer
+
+
+def test_large_figures_have_no_exponents() -> None:
+    assert [brief(value) for value in (0.5741, 57.41, 999.9, 1159.4)] == ["0.574", "57.4", "1,000", "1,159"]
+    assert [milliseconds(value) for value in (9.8765, 1159, 12_345)] == ["9.88 ms", "1,159 ms", "12.3 s"]
+    assert "e+" not in made(1, factor=500).answer
 
 
 def test_damaged_results_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.bench.records import RequestRecord, first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.report import FEW_NOTE, BenchReport, stage_rows
+from trtserve.bench.report import FEW_NOTE, BenchReport, brief, milliseconds, stage_rows
 from trtserve.bench.statistics import QUANTILES, highest_known
 from trtserve.bench.verdict import Judgement
 from trtserve.errors import MissingDependencyError, UsageError
@@ -451,7 +451,7 @@ def _tiles(report: BenchReport) -> str:
     """Return the few figures that a person looks for first."""
     figures = report.statistics
     tiles = [
-        (f"{figures.requests_per_second:,.3g}", "requests/s"),
+        (brief(figures.requests_per_second), "requests/s"),
         (f"{figures.output_tokens_per_second:,.0f}", "output tokens/s"),
         (_milliseconds(figures.time_to_first_token_ms.p50), "first token, median") if report.streaming else None,
         (_milliseconds(figures.time_per_output_token_ms.p50), "per output token, median") if report.streaming else None,
@@ -463,9 +463,7 @@ def _tiles(report: BenchReport) -> str:
 
 
 def _milliseconds(value: float | None) -> str:
-    if value is None or math.isinf(value):
-        return "–"
-    return f"{value / 1000:,.3g} s" if value >= 10_000 else f"{value:,.3g} ms" if value < 1000 else f"{value:,.0f} ms"
+    return "–" if value is None or math.isinf(value) else milliseconds(value)
 
 
 def _next_steps(reports: Sequence[BenchReport]) -> Iterator[str]:

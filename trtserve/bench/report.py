@@ -155,13 +155,15 @@ class BenchReport(RunFacts):
         """The result without its verdict."""
         statistics, judgement = self.statistics, self.verdict.judgement
         if self.goals:
-            parts = [f"{statistics.goodput_per_second:.3g} requests/s with {self.goals}"]
+            parts = [f"{brief(statistics.goodput_per_second)} requests/s with {self.goals}"]
         else:
-            parts = [f"{statistics.requests_per_second:.3g} requests/s"]
+            parts = [f"{brief(statistics.requests_per_second)} requests/s"]
             quantile = highest_known([statistics.latency_ms]) or "p50"
             value = getattr(statistics.latency_ms, quantile)
             parts += (
-                [] if value is None or math.isinf(value) else [f"{quantile[1:]} % of answers within {value:.3g} ms"]
+                []
+                if value is None or math.isinf(value)
+                else [f"{quantile[1:]} % of answers within {milliseconds(value)}"]
             )
         if judgement in ("disturbed", "implausible"):
             pass  # the figures do not tell what the limit was
@@ -302,11 +304,21 @@ class BenchReport(RunFacts):
         lines["in flight"] = sparkline(in_flight)
         peaks = {"first token": (latencies, " ms"), "in flight": (in_flight, "")}
         tops = {
-            name: f"  up to {max(value for _, value in points):.3g}{unit}"
+            name: f"  up to {brief(max(value for _, value in points))}{unit}"
             for name, (points, unit) in peaks.items()
             if points
         }
         return [(name, line + tops.get(name, "")) for name, line in lines.items() if line]
+
+
+def brief(value: float) -> str:
+    """Return three digits, or all of a larger number: `0.574`, `57.4`, `1,159`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def milliseconds(value: float) -> str:
+    """Return a time with its unit, from 10 s on in seconds."""
+    return f"{brief(value / 1000)} s" if value >= 10_000 else f"{brief(value)} ms"
 
 
 def sparkline(points: Sequence[tuple[int, float]], *, total: bool = False) -> str:
