@@ -208,6 +208,22 @@ def test_elsewhere_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err.splitlines() == ["Serving demo", "Loading the models"]
 
 
+@pytest.mark.parametrize(
+    ("verbose", "shown"),
+    [(False, ["Starting demo"]), (True, ["Starting demo", "Comparing the files", "Loading the models"])],
+)
+def test_a_brief_line_is_brief_elsewhere_too(
+    verbose: bool, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with output.BriefLine(verbose=verbose) as progress:
+        progress.stage("Starting demo")
+        progress.step("Comparing the files")
+        with progress.task("Loading the models", total=3, unit="parts") as task:
+            task.advance(3)
+        progress.warn("the machine is busy")
+    assert capsys.readouterr().err.splitlines() == [*shown, "warning: the machine is busy"]
+
+
 def test_control_characters_in_a_message_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
     output.say("tensor \x1b[2K\rerror: forged")
     assert capsys.readouterr().err == "tensor \\x1b[2K\\rerror: forged\n"

@@ -58,8 +58,9 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     return fake
 
 
-def test_what_is_missing_is_made_first(pipeline: Pipeline) -> None:
+def test_what_is_missing_is_made_first(pipeline: Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "demo", "What?"]) == 0
+    assert capsys.readouterr().err.splitlines()[:-1] == ["Importing demo", "Starting demo"]
     assert pipeline.done == ["import demo as demo", "start demo", "ask What?"]
     assert run(["run", "demo"]) == 0
     assert pipeline.done[3:] == ["ask None"]

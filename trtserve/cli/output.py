@@ -380,6 +380,37 @@ class ChangingLine(TerminalProgress):
             yield _ChangingTask(self.step, text, total=total, done=done)
 
 
+class BriefLine(ChangingLine):
+    """A changing line that elsewhere tells of stages and long tasks only; with `verbose`, each step is a line."""
+
+    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._leaves_out = not verbose and not sys.stderr.isatty()
+        if verbose:
+            self._line = None
+
+    def __enter__(self) -> BriefLine:
+        """Show the sign of life."""
+        super().__enter__()
+        return self
+
+    def stage(self, text: str) -> None:
+        """Say what begins, wherever that is shown."""
+        super().step(text)
+
+    def step(self, text: str) -> None:
+        if not self._leaves_out:
+            super().step(text)
+
+    @contextmanager
+    def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
+        if self._leaves_out and not self.quiet:
+            yield _LineTask(text, total=total, unit=unit, done=done)
+        else:
+            with super().task(text, total=total, unit=unit, done=done) as task:
+                yield task
+
+
 class _ChangingTask:
     def __init__(self, show: Callable[[str], None], text: str, *, total: int, done: int) -> None:
         self._show, self._text, self._total, self._done = show, text, total, done

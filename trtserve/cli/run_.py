@@ -9,7 +9,7 @@ import typer
 
 from trtserve.cli.chat import MAX_TOKENS, converse
 from trtserve.cli.options import Fields, QuietOption, sources
-from trtserve.cli.output import ChangingLine, TerminalProgress, say
+from trtserve.cli.output import BriefLine, say
 from trtserve.client.spec import QuerySpec, RequestOptions
 from trtserve.errors import ServerNotFoundError
 
@@ -33,6 +33,7 @@ def run(
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     request: Annotated[RequestOptions, Fields(defaults={"max_tokens": MAX_TOKENS})],
     plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without Markdown.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each step of import and start.")] = False,
     quiet: QuietOption = False,
 ) -> None:
     """Talk to a model: it is imported and started first where needed, with the defaults.
@@ -47,14 +48,14 @@ def run(
     """
     from trtserve.server.discovery import endpoint_of
 
-    with ChangingLine(quiet=quiet) as progress:
+    with BriefLine(quiet=quiet, verbose=verbose) as progress:
         server = _running(model, progress)
     converse(endpoint_of(server), QuerySpec(options=request.given()), system=system, plain=plain, question=question)
     if not quiet:
         say(f"{server.name} keeps running on {server.url}. Stop: trtserve stop {server.name}")
 
 
-def _running(model: str, progress: TerminalProgress) -> Server:
+def _running(model: str, progress: BriefLine) -> Server:
     """Return the server of a model, started in the background if there is none."""
     from trtserve.pipeline.import_spec import resolve_import
     from trtserve.pipeline.importing import import_to_repository
@@ -72,8 +73,10 @@ def _running(model: str, progress: TerminalProgress) -> Server:
         with suppress(ServerNotFoundError):
             return find_server(name, store=store)
     if name not in recorded:
+        progress.stage(f"Importing {name}")
         specs: Any = {"convert": ConvertSpec(), "build": BuildSpec(), "repository": RepositorySpec()}
         import_to_repository(resolve_import(model, **specs, progress=progress), progress=progress)
     repository = find_repository(name)
+    progress.stage(f"Starting {name}")
     with store.in_use(repository.path):
         return start_in_background(repository, with_free_ports(ServerSpec(auto_ports=True)), progress=progress)
