@@ -188,6 +188,8 @@ class Runtime:
     """Options of `convert` with which float weights become smaller in its engines."""
     float32_scales: ClassVar[bool] = False
     """Whether its engines keep the scales of int8 and int4 codes in float32, those of int4 for each group of inputs."""
+    rounds_fp8_inputs: ClassVar[bool] = False
+    """Whether the inputs of FP8 matrices are rounded to FP8, whose 3 bits of mantissa count as int8."""
     ranges: ClassVar[Mapping[Device, Mapping[str, tuple[int, ...]]]] = {
         "cpu": {"max_batch_size": (1, 2, 4, 8, 16, 32), "max_num_tokens": (256, 1024, 2048)},
         "cuda": {

@@ -98,6 +98,7 @@ class TorchRuntime(EmbeddedRuntime):
     extra = "cuda"
     narrower = "--quantize int8 or int4"
     float32_scales = True
+    rounds_fp8_inputs = True
     gpu_limits = GPU_LIMITS
 
     def matrix_speed(self) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from trtserve.artifacts.engine_config import EngineConfig
 from trtserve.checkpoint.quantized import FP8, FP8_BY_TOKEN
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.loaders import MODELS, embedded_runtime, load_model
+from trtserve.executor.runtimes import RUNTIMES
 from trtserve.host.machine import give_memory_back
 from trtserve.pipeline.parity.comparison import Precision, PromptLogits
 from trtserve.progress import SILENT, Progress
@@ -42,13 +43,13 @@ def require_comparable(engine: Path, config: EngineConfig) -> None:
 
 
 def bounds_of(config: EngineConfig, weights: Precision) -> Precision:
-    """Return the coarsest precision of an engine: of its weights, its arithmetic and its KV cache.
-
-    The torch runtime rounds the inputs of FP8 matrices to FP8, whose 3 bits of mantissa count as int8.
-    """
+    """Return the coarsest precision of an engine: of its weights, its arithmetic and its KV cache."""
     own = (config.trtserve.compute_precision, config.trtserve.kv_precision)
     found = [weights, *(_NAMES.get(name, "int8") for name in own if name)]
-    if embedded_runtime(config) == "torch" and config.model.quantization.quant_algo in (FP8, *FP8_BY_TOKEN):
+    if RUNTIMES[str(embedded_runtime(config))].rounds_fp8_inputs and config.model.quantization.quant_algo in (
+        FP8,
+        *FP8_BY_TOKEN,
+    ):
         found.append("int8")
     return max(found, key=_PRECISIONS.index)
 
