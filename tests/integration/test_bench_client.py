@@ -289,6 +289,7 @@ def test_command_searches_a_rate(openai_server: int, tokenizer: Path, capsys: py
         (("--arrivals", "constant"), "--arrivals has no effect without --request-rate"),
         (("--burstiness", "2", "--request-rate", "3"), "--burstiness has no effect without --arrivals gamma"),
         (("--protocol", "http"), "--protocol has no effect with --openai"),
+        (("--http-port", "8000"), "--http-port has no effect with --openai"),
         (("--openai", "http://localhost:abc/v1"), "expected an address such as"),
         (("--openai", "http://[::1/v1"), "expected an address such as"),
         (("--diagnose",), "--diagnose needs the server's repository"),

@@ -14,7 +14,7 @@ from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoin
 from trtserve.cli.options import DRY_RUN_HELP, JSON_HELP, QUIET_HELP
 from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
 from trtserve.specs import BenchRuns, BenchSpec
-from trtserve.specs.options import Spec, option
+from trtserve.specs.options import Spec, given_flags, option
 
 if TYPE_CHECKING:
     from trtserve.bench.report import BenchReport
@@ -131,7 +131,10 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
         if alone:
             raise UsageError(f"{flag} has no effect without {needed}; give both.")
     local, remote = spec.in_process is not None, spec.openai is not None
+    address = given_flags(connection, ("server", "host", "http_port", "grpc_port", "url"))
     for flag, other, both in (
+        *((flag, "--openai", remote) for flag in address),
+        *((flag, "--in-process", local) for flag in address),
         ("--protocol", "--openai", remote and spec.protocol != "grpc"),
         ("--protocol", "--in-process", local and spec.protocol != "grpc"),
         ("--diagnose", "--in-process", local and runs.diagnose),
