@@ -139,6 +139,7 @@ class Landscape:
                 parameters=self.parameters,
                 max_batch_size=batch,
                 max_num_tokens=tokens,
+                kind=kind or "",
             )
         return shapes
 

@@ -149,6 +149,23 @@ def test_a_search_finds_the_best_in_few_trials(tmp_path: Path, goal: str) -> Non
     assert answer.errors["tokens_per_second"]["first"]
 
 
+def test_what_was_measured_to_be_faster_races_though_the_model_sees_no_difference(tmp_path: Path) -> None:
+    """The model of speed takes each configuration with fewer tokens for its equal, which is slower."""
+    search = search_of(tmp_path, "")
+    shapes = cast(MadeUpBench, search.trials.bench).shapes
+    slow = {values: replace(shape, weight_bytes=2e8) for values, shape in shapes.items()}
+    fewer = {each.values: "max_num_tokens" in dict(each.values) for each in search.space.candidates}
+    same = tuple(replace(each, shape=replace(each.shape, max_num_tokens=2048)) for each in search.space.candidates)
+    fast = {values: replace(shape, max_num_tokens=2048) for values, shape in shapes.items()}
+    search.trials.bench = MadeUpBench({values: (fast if fewer[values] else slow)[values] for values in shapes})
+    space = replace(search.space, candidates=same)
+    outcome = Search(space, search.goal, search.trials, SpeedModel(SPEED), budget=1e9).run()
+    measured = {each.candidate.values for each in search.trials.done}
+    assert any(fewer[values] for values in measured)
+    assert outcome.best is not None
+    assert fewer[outcome.best.candidate.values]
+
+
 def test_predictions_are_corrected_by_trials(tmp_path: Path) -> None:
     search = search_of(tmp_path, "", noise=0.01)
     search.run()
@@ -426,6 +443,16 @@ def test_the_schema_knows_searches(tmp_path: Path) -> None:
         jsonschema.validate(yaml.safe_load(TEXT.replace("[1, 2, 4, 8, 16]", "[many]")), json_schema())
 
 
+def test_data_types_have_costs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "store"))
+    path = tmp_path / "setup.yaml"
+    ranges = "quantize: [none, int8]\n      max_batch_size: [2, 4]\n      concurrency: [1]\n"
+    path.write_text(TEXT[: TEXT.index("max_batch_size: [")] + ranges, encoding="utf-8")
+    setup = read_setup(path)
+    space = find_space(setup, setup.searches[0], store=Store())
+    assert [each.shape.kind for each in space.candidates] == ["", "", "quantize int8", "quantize int8"]
+
+
 def test_what_cannot_work_is_left_out_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "store"))
     path = tmp_path / "setup.yaml"
@@ -433,6 +460,7 @@ def test_what_cannot_work_is_left_out_before_it_is_built(tmp_path: Path, monkeyp
     path.write_text(TEXT[: TEXT.index("max_batch_size: [")] + ranges, encoding="utf-8")
     setup = read_setup(path)
     space = find_space(setup, setup.searches[0], store=Store())
+    assert {each.shape.kind for each in space.candidates} == {""}  # the model of speed knows batch and tokens itself
     assert [each.name for each in space.candidates] == ["as in the file", "max_num_tokens 3", "max_batch_size 4"]
     assert "each of 4 requests needs one" in space.refused["max_batch_size 4, max_num_tokens 3"]
     assert space.candidates[0].shape.max_num_tokens == 2048

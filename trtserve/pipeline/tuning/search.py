@@ -326,7 +326,14 @@ class Search:
             if all(tried[place][1] != lane[1] or abs(rate[place] - other) > _ALIKE for lane, other in kept.items()):
                 kept[tried[place]] = rate[place]
         racers = sorted(kept, key=lambda lane: -kept[lane])[:_RACERS]
+        best = max((tried[place] for place in ranked), key=self._measured)
+        if self._measured(best) > (1 + _ALIKE) * max(map(self._measured, racers)):
+            racers = [best, *(lane for lane in racers if lane != best)][:_RACERS]
         return racers if own is None or own in racers else [*racers, own], own
+
+    def _measured(self, lane: Lane) -> float:
+        """Return the mean rate of a lane's trials."""
+        return fmean(self._rate(trial.report) for trial in self._tried[lane])
 
     def _race(self, races: int) -> bool:
         """Measure the best lanes again, in turns, and drop those that are significantly worse; return if one wins."""

@@ -162,10 +162,10 @@ def _candidate(values: Values, model: ModelSetup, server: ServerSetup, store: St
     other, spec = changed(model, server.spec, dict(values))
     plan = plan_import(import_spec(other, store, progress), store=store, progress=progress)
     require_resources(plan)
-    return Candidate(values=values, plan=plan, server=spec, shape=_shape(plan, plan.spec, spec))
+    return Candidate(values=values, plan=plan, server=spec, shape=_shape(plan, plan.spec, spec, values))
 
 
-def _shape(plan: ImportPlan, spec: ImportSpec, server: ServerSpec) -> ModelShape:
+def _shape(plan: ImportPlan, spec: ImportSpec, server: ServerSpec, values: Values) -> ModelShape:
     """Return what the model of speed has to know."""
     if plan.needs is not None:
         engine = plan.needs.engine
@@ -186,6 +186,7 @@ def _shape(plan: ImportPlan, spec: ImportSpec, server: ServerSpec) -> ModelShape
         max_batch_size=limits.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
         replicas=server.instances,
+        kind=words(tuple(pair for pair in values if pair[0] not in ("max_batch_size", "max_num_tokens"))),
     )
 
 
