@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trtserve.nvidia.releases import RELEASES
-from trtserve.programs.core.request import RequestFactory, vocabulary_to_wrap
+from trtserve.programs.core.request import RequestFactory, longest_sequence, vocabulary_to_wrap
 from trtserve.programs.core.settings import ExecutorModule, load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
 
@@ -178,3 +178,26 @@ def test_the_size_to_wrap_by_is_the_engines(tmp_path: Path) -> None:
     assert [size("wrap"), size("refuse"), size("")] == [320, None, None]
     with pytest.raises(ValueError, match="expected refuse or wrap"):
         size("clip")
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("input_ids", {"input_lengths": one(9, np.int32)}),
+        ("draft_input_ids", {"draft_input_ids": np.zeros((1, 9), dtype=np.int32)}),
+        ("retention_token_range_starts", {"retention_token_range_starts": np.zeros((1, 9), dtype=np.int32)}),
+    ],
+)
+def test_more_ids_than_a_sequence_has_are_refused_by_their_count(name: str, inputs: Any) -> None:
+    executor = load_executor_module("openvino", "1.2")
+    factory = RequestFactory(executor, decoupled=True, exclude_input=False, longest=8)
+    ids = {"input_ids": np.ones((1, 9), dtype=np.int32)}
+    ids |= {} if name == "input_ids" else {"input_lengths": one(8, np.int32)}
+    with pytest.raises(ValueError, match=f"^{name} has 9 ids, which exceeds maximum input length: at most 8 are"):
+        factory.requests({**ROW, **ids, **inputs})
+
+
+def test_the_longest_sequence_is_the_engines(tmp_path: Path) -> None:
+    assert longest_sequence(tmp_path) == 2**20
+    (tmp_path / "config.json").write_text(json.dumps({"build_config": {"max_seq_len": 320}}))
+    assert longest_sequence(tmp_path) == 320

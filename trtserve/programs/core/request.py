@@ -10,20 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..shared.arrays import decoded
-from ..shared.files import read_json
+from ..shared.files import read_json, read_object
 from ..shared.parameters import ModelParameters
 from .settings import ExecutorModule
 
 Inputs = dict[str, NDArray[Any]]
 
 _MOST_WORD_IDS = 1 << 16  # of a request's stop words, and of its bad words
+_MOST_IDS = 1 << 20  # of a sequence, when the engine does not name its longest
 
 
 class Row:
     """One batch row; it remembers which tensors were read, so that unsupported ones can be refused."""
 
-    def __init__(self, tensors: Inputs) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Inputs, longest: int) -> None:
+        """`longest` is the most ids that `integers` returns."""
+        self._tensors, self._longest = tensors, longest
         self._read: set[str] = set()
 
     def array(self, name: str) -> NDArray[Any] | None:
@@ -60,10 +62,20 @@ class Row:
             raise ValueError(f"Two names of one setting were given with different values: {given}.")
         return next(iter(values.values()), None)
 
-    def integers(self, name: str) -> list[int]:
-        """Return all elements, or [] when the tensor is absent."""
+    def integers(self, name: str, count: int | None = None) -> list[int]:
+        """Return all elements or the first `count`, or [] when the tensor is absent.
+
+        Raises ValueError for more than the longest sequence has: a list of millions would hold up every request.
+        """
         value = self.array(name)
-        return [] if value is None else list(value.reshape(-1).tolist())
+        if value is None:
+            return []
+        value = value.reshape(-1)[:count]
+        if value.size > self._longest:
+            raise ValueError(
+                f"{name} has {value.size} ids, which exceeds maximum input length: at most {self._longest} are allowed."
+            )
+        return list(value.tolist())
 
     def text(self, name: str) -> str | None:
         """Return the first element, or None when it is absent or "". Raises ValueError when it is not UTF-8."""
@@ -103,14 +115,15 @@ class Row:
         return [name for name in self._tensors if name not in self._read and self.is_set(name)]
 
 
-def rows_of(inputs: Inputs, batch: int) -> list[Row]:
+def rows_of(inputs: Inputs, batch: int, longest: int) -> list[Row]:
     """Split a batch into rows; ValueError names a tensor whose first dimension is not `batch`."""
     for name, value in inputs.items():
         if value.ndim == 0 or value.shape[0] != batch:
             raise ValueError(
                 f"{name} has shape {list(value.shape)}; its first dimension must be the batch size {batch}."
             )
-    return [Row({name: np.asarray(value[index]) for name, value in inputs.items()}) for index in range(batch)]
+    rows = ({name: np.asarray(value[index]) for name, value in inputs.items()} for index in range(batch))
+    return [Row(tensors, longest) for tensors in rows]
 
 
 # Keyword of SamplingConfig ← names of the tensor, the older name last.
@@ -162,11 +175,20 @@ class RequestFactory:
     """Builds executor requests. Raises ValueError, TypeError or RuntimeError for inputs that are not valid."""
 
     def __init__(
-        self, module: ExecutorModule, *, decoupled: bool, exclude_input: bool, vocabulary: int | None = None
+        self,
+        module: ExecutorModule,
+        *,
+        decoupled: bool,
+        exclude_input: bool,
+        vocabulary: int | None = None,
+        longest: int = _MOST_IDS,
     ) -> None:
-        """`vocabulary` is the size by which prompt ids are wrapped; None leaves them to the executor's check."""
+        """`longest` is the most ids of a sequence.
+
+        `vocabulary` is the size by which prompt ids are wrapped; None leaves them to the executor's check.
+        """
         self._module = module
-        self._vocabulary = vocabulary
+        self._vocabulary, self._longest = vocabulary, longest
         self._decoupled = decoupled
         self._exclude_input = exclude_input
 
@@ -177,7 +199,7 @@ class RequestFactory:
             raise ValueError("Invalid format for input_ids: expected a tensor [batch, length] with at least one token.")
         batch = ids.shape[0]
         self._check_policy(inputs, batch)
-        return [self._request(row) for row in rows_of(inputs, batch)]
+        return [self._request(row) for row in rows_of(inputs, batch, self._longest)]
 
     def _check_policy(self, inputs: Inputs, batch: int) -> None:
         if self._decoupled:
@@ -304,10 +326,10 @@ class RequestFactory:
         table = self._tensor(row, "prompt_embedding_table")
         if table is None:
             return None
-        extra = row.integers("prompt_table_extra_ids")
+        extra = row.integers("prompt_table_extra_ids", length)
         if not extra:
             return self._module.api.PromptTuningConfig(table)
-        return self._module.api.PromptTuningConfig(table, extra[:length])
+        return self._module.api.PromptTuningConfig(table, extra)
 
     def _lora(self, row: Row) -> Any:
         task = row.scalar("lora_task_id")
@@ -370,11 +392,18 @@ class RequestFactory:
 
 
 def _prompt(row: Row) -> list[int]:
-    ids = row.integers("input_ids")
-    length = int(row.scalar("input_lengths", len(ids)))
-    if not 1 <= length <= len(ids):
-        raise ValueError(f"input_lengths is {length}; expected 1 … {len(ids)}, the ids that the row of input_ids has.")
-    return ids[:length]
+    ids = row.array("input_ids")
+    size = 0 if ids is None else ids.size
+    length = int(row.scalar("input_lengths", size))
+    if not 1 <= length <= size:
+        raise ValueError(f"input_lengths is {length}; expected 1 … {size}, the ids that the row of input_ids has.")
+    return row.integers("input_ids", length)
+
+
+def longest_sequence(engine: Path) -> int:
+    """Return the engine's `max_seq_len`, or 2^20 when it names none."""
+    build = read_object(engine / "config.json").get("build_config") or {}
+    return int(build.get("max_seq_len") or _MOST_IDS)
 
 
 def vocabulary_to_wrap(parameters: ModelParameters, engine: Path) -> int | None:
