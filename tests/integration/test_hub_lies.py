@@ -270,6 +270,20 @@ def test_a_body_without_end_is_left_at_the_announced_size(hub: Hub, tiny: Path) 
     assert not list(Store().downloads.rglob("model.safetensors*"))
 
 
+def test_a_list_of_files_without_end_is_left(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, endless={""})
+    with pytest.raises(NetworkError, match="more than 32 MiB") as caught:
+        pull_model(ID)
+    assert "HF_ENDPOINT" in str(caught.value.hint)
+    assert hub.sent_bytes < 64 << 20
+
+
+def test_the_api_leads_to_no_place_outside_of_it(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, elsewhere=f"{hub.endpoint}/elsewhere")
+    with pytest.raises(NetworkError, match="leads from its API to '/elsewhere/api/models/acme/tiny"):
+        pull_model(ID)
+
+
 def test_a_file_called_as_our_manifest_is_not_taken(hub: Hub, tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "with_manifest"
     shutil.copytree(tiny, folder)

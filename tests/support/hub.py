@@ -26,7 +26,7 @@ class HubModel:
     large files come from another host, as from the real hub's content network. `busy` maps a file, or "" for the list
     of files, to the statuses of its next answers, with `retry_after` as their header. `elsewhere` is the address of
     another host, to which every request is redirected. `lie` changes the list of files, `lying_headers` those of each
-    file, and an `endless` file is sent without its length until the client leaves, or for 256 MiB.
+    file. An `endless` file ("": the list of files) is sent without its length until the client leaves, or for 256 MiB.
     """
 
     folder: Path
@@ -157,6 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(401, None, "Invalid credentials in Authorization header")
         if revision not in ("main", model.commit):
             return self._fail(404, "RevisionNotFound")
+        if "" in model.endless:
+            return self._send_endlessly({"Content-Type": "application/json"})
         listing = {"id": repository, "sha": model.commit, "siblings": [model.sibling(n) for n in model.names()]}
         answer = listing if model.lie is None else model.lie(listing)
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()

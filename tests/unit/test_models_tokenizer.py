@@ -131,6 +131,14 @@ def test_parts_of_wrong_types_are_an_error(tmp_path: Path, parts: dict[str, Any]
         check_tokenizer(folder, None)
 
 
+@pytest.mark.parametrize("ends", [[10**12], "x", [1, "a"], 1.5])
+def test_end_ids_that_no_model_can_have_are_refused_before_a_server_starts(tmp_path: Path, ends: object) -> None:
+    folder = with_parts(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(RepositoryError, match="has the eos_token_id"):
+        check_tokenizer(folder, None)
+
+
 @pytest.mark.parametrize(
     ("given", "ids"),
     [

@@ -9,7 +9,7 @@ from trtserve.client.tokenizer import missing_packages
 from trtserve.errors import ArtifactError, RepositoryError
 from trtserve.files import LARGEST_TEXT, read_json_object, require_own
 from trtserve.programs.shared.prepared_tokenizer import prepare
-from trtserve.programs.shared.tokenizer import decode, encode, open_tokenizer
+from trtserve.programs.shared.tokenizer import configured_end_ids, decode, encode, open_tokenizer
 from trtserve.programs.shared.tokenizer import token_ids as read_token_ids
 from trtserve.progress import SILENT, Progress
 
@@ -64,6 +64,10 @@ def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = S
             f"The tokenizer cannot be loaded: {_sentence(error)}",
             hint="Check the tokenizer files of the model; --tokenizer takes another folder.",
         ) from error
+    try:
+        configured_end_ids(folder)
+    except ValueError as error:
+        raise RepositoryError(f"{error}.", hint="Correct the file: the models read it when they start.") from None
     if not ids or not re.sub(r"\W", "", text):
         raise RepositoryError(f"The tokenizer turns {_PROBE!r} into {text!r}; it does not fit this model.")
     if vocab_size is not None and max(ids) >= vocab_size:

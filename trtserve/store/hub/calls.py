@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError, UsageError
 from trtserve.files import is_below, writing_error
@@ -24,6 +24,13 @@ R = TypeVar("R")
 _BUSY = frozenset({429, 500, 502, 503, 504})
 _DELAYS = (1.0, 2.0, 4.0, 8.0)
 """Seconds before each further attempt; a hub may ask for longer ones, up to the last value here times four."""
+# 100,000 files with their hashes take about 25 MB.
+_LARGEST_ANSWER = 32 * 2**20
+_LONGEST_ANSWER = 300.0  # seconds
+_NO_HUB = (
+    "Nothing was pulled from this answer. Check that HF_ENDPOINT is the address of a hub or mirror that you trust, and "
+    "that it begins with https://."
+)
 
 
 def endpoint() -> str:
@@ -48,6 +55,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         _require_sendable(options.get("token"))
         _require_address()
         _take_no_proxy_to_this_machine(urlsplit(endpoint()).hostname or "")
+        _bound_answers()
         for least in (*_DELAYS, None):
             try:
                 with _quiet_client():
@@ -69,6 +77,40 @@ def _take_no_proxy_to_this_machine(host: str) -> None:
     if is_here(host) and proxied(host):
         for name in ("no_proxy", "NO_PROXY"):
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
+
+
+def _bound_answers() -> None:
+    """Have the client read its API's answers and errors through `_read_bounded`: it has no limits of its own."""
+    from huggingface_hub import get_session
+
+    session: Any = get_session()
+    hooks = session.event_hooks if hasattr(session, "event_hooks") else session.hooks  # httpx, requests
+    if _read_bounded not in hooks["response"]:
+        hooks["response"].append(_read_bounded)
+
+
+def _read_bounded(response: Any, **_: object) -> None:
+    """Read an answer of the API, or an error, whole, as the client would. Raises NetworkError at the limit."""
+    api = (urlsplit(endpoint()).path + "/api/", "/api/")
+    if response.status_code < 400 and not urlsplit(str(response.url)).path.startswith(api):
+        return
+    target = urlsplit(urljoin(str(response.url), response.headers.get("Location", ""))).path
+    if 300 <= response.status_code < 400 and not target.startswith(api):
+        raise NetworkError(
+            f"{endpoint()} leads from its API to {_shown(target)}; expected another path below /api/.", hint=_NO_HUB
+        )
+    ends, body = time.monotonic() + _LONGEST_ANSWER, bytearray()
+    pieces = response.iter_bytes if hasattr(response, "iter_bytes") else response.iter_content
+    for piece in pieces(1 << 16):
+        body += piece
+        if len(body) > _LARGEST_ANSWER or time.monotonic() > ends:
+            response.close()
+            raise NetworkError(
+                f"{endpoint()} sent an answer of more than {_LARGEST_ANSWER >> 20} MiB, or for more than "
+                f"{_LONGEST_ANSWER:.0f} s, where a hub lists files.",
+                hint=_NO_HUB,
+            )
+    response._content = bytes(body)  # noqa: SLF001 - where both libraries keep what was read
 
 
 def _require_address() -> None:
@@ -284,8 +326,7 @@ def lie(repository: str, answered: str, expected: str) -> NetworkError:
     """Return the error for an answer about `repository` that no hub gives."""
     return NetworkError(
         f"{endpoint()} answered {answered} for {repository}; expected {expected}.",
-        hint="Nothing was pulled from this answer. Check that HF_ENDPOINT is the address of a hub or mirror that you "
-        "trust, and that it begins with https://.",
+        hint=_NO_HUB,
     )
 
 
