@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support.bench_records import answered, report_of
+from trtserve.bench.report import BenchReport
 from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.pipeline.fleet import sizing
@@ -22,6 +24,7 @@ from trtserve.pipeline.fleet.content import read_fleet
 from trtserve.pipeline.fleet.handover import hand_over, kubernetes_objects, llm_d_values
 from trtserve.pipeline.fleet.simulation import Arrivals, Incident, ReplicaSpeed, Simulated, Simulation
 from trtserve.pipeline.fleet.sizing import fitted, simulate, size, waits
+from trtserve.pipeline.tuning.virtual_engine import Offered, serve
 
 SPEED = ReplicaSpeed(step=0.02, sequence=0.001, prompt_token=0.0001, request=0.005, slots=8)
 FLEET = """\
@@ -158,6 +161,58 @@ def test_the_speed_of_a_replica_follows_from_results() -> None:
     assert error < 0.1
     with pytest.raises(UsageError, match="two loads or more"):
         fitted(reports[:1], slots=32)
+
+
+def closed_loop(speed: ReplicaSpeed, concurrency: int, prompt: int, answer: int, luck: float) -> BenchReport:
+    """A result of a replica of this speed; all its times are `luck` times as long."""
+
+    def cost(sequences: int, prompt_tokens: int, _: float) -> Any:
+        return np.array([speed.step + speed.sequence * sequences + speed.prompt_token * prompt_tokens, 0.0, 0.0])
+
+    offered = Offered(input_tokens=prompt, output_tokens=answer, concurrency=concurrency, requests=64)
+    run = serve(offered, cost, slots=speed.slots, step_tokens=2048, overhead=speed.request)
+    records = [
+        replace(
+            answered(
+                number,
+                intended=1000 * luck * each.sent,
+                first=1000 * luck * (each.first - each.sent),
+                step=1000 * luck * (each.end - each.first) / (answer - 1),
+                tokens=answer,
+            ),
+            input_tokens=prompt,
+        )
+        for number, each in enumerate(run.requests)
+    ]
+    return report_of(records, spec={"concurrency": concurrency})
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(32, 32), (512, 64)])
+@pytest.mark.parametrize(("sequence_ms", "prompt_token_ms"), [(0.8, 0.1), (0.1, 0.3), (3.0, 0.01)])
+def test_the_fit_tells_prompts_from_sequences(
+    prompt: int, answer: int, sequence_ms: float, prompt_token_ms: float
+) -> None:
+    """In closed loops both grow with the load. Noise of 5 % moves what the replica can do by no more than 15 %."""
+    true = ReplicaSpeed(
+        step=0.005, sequence=sequence_ms / 1000, prompt_token=prompt_token_ms / 1000, request=0.01, slots=8
+    )
+
+    def most(speed: ReplicaSpeed) -> float:
+        """Requests per second with all slots in use."""
+        return 8 / (answer * (speed.step + 8 * speed.sequence) + 8 * prompt * speed.prompt_token)
+
+    speed, error = fitted([closed_loop(true, each, prompt, answer, 1.0) for each in (1, 2, 4, 8)], slots=8)
+    for name in ("step", "sequence", "prompt_token", "request"):
+        assert getattr(speed, name) == pytest.approx(getattr(true, name), rel=0.1), name
+    assert error < 0.02
+    noisy = [
+        closed_loop(true, each, prompt, answer, luck)
+        for each, luck in zip((1, 2, 4, 8), (1.05, 0.95, 1.05, 0.95), strict=True)
+    ]
+    speed, error = fitted(noisy, slots=8)
+    assert most(speed) == pytest.approx(most(true), rel=0.15)
+    assert speed.prompt_token <= 2 * true.prompt_token
+    assert error < 0.15
 
 
 def fleet_of(tmp_path: Path, text: str = FLEET) -> Any:

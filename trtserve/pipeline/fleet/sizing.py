@@ -7,6 +7,7 @@ serve one queue (Erlang C), or every replica has a queue of its own. The plan ta
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,40 +90,60 @@ def speed_of(shape: ShapeOption) -> tuple[ReplicaSpeed, float]:
 def fitted(reports: Sequence[BenchReport], slots: int) -> tuple[ReplicaSpeed, float]:
     """Return the speed that explains results of one replica at several loads, and its largest relative error.
 
-    A token takes a step of the sequences that ran meanwhile, and the prompts that others brought.
+    A request takes its own steps and the prompts of all that share them, whether these come between its tokens or,
+    where requests come in waves, before them. In a closed loop prompts grow with sequences, so what a sequence costs
+    comes from the median time between tokens too: if fewer sequences run than half the tokens of an answer, most steps
+    read no prompt. The shortest first token has waited for its own prompt and one step.
     """
-    rows, tokens, firsts = [], [], []
-    for report in reports:
-        found = report.statistics
-        per_token, first = found.time_per_output_token_ms.mean, found.time_to_first_token_ms.minimum
-        if per_token is None or first is None:
+    found = [report.statistics for report in reports]
+    firsts = [each.time_to_first_token_ms.minimum for each in found]
+    for report, first in zip(reports, firsts, strict=True):
+        if first is None or not report.statistics.requests_per_second:
             raise UsageError(f"The result of {report.model} at {report.load or 'a trace'} has no times of tokens.")
-        batch = min(float(slots), found.requests_in_flight)
-        rows.append([1.0, batch, found.requests_per_second * found.input_tokens_per_request * per_token / 1000])
-        tokens.append(per_token / 1000)
-        firsts.append((found.input_tokens_per_request, first / 1000))
-    if len({round(row[1], 1) for row in rows}) < 2:
+    if len({round(min(slots, each.requests_in_flight), 1) for each in found}) < 2:
         raise UsageError(
             "The speed of a replica follows from results at two loads or more.",
             hint="Measure one replica: trtserve bench token-norm-dist --concurrency 1 --out c1; again with 8, and 32.",
         )
-    matrix, target = np.array(rows), np.array(tokens)
-    scale = target[:, None]
-    # Relative errors; three unknowns need three loads, two loads leave the prompts to the first tokens.
-    columns = 3 if len(rows) > 2 else 2
-    solved = np.linalg.lstsq(matrix[:, :columns] / scale, np.ones(len(rows)), rcond=None)[0]
-    prompts, first = max(1.0, min(firsts)[0]), min(each for _, each in firsts)
-    prompt = min(max(0.0, float(solved[2])), first / prompts) if columns == 3 else None
-    if prompt not in (None, solved[-1]):  # noise: the shortest first token has read its prompt, too
-        rest = 1 - (prompt or 0.0) * matrix[:, 2] / target
-        solved = np.linalg.lstsq(matrix[:, :2] / scale, rest, rcond=None)[0]
-    step, sequence = max(1e-6, float(solved[0])), max(0.0, float(solved[1]))
-    if prompt is None:
-        prompt = max(0.0, first - step - sequence) / prompts
-    request = max(0.0, first - step - sequence - prompt * prompts)
-    estimate = matrix @ np.array([step, sequence, prompt])
-    speed = ReplicaSpeed(step=step, sequence=sequence, prompt_token=prompt, request=request, slots=slots)
-    return speed, float(np.max(np.abs(estimate / target - 1)))
+    rows, times = [], []  # columns: step, sequence, prompt token, request; as parts of the measured time
+    for each in found:
+        prompt, answer = each.input_tokens_per_request, max(1.0, each.output_tokens_per_request)
+        batch = min(float(slots), max(1.0, each.requests_in_flight))
+        waiting = each.requests_in_flight > slots  # then the next request has come before a slot is free
+        rows.append([answer, answer * batch, prompt * batch, 0.0 if waiting else 1.0])
+        times.append(min(float(slots), each.requests_in_flight) / each.requests_per_second)
+    count = len(rows)
+    for each, row in zip(found, rows[:count], strict=True):
+        between, answer = each.inter_token_ms.p50, row[0]
+        if between and row[1] / answer < answer / 2:
+            rows.append([1.0, row[1] / answer, 0.0, 0.0])
+            times.append(between / 1000)
+    first, prompt = min(
+        (first, each.input_tokens_per_request) for first, each in zip(firsts, found, strict=True) if first
+    )
+    # It counts as much as all loads: whatever they say, a prompt takes no longer.
+    rows.append([count * each for each in (1.0, 1.0, prompt, 1.0)])
+    times.append(first / 1000)
+    matrix = np.array(rows) / np.array(times)[:, None]
+    target = np.ones(len(rows))
+    target[-1] = count
+    step, sequence, prompt_token, request = solved = _not_negative(matrix, target)
+    speed = ReplicaSpeed(
+        step=max(1e-6, step), sequence=sequence, prompt_token=prompt_token, request=request, slots=slots
+    )
+    return speed, float(np.max(np.abs(matrix[:count] @ np.array(solved) - 1)))
+
+
+def _not_negative(matrix: Floats, target: Floats) -> list[float]:
+    """Return the least squares solution without negative numbers, for a few columns."""
+    best, found = math.inf, np.zeros(matrix.shape[1])
+    for chosen in itertools.product((False, True), repeat=matrix.shape[1]):
+        solved = np.zeros(matrix.shape[1])
+        solved[list(chosen)] = np.linalg.lstsq(matrix[:, list(chosen)], target, rcond=None)[0]
+        off = float(((matrix @ solved - target) ** 2).sum())
+        if solved.min() >= 0 and off < best:
+            best, found = off, solved
+    return [float(each) for each in found]
 
 
 def waits(speed: ReplicaSpeed, traffic: FleetTraffic, rate: float, replicas: int, *, pooled: bool) -> Waits:
