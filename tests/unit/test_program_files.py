@@ -79,10 +79,10 @@ def test_files_that_are_right(tmp_path: Path) -> None:
 class Asked:
     """A request to `postprocessing`."""
 
-    def __init__(self, tokens: list[int], length: int) -> None:
+    def __init__(self, tokens: list[int], length: int, rows: int = 1) -> None:
         arrays: dict[str, Any] = {
-            "TOKENS_BATCH": np.array([[tokens]], dtype=np.int32),
-            "SEQUENCE_LENGTH": np.array([[length]], dtype=np.int32),
+            "TOKENS_BATCH": np.array([[tokens]], dtype=np.int32).repeat(rows, axis=1),
+            "SEQUENCE_LENGTH": np.full((1, rows), length, dtype=np.int32),
         }
         self._tensors = [Tensor(name, array) for name, array in arrays.items()]
 
@@ -90,11 +90,27 @@ class Asked:
         return self._tensors
 
 
-def test_tokens_that_no_tokenizer_decodes_are_the_requests_fault(tmp_path: Path) -> None:
+@pytest.fixture
+def model(tmp_path: Path) -> TritonPythonModel:
     write_byte_tokenizer(tmp_path)
-    model = TritonPythonModel()
+    made = TritonPythonModel()
     config = f'{{"parameters": {{"tokenizer_dir": {{"string_value": "{tmp_path}"}}}}, "output": []}}'
-    model.initialize({"model_config": config, "model_repository": str(tmp_path / "r"), "model_version": "1"})
+    made.initialize({"model_config": config, "model_repository": str(tmp_path / "r"), "model_version": "1"})
+    return made
+
+
+def test_more_tokens_than_one_request_may_hold_are_refused_by_their_shape(model: TritonPythonModel) -> None:
+    many = 2**20 + 1
+    padded, long, negative, wide = model.execute(
+        [Asked([75] * many, 2), Asked([75] * many, many), Asked([75] * 2 * many, -1), Asked([75], 0, rows=many)]
+    )
+    assert not padded.has_error()
+    for answer, shape in ((long, [1, 1, many]), (negative, [1, 1, 2 * many]), (wide, [1, many, 1])):
+        expected = f"TOKENS_BATCH has shape {shape}; at most 1048576 rows and tokens are decoded in a request."
+        assert expected in answer.error().message()
+
+
+def test_tokens_that_no_tokenizer_decodes_are_the_requests_fault(model: TritonPythonModel) -> None:
     right, wrong = model.execute([Asked([75, 108], 2), Asked([-5, 7], 2)])
     assert not right.has_error()
     assert wrong.error().code() == python_backend.TritonError.INVALID_ARG

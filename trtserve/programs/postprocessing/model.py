@@ -16,6 +16,7 @@ from ..shared.parameters import ModelParameters
 from ..shared.tokenizer import tokenizer_of
 from .anchored_decoding import AnchoredDecoder
 
+_MOST_TOKENS = 1 << 20  # of a request; decoding more would hold up all others
 # Before release 0.14 the ensemble sent these through this model to the client.
 _PASSED_ON = ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS", "BATCH_INDEX")
 
@@ -54,9 +55,18 @@ class TritonPythonModel:
 
 
 def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:
-    """Cut ids [batch, beams, length] to their lengths [batch, beams]; row-major over (row, beam)."""
+    """Cut ids [batch, beams, length] to their lengths [batch, beams]; row-major over (row, beam).
+
+    Raises ValueError for lengths that do not fit the rows, and for more tokens than one request may hold.
+    """
     # Without -1: the last response of a stream may be empty, and NumPy cannot infer an axis of an empty array.
     flat = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
     if flat.shape[0] != lengths.size:
         raise ValueError(f"SEQUENCE_LENGTH has {lengths.size} entries for {flat.shape[0]} rows.")
-    return [row[:length].tolist() for row, length in zip(flat, lengths.reshape(-1), strict=True)]
+    if len(flat) <= _MOST_TOKENS:
+        rows = [row[:length] for row, length in zip(flat, lengths.reshape(-1), strict=True)]
+        if sum(map(len, rows)) <= _MOST_TOKENS:
+            return [row.tolist() for row in rows]
+    raise ValueError(
+        f"TOKENS_BATCH has shape {list(tokens.shape)}; at most {_MOST_TOKENS} rows and tokens are decoded in a request."
+    )
