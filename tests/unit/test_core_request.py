@@ -109,9 +109,10 @@ def test_bad_inputs_are_named(inputs: dict[str, Any], message: str) -> None:
         requests(**inputs)
 
 
-def test_a_top_p_that_is_not_a_number_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="top_p is nan"):
-        requests(runtime_top_p=one(np.nan, np.float32))
+@pytest.mark.parametrize("value", [np.nan, -3.0, 3.0])
+def test_a_top_p_that_is_no_probability_is_refused(value: float) -> None:
+    with pytest.raises(RuntimeError, match=f"top_p is {value}"):
+        requests(runtime_top_p=one(value, np.float32))
 
 
 @pytest.mark.parametrize("name", ["streaming", "num_return_sequences"])

@@ -293,7 +293,7 @@ class RequestFactory:
         if "early_stopping" in keywords:
             keywords["early_stopping"] = int(keywords["early_stopping"])
         top_p = row.scalar("runtime_top_p", 0.0)
-        if not top_p <= 0:  # not `> 0`: NaN goes to the executor, which refuses it
+        if top_p != 0:  # the executor refuses what is no probability
             keywords["top_p"] = top_p
         if sequences and self._module.since("0.16"):
             keywords["num_return_sequences"] = sequences

@@ -176,7 +176,7 @@ def _llm_inputs(inputs: Tensors, *, reason: bool) -> Tensors:
     }
     given: dict[str, str] = {}
     for name, parameter in SAMPLING.items():
-        if name not in inputs or (name == "top_p" and not inputs[name].reshape(-1)[0] > 0):
+        if name not in inputs or (name == "top_p" and inputs[name].reshape(-1)[0] == 0):
             continue
         value = inputs[name].reshape(1)
         inner = f"sampling_param_{parameter}"
