@@ -496,6 +496,11 @@ def test_models_of_nvidias_front_end_are_the_alias(client: TestClient) -> None:
 def test_max_tokens_of_zero_returns_the_prompt_alone(client: TestClient) -> None:
     answer = complete(client, prompt="Say", max_tokens=0, echo=True).json()
     assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("Say", "length")
+    prompt = answer["usage"]["prompt_tokens"]
+    assert answer["usage"] == {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = events(complete(client, prompt="Say", max_tokens=0, echo=True, **streamed))
+    assert last["usage"] == answer["usage"]
 
 
 def test_values_of_earlier_tokens_are_not_those_of_new_ones() -> None:

@@ -45,10 +45,12 @@ class TokenUsage:
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    discarded: bool = False
+    """Whether the client gets none of the generated tokens, so that they do not count."""
 
     def add_output(self, tokens: int) -> None:
         """Count generated tokens."""
-        self.completion_tokens = (self.completion_tokens or 0) + tokens
+        self.completion_tokens = (self.completion_tokens or 0) + (0 if self.discarded else tokens)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from trtserve.gateway.ollama import (
     tags,
 )
 from trtserve.gateway.openai.answering import Answering, ChoicesForm, Form, Measures, Sequenced, while_connected
-from trtserve.gateway.openai.answers import ChatAnswer, Completion, Envelope, Json, Message
+from trtserve.gateway.openai.answers import ChatAnswer, Completion, Envelope, Json, Message, TokenUsage
 from trtserve.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -181,7 +181,8 @@ class Paths:
                     only_echoed=max_tokens == 0,
                     shows_ids=body.return_token_ids,
                 )
-                sequences.append(Sequenced(request=each, answer=answer))
+                usage = TokenUsage(discarded=answer.only_echoed)
+                sequences.append(Sequenced(request=each, answer=answer, usage=usage))
         kind = "text_completion"
         envelope = Envelope(prefix="cmpl", kind=kind, chunk_kind=kind, model=body.model)
         form = ChoicesForm(
