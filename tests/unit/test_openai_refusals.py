@@ -65,6 +65,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"stream_options": {"include_usage": True}}, 400, "only allowed when stream is true", None),
         ({"guided_json": {}, "guided_regex": "a"}, 400, "only one of", None),
         ({"guided_choice": []}, 400, "at least 1 item", "guided_choice"),
+        ({"guided_choice": ["", ""]}, 400, "every choice is empty", "guided_choice"),
+        ({"structured_outputs": {"choice": [""]}}, 400, "every choice is empty", "structured_outputs.choice"),
+        ({"guided_regex": ""}, 400, "at least 1 character", "guided_regex"),
+        ({"guided_grammar": ""}, 400, "at least 1 character", "guided_grammar"),
         ({"echo": True, "logprobs": 1, "stream": True}, 400, "cannot be streamed", None),
     ],
 )
@@ -88,6 +92,7 @@ def test_a_wrong_completion(
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
         ({"tools": [{"type": "web_search"}]}, "'function'"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "at least 1 character"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "supplied: tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "auto"}}, "Invalid value for 'tool_choice': "),
         ({"response_format": {"type": "json_schema"}}, "needs it"),

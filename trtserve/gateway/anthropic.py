@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, arguments_of
-from trtserve.gateway.openai.bodies import Body, ChatBody, Thinking, chat_body
+from trtserve.gateway.openai.bodies import Body, ChatBody, Thinking, ToolName, chat_body
 from trtserve.gateway.openai.errors import MESSAGES, ApiError, error_event
 from trtserve.gateway.openai.reading import Part
 
@@ -21,7 +21,7 @@ class CustomTool(Body):
     """A tool of the client; Anthropic's own tools run on its servers."""
 
     type: Literal["custom"] = "custom"
-    name: str
+    name: ToolName
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool = False

@@ -13,7 +13,16 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from trtserve.files import parse_json
 from trtserve.gateway.openai.errors import ApiError, validation_error
@@ -35,6 +44,15 @@ _MOST = {
 }
 """Key → the most entries that it may have, and what they are."""
 
+
+def _with_text(choices: list[str]) -> list[str]:
+    if not any(choices):
+        raise ValueError("every choice is empty; one must have at least one character")
+    return choices
+
+
+Choices = Annotated[list[str], Field(min_length=1), AfterValidator(_with_text)]
+ToolName = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Guide = tuple[str, str]
@@ -99,9 +117,9 @@ class StructuredOutputs(Body):
 
     json_schema: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool = False
-    regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
-    grammar: str | None = None
+    regex: str | None = Field(None, min_length=1)
+    choice: Choices | None = None
+    grammar: str | None = Field(None, min_length=1)
     whitespace_pattern: str | None = None
 
 
@@ -130,9 +148,9 @@ class Sampling(Body):
     ignore_eos: bool = False
     return_token_ids: bool = False
     guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, min_length=1)
-    guided_grammar: str | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
     guided_whitespace_pattern: str | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
@@ -274,7 +292,7 @@ class CompletionBody(Sampling):
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    name: str
+    name: ToolName
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
     strict: bool = False

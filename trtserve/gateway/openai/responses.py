@@ -21,7 +21,7 @@ from pydantic_core import from_json, to_json
 from trtserve.gateway.asgi import SMALL
 from trtserve.gateway.openai.answering import Form, Sequenced
 from trtserve.gateway.openai.answers import AnswerBlock, Json, Message, TextPiece, call_json
-from trtserve.gateway.openai.bodies import Body, ChatBody, NamedFunction, chat_body
+from trtserve.gateway.openai.bodies import Body, ChatBody, NamedFunction, ToolName, chat_body
 from trtserve.gateway.openai.errors import ApiError
 from trtserve.gateway.openai.reading import Part
 
@@ -37,11 +37,23 @@ _NAMED = {"message": "role", "function_call": "name"}
 """Type of an item → the key that it needs."""
 
 
+_Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
 class FunctionOfResponses(Body):
     """A function that the model may call; OpenAI's other tools run on its servers."""
 
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
     strict: bool = False
@@ -116,7 +128,7 @@ class ResponsesBody(Body):
     truncation: Literal["disabled"] = "disabled"
 
     # No effect.
-    include: list[str] = Field(default_factory=list)
+    include: list[_Included] = Field(default_factory=list)
     max_tool_calls: int | None = None
     stream_options: dict[str, Any] = Field(default_factory=dict)
     user: str = ""
