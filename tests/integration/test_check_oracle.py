@@ -50,6 +50,7 @@ GOOD: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "quantize": "int4"},
 ]
 GAIN = 1.0
+SQUARED = ("nemotron", "arcee", "jais2")
 # Families that are given all faults; test_check_constants_oracle has the wrong constants of every family by value.
 WHOLE = ("llama", "gemma3", "gpt2", "gpt_neox")
 # These have no value of their own to compare: logits must show them.
@@ -186,7 +187,8 @@ def test_exchanged_pipeline_stages_are_caught(prompts: CheckSpec, tmp_path: Path
 @pytest.mark.parametrize("name", FAMILIES)
 def test_good_conversions_pass(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
     """A fifth of the conversions for each family, in turn: TRTSERVE_ALL=1 makes all of them."""
-    model = write_tiny_model(tmp_path / "model", name, gain=GAIN)
+    # Squared ReLUs double the error of int4 weights: too much for what random layers of full strength answer.
+    model = write_tiny_model(tmp_path / "model", name, gain=0.5 if name in SQUARED else GAIN)
     specs = [spec for spec in GOOD if FAMILIES[name].stages or "pp_size" not in spec]
     turn = list(FAMILIES).index(name) % len(specs)
     for number, spec in enumerate(specs):

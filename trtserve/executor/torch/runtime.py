@@ -129,7 +129,11 @@ class TorchRuntime(EmbeddedRuntime):
                 hint="Use --runtime vllm on GPUs, or --runtime openvino on this CPU.",
             )
         decoder = family(config.architecture).decoder(config)
-        experts, longest = decoder.experts, resolve_limits(config, spec, self.gpu_limits).max_seq_len
+        experts, limits = (
+            decoder.experts,
+            resolve_limits(config, spec, CPU_LIMITS if device == "cpu" else self.gpu_limits),
+        )
+        longest = limits.max_seq_len
         if device == "cuda" and decoder.has_chunks(longest):
             raise UnsupportedModelError(
                 f"{config.architecture} attends in chunks, and sequences of {longest} tokens have several; the torch "
@@ -148,7 +152,6 @@ class TorchRuntime(EmbeddedRuntime):
             )
         _require_supported(config, spec, device)
         features, remarks = resolve_features(config, spec)
-        limits = resolve_limits(config, spec, CPU_LIMITS if device == "cpu" else self.gpu_limits)
         needs = _needs(config, limits) if device == "cpu" else EngineNeeds()
         precision = PRECISIONS[config.dtype]
         return TorchPlan(
