@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trtserve.nvidia.releases import RELEASES
-from trtserve.programs.core.request import RequestFactory, longest_sequence, vocabulary_to_wrap
+from trtserve.programs.core.request import RequestFactory, most_ids, vocabulary_to_wrap
 from trtserve.programs.core.settings import ExecutorModule, load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
 
@@ -198,7 +198,8 @@ def test_more_ids_than_a_sequence_has_are_refused_by_their_count(name: str, inpu
         factory.requests({**ROW, **ids, **inputs})
 
 
-def test_the_longest_sequence_is_the_engines(tmp_path: Path) -> None:
-    assert longest_sequence(tmp_path) == 2**20
-    (tmp_path / "config.json").write_text(json.dumps({"build_config": {"max_seq_len": 320}}))
-    assert longest_sequence(tmp_path) == 320
+def test_the_most_ids_is_the_engines(tmp_path: Path) -> None:
+    assert most_ids(tmp_path) == 2**20
+    for longest, most in ((320, 2**17), (2**18, 2**18)):
+        (tmp_path / "config.json").write_text(json.dumps({"build_config": {"max_seq_len": longest}}))
+        assert most_ids(tmp_path) == most

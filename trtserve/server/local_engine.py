@@ -27,7 +27,7 @@ from trtserve.executor.loaders import is_embedded, merges_ranks
 from trtserve.host.machine import install_command
 from trtserve.nvidia.releases.installed import PACKAGE
 from trtserve.process import Command
-from trtserve.programs.core.request import RequestFactory, longest_sequence, vocabulary_to_wrap
+from trtserve.programs.core.request import RequestFactory, most_ids, vocabulary_to_wrap
 from trtserve.programs.core.response import Wanted, output_arrays
 from trtserve.programs.core.settings import executor_config, load_executor_module
 from trtserve.programs.shared.parameters import ModelParameters
@@ -203,7 +203,7 @@ class LocalClient:
             decoupled=True,
             exclude_input=bool(parameters.switch("exclude_input_in_output")),
             vocabulary=vocabulary_to_wrap(parameters, engine),
-            longest=longest_sequence(engine),
+            longest=most_ids(engine),
         )
 
     def shutdown(self) -> None:

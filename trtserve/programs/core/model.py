@@ -31,7 +31,7 @@ from ..shared.senders import (
 )
 from .metrics import MetricsReporter
 from .pending import Pending, PendingTable, client_id, joined, joined_responses, response
-from .request import Inputs, RequestFactory, longest_sequence, vocabulary_to_wrap
+from .request import Inputs, RequestFactory, most_ids, vocabulary_to_wrap
 from .response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
 from .settings import executor_config, guided_decoding_config, load_executor_module, runs_on_gpu
 
@@ -91,7 +91,7 @@ class TritonPythonModel:
             decoupled=self._decoupled,
             exclude_input=bool(parameters.switch("exclude_input_in_output")),
             vocabulary=vocabulary_to_wrap(parameters, engine),
-            longest=longest_sequence(engine),
+            longest=most_ids(engine),
         )
         self._executor = api.Executor(engine, api.ModelType.DECODER_ONLY, settings)
 

@@ -400,10 +400,13 @@ def _prompt(row: Row) -> list[int]:
     return row.integers("input_ids", length)
 
 
-def longest_sequence(engine: Path) -> int:
-    """Return the engine's `max_seq_len`, or 2^20 when it names none."""
+def most_ids(engine: Path) -> int:
+    """Return how many ids a tensor may have: the engine's `max_seq_len`, or 2^20 when it names none.
+
+    It is at least 2^17, which takes no time to read: what is only a little too long is refused in the engine's words.
+    """
     build = read_object(engine / "config.json").get("build_config") or {}
-    return int(build.get("max_seq_len") or _MOST_IDS)
+    return max(int(build.get("max_seq_len") or _MOST_IDS), 1 << 17)
 
 
 def vocabulary_to_wrap(parameters: ModelParameters, engine: Path) -> int | None:
