@@ -31,9 +31,7 @@ demo: $(READY) ## a real model from import to a measured answer, on a real Trito
 	PATH="$(abspath $(BIN)):$$PATH" TRTSERVE_HOME="$(abspath .demo)" bash examples/demo.sh
 	@printf '\nTo use trtserve in this shell: source $(BIN)/activate\n'
 
-# Tests of real servers on a shared machine: docs/decisions/0016-tests-run-again.md.
-AGAIN := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks --rerun-exclude-path tests/unit
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --durations=25 $(AGAIN)
+PYTEST = $(BIN)/python -m tests.support.run_again --numprocesses $(JOBS) --no-loadscope-reorder --durations=25
 
 test: $(READY) ## all tests that this machine can run; needs nothing but Python
 	$(PYTEST) $(ARGS)

@@ -63,7 +63,6 @@ PACKAGES = (
     "pytest",
     "pluggy",
     "iniconfig",
-    "pytest-rerunfailures",
     "pytest-xdist",
     "execnet",
     "hypothesis",
