@@ -20,29 +20,43 @@ def test_it():
 """
 
 
-def _tests(folder: Path, *names: str) -> list[str]:
+ARGUMENTS = ["-q", "-p", "no:xdist"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _tests(folder: Path, *names: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         (folder / f"test_{name}.py").write_text(ONCE)
-    return ["-q", "-p", "no:xdist", str(folder)]
 
 
-def test_what_passes_alone_passes(tmp_path: Path) -> None:
-    assert run_again.main(_tests(tmp_path, "a", "b", "c")) == pytest.ExitCode.OK
+def test_what_passes_alone_passes(folder: Path) -> None:
+    _tests(folder, "a", "b", "c")
+    assert run_again.main(ARGUMENTS) == pytest.ExitCode.OK
 
 
-def test_what_fails_twice_fails(tmp_path: Path) -> None:
-    (tmp_path / "test_b.broken").touch()
-    assert run_again.main(_tests(tmp_path, "a", "b")) == pytest.ExitCode.TESTS_FAILED
+def test_what_fails_twice_fails(folder: Path) -> None:
+    _tests(folder, "a", "b")
+    (folder / "test_b.broken").touch()
+    assert run_again.main(ARGUMENTS) == pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.mark.parametrize("names", [("a", "b", "c", "d"), ("a",)])
-def test_many_files_and_unit_tests_have_one_run(tmp_path: Path, names: tuple[str, ...]) -> None:
-    folder = tmp_path / ("tests/unit" if len(names) == 1 else "tests/e2e")
-    assert run_again.main(_tests(folder, *names)) == pytest.ExitCode.TESTS_FAILED
+def test_many_files_have_one_run(folder: Path) -> None:
+    _tests(folder, "a", "b", "c", "d")
+    assert run_again.main(ARGUMENTS) == pytest.ExitCode.TESTS_FAILED
 
 
-def test_an_error_of_collection_has_one_run(tmp_path: Path) -> None:
-    arguments = _tests(tmp_path, "a")
-    (tmp_path / "test_b.py").write_text("import nothing_of_this_name")
-    assert run_again.main(arguments) == pytest.ExitCode.INTERRUPTED
+def test_unit_tests_have_one_run(folder: Path) -> None:
+    _tests(folder / "tests" / "unit", "a")
+    assert run_again.main(ARGUMENTS) == pytest.ExitCode.TESTS_FAILED
+
+
+def test_an_error_of_collection_has_one_run(folder: Path) -> None:
+    _tests(folder, "a")
+    (folder / "test_b.py").write_text("import nothing_of_this_name")
+    assert run_again.main(ARGUMENTS) == pytest.ExitCode.INTERRUPTED
