@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -35,6 +36,8 @@ SUBFOLDERS = ("additional_chat_templates/*.jinja", "[0-9]_*/config.json", "[0-9]
 _CONTROL = re.compile(r"[\0-\x1f\x7f]")  # which no file of a model has, and terminals obey
 _DIGITS = re.compile("[0-9]{1,18}")
 _BLOCK = 64 << 10
+# `abandoned` holds a lock for a moment, which is no reason to give up.
+_TRIES, _PAUSE = 5, 0.01
 _LONGEST_NAME, _LONGEST_PATH = 256, 4000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -143,7 +146,7 @@ def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[N
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _lock_file(path, kind, wait=wait)
+        handle = _lock_file(path, kind, tries=None if wait else _TRIES)
     with handle:
         try:
             yield
@@ -152,16 +155,38 @@ def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[N
                 path.unlink(missing_ok=True)
 
 
-def _lock_file(path: Path, kind: int, *, wait: bool) -> TextIO:
+@contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Hold the lock file `path` if no process that is alive holds it, and yield whether that is so.
+
+    Afterwards the file is gone. In a folder that cannot be written nothing counts as abandoned.
+    """
+    try:
+        handle = _lock_file(path, fcntl.LOCK_EX, tries=1)
+    except (LockedError, OSError):
+        yield False
+        return
+    with handle:
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, kind: int, *, tries: int | None) -> TextIO:
     while True:
         handle = path.open("a")
         try:
-            fcntl.flock(handle, kind | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(handle, kind | (0 if tries is None else fcntl.LOCK_NB))
             # The previous owner removed its file, and a lock on a removed file protects nothing.
             if _is_open_at(handle, path):
                 return handle
         except BlockingIOError:
             handle.close()
+            tries = (tries or 1) - 1
+            if tries:
+                time.sleep(_PAUSE)
+                continue
             raise LockedError(
                 f"Another trtserve process is working on {path.stem}.", hint="Wait for it to end, then try again."
             ) from None

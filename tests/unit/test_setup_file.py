@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.server_records import server_record
+from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.errors import LockedError, ServerRunningError, UsageError
 from trtserve.files import locked
@@ -283,6 +284,15 @@ def test_down_stops_what_a_killed_up_began_to_start(tmp_path: Path, monkeypatch:
     killed = KilledUp(monkeypatch)
     assert [server.name for server in bring_down(setup)] == ["front"]
     assert killed.done == ["stop"]
+
+
+def test_down_removes_the_unfinished_engine_of_a_killed_up(tmp_path: Path) -> None:
+    engines = Store().folder(Engine)
+    left = [engines / ".demo-123.partial", engines / ".demo-123.lock"]
+    left[0].mkdir(parents=True)
+    left[1].touch()
+    assert bring_down(setup_of(tmp_path, FRONT)) == []
+    assert not [path for path in left if path.exists()]
 
 
 def test_up_looks_again_when_its_start_meets_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,66 @@ def test_lock_is_exclusive(tmp_path: Path) -> None:
         locked(tmp_path / "a.lock", wait=False),
     ):
         pass
+
+
+def _remains(store: Store, folder: str, name: str) -> list[Path]:
+    """Make what a process that is killed in the middle of its work leaves of one artefact."""
+    home = store.root / folder
+    left = [home / f".{name}.partial", home / f".{name}.lock"]
+    left[0].mkdir(parents=True)
+    (left[0] / "rank0.engine").write_text("half")
+    left[1].touch()
+    return left
+
+
+def test_the_next_command_removes_what_killed_processes_left_and_nothing_that_is_being_made() -> None:
+    store = Store()
+    made = store.destination(Engine, "alive", "a" * 12)
+    left = [path for folder in ("models", "engines") for path in _remains(store, folder, "dead-bbbbbbbbbbbb")]
+    record, state = store.names / ".dead.json", store.servers / ".dead.json"
+    for each in (record, state):
+        each.parent.mkdir(exist_ok=True)
+        left += [each.with_name(f"{each.name}{suffix}") for suffix in (".partial", ".lock")]
+    left += [store.root / "locks" / name for name in ("server-dead.lock", "names/dead.lock")]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if not path.exists() else None
+    download = store.download("org/dead", "c" * 40)
+    download.mkdir(parents=True)
+
+    def produce(folder: Path) -> None:
+        (folder / "rank0.engine").write_text("whole")
+        with store.in_use("alive"), store.in_use("other"):
+            assert (folder / "rank0.engine").exists()
+        assert not [path for path in left if path.exists()]
+
+    engine = publish(Engine, made, _manifest(), produce)
+    assert (engine.path / "rank0.engine").read_text() == "whole"
+    assert download.is_dir()  # the next pull continues it
+    assert [path.name for path in store.root.rglob("*.lock")] == []
+
+
+def test_what_a_killed_process_was_replacing_comes_back_and_what_it_was_removing_goes() -> None:
+    store = Store()
+    kept = _publish(store.destination(Engine, "kept", "a" * 12), 1, "one").path
+    going = _publish(store.destination(Engine, "going", "b" * 12), 2, "two").path
+    for path in (kept, going):
+        path.rename(path.with_name(f".{path.name}.old"))
+    (going.with_name(f".{going.name}.old") / MANIFEST).unlink()
+    store.sweep()
+    assert [path.name for path in store.folder(Engine).iterdir()] == [kept.name]
+    assert (_publish(going, 2, "again").path / "rank0.engine").read_text() == "again"
+
+
+def test_a_lock_that_is_held_for_a_moment_only_is_no_reason_to_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ExitStack()
+    with other:
+        other.enter_context(locked(tmp_path / "a.lock"))
+        monkeypatch.setattr("trtserve.files.time.sleep", lambda _: other.close())
+        with locked(tmp_path / "a.lock", wait=False):
+            pass
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])

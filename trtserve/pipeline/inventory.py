@@ -117,6 +117,7 @@ def remove(removal: Removal, *, store: Store | None = None) -> None:
         for folder in removal.folders:
             if folder.exists():  # an unfinished one may have been published since
                 store.remove_folder(folder)
+    store.sweep()
 
 
 def disk_usage(folders: Iterable[Path]) -> int:

@@ -36,7 +36,7 @@ from trtserve.artifacts import (
     with_checksums,
 )
 from trtserve.errors import ArtifactError, ModelNotFoundError, UsageError, did_you_mean, listing
-from trtserve.files import child, locked, read_as, write_json, writing
+from trtserve.files import abandoned, child, locked, read_as, write_json, writing
 from trtserve.progress import SILENT, Progress
 
 A = TypeVar("A", bound=Artifact)
@@ -100,10 +100,14 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
 
 def artifact_lock(folder: Path) -> Path:
     """Return the lock file for making or removing an artefact; `folder` may be the remains of a killed process."""
-    name = folder.name
-    if name.startswith("."):
-        name = name.removeprefix(".").removesuffix(_STAGED).removesuffix(_REPLACED)
-    return folder.parent / f".{name}.lock"
+    return folder.parent / f".{_published(folder).name}.lock"
+
+
+def _published(hidden: Path) -> Path:
+    """Return the folder whose unfinished, replaced or leaving content `hidden` is, or whose lock."""
+    if not hidden.name.startswith("."):
+        return hidden
+    return hidden.with_name(hidden.name[1:].removesuffix(_STAGED).removesuffix(_REPLACED).removesuffix(".lock"))
 
 
 def reusable(kind: type[A], destination: Path, wanted: str) -> A | None:
@@ -178,7 +182,7 @@ def _old(destination: Path) -> Path:
 def _recover(staging: Path, destination: Path) -> None:
     """Remove the remains of a killed process, and put back the artefact that it was about to replace."""
     old = _old(destination)
-    if old.exists() and not destination.exists():
+    if (old / MANIFEST).exists() and not destination.exists():  # without a manifest it was being removed
         old.rename(destination)
     for leftover in (staging, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -253,12 +257,32 @@ class Store:
 
     @contextmanager
     def in_use(self, *texts: str | Path | None) -> Iterator[None]:
-        """Keep `remove` from taking away, during the block, what has these names or lies in these folders."""
+        """Keep `remove` from taking away, during the block, what has these names or lies in these folders.
+
+        What killed processes left half done is removed first.
+        """
+        self.sweep()
         with ExitStack() as held:
             for name in sorted({name for text in texts if text and (name := self._name_of(str(text)))}):
                 with suppress(ArtifactError):  # from a store that is read-only nothing is removed
                     held.enter_context(locked(self.name_lock(name), shared=True))
             yield
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half done, with their locks, and put back what they were replacing.
+
+        What a process that is alive fills is locked, and stays. So do unfinished downloads: the next one continues.
+        """
+        for folder in (self.folder(kind) for kind in _FOLDERS):
+            for destination in {_published(hidden) for hidden in folder.glob(".*")}:
+                with abandoned(artifact_lock(destination)) as free:
+                    if free:
+                        _recover(destination.with_name(f".{destination.name}{_STAGED}"), destination)
+        for folder in (self.root, self.names, self.servers, self.root / "locks", self.root / "locks" / "names"):
+            for lock in folder.glob("*.lock"):  # pathlib finds hidden files too
+                with abandoned(lock) as free:
+                    if free:  # `write_json` writes there
+                        lock.with_suffix(_STAGED).unlink(missing_ok=True)
 
     def name_lock(self, name: str) -> Path:
         """Return the lock file that commands share while they use artefacts of this name."""
@@ -354,7 +378,7 @@ class Store:
     def lock_of(self, folder: Path) -> Path:
         """Return the lock file that is held while an artefact's or a download's folder is filled or removed."""
         if folder.parent == self.downloads:
-            return self.root / "locks" / f"{folder.name}.lock"
+            return self.root / "locks" / f"{_published(folder).name}.lock"
         return artifact_lock(folder)
 
     def owns(self, folder: Path) -> bool:

@@ -208,12 +208,14 @@ def _is_recorded(server: ServerSetup, store: Store) -> bool:
 
 
 def bring_down(setup: Setup, *, drain: float = 0.0, progress: Progress = SILENT) -> list[Server]:
-    """Stop the servers of the file that run, the last one first, and return them."""
+    """Stop the servers of the file that run, the last one first, and return them; remove what a killed `up` left."""
     store = Store()
     for server in setup.servers:
         await_record(server.name, store)
     named = [server.name for server in reversed(setup.servers) if recorded_server(server.name, store) is not None]
-    return [stop_server(name, drain=drain, store=store, progress=progress) for name in named]
+    stopped = [stop_server(name, drain=drain, store=store, progress=progress) for name in named]
+    store.sweep()
+    return stopped
 
 
 def import_spec(model: ModelSetup, store: Store, progress: Progress) -> ImportSpec:
