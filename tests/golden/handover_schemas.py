@@ -1,6 +1,8 @@
 """Record the fields of the objects that a fleet is handed over as: names, types and required ones, no texts.
 
-Run as `python -m tests.golden.handover_schemas FOLDER`, where FOLDER has clones named as in SOURCES.
+Run as `python -m tests.golden.handover_schemas FOLDER`, where FOLDER has clones named as in SOURCES. On 2026-11-29 no
+clone of Dynamo was at hand: its fields were copied by hand from the Go types that its CRD is generated from
+(`deploy/operator/api/v1beta1`, at the commit named).
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ SOURCES = {
     "HTTPRoute": ("kubernetes-sigs+gateway-api/repo", "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml"),
     "ScaledObject": ("kedacore+keda/repo", "config/crd/bases/keda.sh_scaledobjects.yaml"),
     "LeaderWorkerSet": ("kubernetes-sigs+lws/repo", "config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml"),
+    "DynamoGraphDeployment": (
+        "ai-dynamo+dynamo/repo",
+        "deploy/operator/config/crd/bases/nvidia.com_dynamographdeployments.yaml",
+    ),
     "llm-d-modelservice": ("llm-d-incubation+llm-d-modelservice/repo", "charts/llm-d-modelservice/values.schema.json"),
 }
 DEPTH = 6
-PODS = ("leaderTemplate", "workerTemplate")
+PODS = ("leaderTemplate", "workerTemplate", "podTemplate")
 """Kubernetes' own schema of pods, which `test_kubernetes.py` and `test_chart.py` compare."""
 UNUSED = (
     "accelerator",

@@ -21,7 +21,7 @@ from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.pipeline.fleet import sizing
 from trtserve.pipeline.fleet.content import read_fleet
-from trtserve.pipeline.fleet.handover import hand_over, kubernetes_objects, llm_d_values
+from trtserve.pipeline.fleet.handover import dynamo_graph, hand_over, kubernetes_objects, llm_d_values
 from trtserve.pipeline.fleet.simulation import Arrivals, Incident, ReplicaSpeed, Simulated, Simulation
 from trtserve.pipeline.fleet.sizing import fitted, simulate, size, waits
 from trtserve.pipeline.tuning.virtual_engine import Offered, serve
@@ -357,6 +357,23 @@ def test_values_fit_the_schema_of_llm_d(tmp_path: Path) -> None:
     assert values["decode"]["parallelism"]["tensor"] == 2
 
 
+@pytest.mark.parametrize(("per_node", "nodes"), [(8, None), (1, {"nodeCount": 2})])
+def test_a_graph_fits_the_schema_of_dynamo(tmp_path: Path, per_node: int, nodes: dict[str, int] | None) -> None:
+    fleet = fleet_of(tmp_path)
+    (large,) = size(fleet)
+    gpu = fleet.shapes["large"].gpu
+    fleet = replace(fleet, gpus={gpu: replace(fleet.gpus[gpu], per_node=per_node)})
+    graph = dynamo_graph(fleet, large, 'org/llama "x"')
+    assert graph["apiVersion"] == SCHEMAS["DynamoGraphDeployment"]["version"]
+    require_schema(graph, "DynamoGraphDeployment")
+    front, worker = graph["spec"]["components"]
+    assert (front["type"], worker["type"], worker["replicas"]) == ("frontend", "worker", large.replicas + large.spare)
+    assert worker.get("multinode") == nodes
+    (main,) = worker["podTemplate"]["spec"]["containers"]
+    assert main["args"] == ["--model", 'org/llama "x"', "--tensor-parallel-size", "2", "--max-num-seqs", "32"]
+    assert main["resources"]["limits"] == {"nvidia.com/gpu": str(min(2, per_node))}
+
+
 def test_files_are_handed_over_whole(tmp_path: Path) -> None:
     job = tmp_path / "llama.slurm"
     job.mkdir()
@@ -367,7 +384,7 @@ def test_files_are_handed_over_whole(tmp_path: Path) -> None:
     )
     (large,) = size(fleet)
     written = hand_over(fleet, large, tmp_path / "out")
-    assert [each.name for each in written] == ["kubernetes.yaml", "submit.sh", "llm-d-values.yaml"]
+    assert [each.name for each in written] == ["kubernetes.yaml", "submit.sh", "llm-d-values.yaml", "dynamo.yaml"]
     assert f"seq 1 {large.replicas + large.spare}" in written[1].read_text(encoding="utf-8")
     assert written[1].stat().st_mode & 0o100
     assert not list((tmp_path / "out").glob(".*"))
@@ -387,7 +404,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "Simulating 1 hour of" in said.err
     result = json.loads(said.out)["result"]
     assert 1000 < result["simulated"]["requests"] < 3000
-    assert result["written"] == [str(tmp_path / "out" / "llm-d-values.yaml")]
+    assert result["written"] == [str(tmp_path / "out" / name) for name in ("llm-d-values.yaml", "dynamo.yaml")]
     assert run(["plan", "--fleet", file, "--hours", "0"]) == 0
     assert "large" in capsys.readouterr().out
     fleet_of(tmp_path, FLEET.replace("nodes: 20", "nodes: 1"))

@@ -63,11 +63,13 @@ class ShapeOption:
     job: Path | None = None
     """What `start --slurm` wrote for one replica."""
     model: str | None = None
-    """Model of the hub, for llm-d's chart."""
+    """Model of the hub, for llm-d's chart and NVIDIA Dynamo."""
     model_size: str = "200Gi"
-    """Room for its files there."""
+    """Room for its files in llm-d."""
     image: str = "vllm/vllm-openai:latest"
-    """What serves it there."""
+    """What serves it in llm-d."""
+    dynamo_image: str = "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.5.1"
+    """What serves it in Dynamo, whose operator wants a version as its tag."""
 
 
 @dataclass(frozen=True, kw_only=True)

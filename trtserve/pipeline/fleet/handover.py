@@ -1,4 +1,4 @@
-"""Hand a plan over to what runs it: Kubernetes objects, Slurm submissions, values of llm-d's chart.
+"""Hand a plan over to what runs it: Kubernetes objects, Slurm submissions, files for llm-d and NVIDIA Dynamo.
 
 The server itself is what `start --kubernetes` or `start --slurm` wrote for one replica. Here the number of replicas,
 scaling and the way in are put around it.
@@ -6,9 +6,12 @@ scaling and the way in are put around it.
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,86 @@ from trtserve.pipeline.fleet.content import Fleet, ShapeOption
 from trtserve.pipeline.fleet.sizing import Sized
 
 _WORKLOADS = {"Deployment": "apps/v1", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
-_PICKER_PORT = 9002  # of the endpoint picker's gRPC service
-_WAITING = 'nv_trt_llm_request_metrics{request_type="waiting",service="%s"}'
 Object = dict[str, Any]
+# The port of the endpoint picker is that of its gRPC service.
+_AROUND = """\
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata: {{name: {name}}}
+spec:
+  scaleTargetRef: {{apiVersion: {version}, kind: {kind}, name: {name}}}
+  minReplicaCount: {fewest}
+  maxReplicaCount: {most}
+  cooldownPeriod: {cooldown}
+  triggers:
+    - type: prometheus
+      metadata:
+        serverAddress: http://prometheus-operated:9090
+        query: {waiting}
+        threshold: "{threshold}"
+---
+apiVersion: inference.networking.k8s.io/v1
+kind: InferencePool
+metadata: {{name: {name}}}
+spec:
+  selector: {{matchLabels: {labels}}}
+  targetPorts: [{{number: {port}}}]
+  endpointPickerRef: {{name: {picker}, port: {{number: 9002}}, failureMode: FailOpen}}
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {{name: {name}}}
+spec:
+  parentRefs: [{{name: inference-gateway}}]
+  rules:
+    - matches: [{{path: {{type: PathPrefix, value: /}}}}]
+      backendRefs: [{{group: inference.networking.k8s.io, kind: InferencePool, name: {name}}}]
+"""
+_LLM_D = """\
+modelArtifacts: {{name: {model}, uri: {uri}, size: {size}}}
+multinode: false
+accelerator: {{type: nvidia}}
+routing: {{servicePort: 8000, proxy: {{enabled: false}}}}
+decode:
+  create: true
+  replicas: {replicas}
+  parallelism: {{tensor: {gpus}, data: 1, dataLocal: 1, workers: 1}}
+  containers:
+    - name: vllm
+      image: {image}
+      modelCommand: vllmServe
+      args: ["--max-num-seqs", "{slots}"]
+      mountModelVolume: true
+prefill: {{create: false}}
+"""
+_DYNAMO = """\
+apiVersion: nvidia.com/v1beta1
+kind: DynamoGraphDeployment
+metadata: {{name: {name}}}
+spec:
+  backendFramework: vllm
+  components:
+    - name: Frontend
+      type: frontend
+      replicas: 1
+      podTemplate:
+        spec:
+          containers:
+            - name: main
+              image: {image}
+              env: [{{name: DYN_ROUTER_MODE, value: kv}}]
+    - name: Worker
+      type: worker
+      replicas: {replicas}
+      podTemplate:
+        spec:
+          containers:
+            - name: main
+              image: {image}
+              command: [python3, -m, dynamo.vllm]
+              args: ["--model", {model}, "--tensor-parallel-size", "{gpus}", "--max-num-seqs", "{slots}"]
+              resources: {{limits: {{nvidia.com/gpu: "{on_node}"}}}}
+"""
 
 
 def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
@@ -38,13 +118,13 @@ def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
         texts["submit.sh"] = slurm_script(shape, sized, shape.job)
     if shape.model is not None:
         texts["llm-d-values.yaml"] = yaml.safe_dump(llm_d_values(shape, sized, shape.model), sort_keys=False)
+        texts["dynamo.yaml"] = yaml.safe_dump(dynamo_graph(fleet, sized, shape.model), sort_keys=False)
     if not texts:
         raise UsageError(
             f"The shape {sized.shape} has no `manifest`, `job` or `model`, so there is nothing to write.",
-            hint="Add one: `manifest` (of start --kubernetes), `job` (of start --slurm) or `model` (for llm-d).",
+            hint="Add one: `manifest` (of start --kubernetes), `job` (of start --slurm) or `model` (llm-d, Dynamo).",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
     for name, text in texts.items():
         path, staged = folder / name, folder / f".{name}.partial"
         with writing(path):
@@ -52,8 +132,13 @@ def hand_over(fleet: Fleet, sized: Sized, folder: Path) -> list[Path]:
             if name.endswith(".sh"):
                 staged.chmod(staged.stat().st_mode | stat.S_IXUSR)
             staged.replace(path)
-        written.append(path)
-    return written
+    return [folder / name for name in texts]
+
+
+def _filled(template: str, **values: object) -> list[Object]:
+    """Return the objects of a template; texts and maps become JSON, which is YAML whatever they contain."""
+    given = {name: json.dumps(value) if isinstance(value, (str, dict)) else value for name, value in values.items()}
+    return list(yaml.safe_load_all(template.format(**given)))
 
 
 def _manifest(path: Path) -> list[Object]:
@@ -75,73 +160,29 @@ def _manifest(path: Path) -> list[Object]:
 
 def kubernetes_objects(fleet: Fleet, sized: Sized, manifest: Sequence[Object]) -> list[Object]:
     """Return the manifest with all replicas, what scales them between night and peak, and the inference gateway."""
-    objects = [dict(each) for each in manifest]
+    objects, shape = [dict(each) for each in manifest], fleet.shapes[sized.shape]
     workload = next(each for each in objects if each["kind"] in _WORKLOADS)
     service = next(each for each in objects if each["kind"] == "Service")
     whole, name = sized.replicas + sized.spare, workload["metadata"]["name"]
     workload["spec"] = {**workload["spec"], "replicas": whole}
-    lowest = max(1, round(whole * min(fleet.traffic.day)))
-    waiting = fleet.shapes[sized.shape].max_batch_size // 4 or 1
-    scaler = _object(
-        "keda.sh/v1alpha1",
-        "ScaledObject",
-        name,
-        {
-            "scaleTargetRef": {
-                "apiVersion": _WORKLOADS[workload["kind"]],
-                "kind": workload["kind"],
-                "name": name,
-            },
-            "minReplicaCount": lowest,
-            "maxReplicaCount": whole,
-            # A replica takes a while to load: do not take it away for a quiet minute.
-            "cooldownPeriod": max(300, round(3 * fleet.shapes[sized.shape].load_seconds)),
-            "triggers": [
-                {
-                    "type": "prometheus",
-                    "metadata": {
-                        "serverAddress": "http://prometheus-operated:9090",
-                        "query": f"sum({_WAITING % service['metadata']['name']})",
-                        "threshold": str(waiting),
-                    },
-                }
-            ],
-        },
-    )
     ports = [each for each in service["spec"]["ports"] if each.get("name", "http").startswith("http")]
-    pool = _object(
-        "inference.networking.k8s.io/v1",
-        "InferencePool",
-        name,
-        {
-            "selector": {"matchLabels": dict(service["spec"]["selector"])},
-            "targetPorts": [{"number": int((ports or service["spec"]["ports"])[0]["port"])}],
-            "endpointPickerRef": {
-                "name": f"{name}-picker",
-                "port": {"number": _PICKER_PORT},
-                "failureMode": "FailOpen",
-            },
-        },
+    counted = f'nv_trt_llm_request_metrics{{request_type="waiting",service="{service["metadata"]["name"]}"}}'
+    around = _filled(
+        _AROUND,
+        name=name,
+        version=_WORKLOADS[workload["kind"]],
+        kind=workload["kind"],
+        fewest=max(1, round(whole * min(fleet.traffic.day))),
+        most=whole,
+        # A replica takes a while to load: do not take it away for a quiet minute.
+        cooldown=max(300, round(3 * shape.load_seconds)),
+        waiting=f"sum({counted})",
+        threshold=shape.max_batch_size // 4 or 1,
+        labels=dict(service["spec"]["selector"]),
+        port=int((ports or service["spec"]["ports"])[0]["port"]),
+        picker=f"{name}-picker",
     )
-    route = _object(
-        "gateway.networking.k8s.io/v1",
-        "HTTPRoute",
-        name,
-        {
-            "parentRefs": [{"name": "inference-gateway"}],
-            "rules": [
-                {
-                    "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
-                    "backendRefs": [{"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": name}],
-                }
-            ],
-        },
-    )
-    return [*objects, scaler, pool, route]
-
-
-def _object(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> Object:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
+    return [*objects, *around]
 
 
 def slurm_script(shape: ShapeOption, sized: Sized, job: Path) -> str:
@@ -167,25 +208,36 @@ END
 
 def llm_d_values(shape: ShapeOption, sized: Sized, model: str) -> Object:
     """Return values for the chart llm-d-modelservice, with vLLM's own server in each replica."""
-    arguments = ["--max-num-seqs", str(shape.max_batch_size)]
-    return {
-        "modelArtifacts": {"name": model, "uri": f"hf://{model}", "size": shape.model_size},
-        "multinode": False,
-        "accelerator": {"type": "nvidia"},
-        "routing": {"servicePort": 8000, "proxy": {"enabled": False}},
-        "decode": {
-            "create": True,
-            "replicas": sized.replicas + sized.spare,
-            "parallelism": {"tensor": shape.gpus, "data": 1, "dataLocal": 1, "workers": 1},
-            "containers": [
-                {
-                    "name": "vllm",
-                    "image": shape.image,
-                    "modelCommand": "vllmServe",
-                    "args": arguments,
-                    "mountModelVolume": True,
-                }
-            ],
-        },
-        "prefill": {"create": False},
-    }
+    (values,) = _filled(
+        _LLM_D,
+        model=model,
+        uri=f"hf://{model}",
+        size=shape.model_size,
+        image=shape.image,
+        replicas=sized.replicas + sized.spare,
+        gpus=shape.gpus,
+        slots=shape.max_batch_size,
+    )
+    return values
+
+
+def dynamo_graph(fleet: Fleet, sized: Sized, model: str) -> Object:
+    """Return a DynamoGraphDeployment: a frontend that routes by prefix, and vLLM in each replica.
+
+    A replica with more GPUs than a node has spans several nodes.
+    """
+    shape = fleet.shapes[sized.shape]
+    per_node = fleet.gpus[shape.gpu].per_node
+    (graph,) = _filled(
+        _DYNAMO,
+        name=re.sub("[^a-z0-9]+", "-", sized.shape.lower()).strip("-"),
+        image=shape.dynamo_image,
+        replicas=sized.replicas + sized.spare,
+        model=model,
+        gpus=shape.gpus,
+        slots=shape.max_batch_size,
+        on_node=min(shape.gpus, per_node),
+    )
+    if shape.gpus > per_node:
+        graph["spec"]["components"][1]["multinode"] = {"nodeCount": math.ceil(shape.gpus / per_node)}
+    return graph
