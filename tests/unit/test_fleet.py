@@ -166,8 +166,8 @@ def test_the_speed_of_a_replica_follows_from_results() -> None:
 def closed_loop(speed: ReplicaSpeed, concurrency: int, prompt: int, answer: int, luck: float) -> BenchReport:
     """A result of a replica of this speed; all its times are `luck` times as long."""
 
-    def cost(sequences: int, prompt_tokens: int, _: float) -> Any:
-        return np.array([speed.step + speed.sequence * sequences + speed.prompt_token * prompt_tokens, 0.0, 0.0])
+    def cost(sequences: int, prompt_tokens: int, _: float) -> tuple[float, ...]:
+        return (speed.step + speed.sequence * sequences + speed.prompt_token * prompt_tokens,)
 
     offered = Offered(input_tokens=prompt, output_tokens=answer, concurrency=concurrency, requests=64)
     run = serve(offered, cost, slots=speed.slots, step_tokens=2048, overhead=speed.request)
@@ -175,14 +175,14 @@ def closed_loop(speed: ReplicaSpeed, concurrency: int, prompt: int, answer: int,
         replace(
             answered(
                 number,
-                intended=1000 * luck * each.sent,
-                first=1000 * luck * (each.first - each.sent),
-                step=1000 * luck * (each.end - each.first) / (answer - 1),
+                intended=1000 * luck * sent,
+                first=1000 * luck * (first - sent),
+                step=1000 * luck * (end - first) / (answer - 1),
                 tokens=answer,
             ),
             input_tokens=prompt,
         )
-        for number, each in enumerate(run.requests)
+        for number, (sent, first, end) in enumerate(run.times.tolist())
     ]
     return report_of(records, spec={"concurrency": concurrency})
 

@@ -87,11 +87,11 @@ class MadeUpBench(Bench):
         records = [
             answered(
                 number,
-                intended=luck * each.sent,
-                first=luck * (each.first - each.sent),
-                step=luck * (each.end - each.first) / 7,
+                intended=luck * sent,
+                first=luck * (first - sent),
+                step=luck * (end - first) / 7,
             )
-            for number, each in enumerate(run.requests)
+            for number, (sent, first, end) in enumerate(run.times.tolist())
         ]
         if self.shapes[plan].max_batch_size == self.failing:
             records = [replace(each, status="failed", arrivals=[]) for each in records]
@@ -209,13 +209,13 @@ def test_the_virtual_engine_agrees_with_a_real_one_in_a_closed_loop(concurrency:
                 send(now, min(len(ended), 60 - len(sent)))
             replica.model.may_end.release()
 
-    def cost(sequences: int, prompt_tokens: int, _: float) -> Any:
+    def cost(sequences: int, prompt_tokens: int, _: float) -> tuple[float, ...]:
         step = SPEED_OF_REPLICA
-        return np.array([step.step, step.sequence * sequences, step.prompt_token * prompt_tokens, 0.0])
+        return step.step, step.sequence * sequences, step.prompt_token * prompt_tokens
 
     offered = Offered(input_tokens=PROMPT, output_tokens=ANSWER, concurrency=concurrency, requests=60)
     run = serve(offered, cost, slots=SPEED_OF_REPLICA.slots, step_tokens=2048, overhead=0.0)
-    assert max(each.end for each in run.requests) == pytest.approx(now, rel=0.05)
+    assert run.times.max() == pytest.approx(now, rel=0.05)
     real = sorted(firsts.values())
     for quantile in (0.5, 0.9):
         assert run.figure("ttft", quantile)[0] == pytest.approx(percentile(real, quantile), rel=0.1)
@@ -240,8 +240,8 @@ def test_answers_of_about_one_token_have_no_time_between_tokens() -> None:
 
 
 def test_requests_that_come_on_a_schedule_wait_where_the_engine_is_full() -> None:
-    def cost(sequences: int, prompt_tokens: int, _: float) -> Any:
-        return np.array([0.1 if sequences else 0.0, 0.0])
+    def cost(sequences: int, prompt_tokens: int, _: float) -> tuple[float, ...]:
+        return (0.1,)
 
     def first(rate: float) -> float:
         offered = Offered(input_tokens=8, output_tokens=10, rate=rate, requests=200)

@@ -104,7 +104,9 @@ def _figures(values: Sequence[float], percentiles: Sequence[int], *, sample: boo
 
     array = np.asarray(values, np.float64)
     found = {"avg": float(array.mean()), "max": float(array.max()), "min": float(array.min())}
-    found |= {f"p{each}": float(np.percentile(array, each)) for each in percentiles}
+    found |= {
+        f"p{each}": value for each, value in zip(percentiles, np.percentile(array, percentiles).tolist(), strict=True)
+    }
     deviation = float(array.std(ddof=1)) if sample and len(array) > 1 else float(array.std())
     return {**found, "std": 0.0 if math.isnan(deviation) else deviation}
 

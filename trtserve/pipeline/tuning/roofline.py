@@ -201,7 +201,7 @@ class SpeedModel:
         weights = self._weights.get(shape.kind, np.zeros(_TERMS))
         found = self._runs.get((shape, offered))
         if found is None or np.abs(found[1] - weights).max() > _STALE:
-            found = self._predict(shape, offered, np.append(np.exp(weights), 1.0)), weights
+            found = self._predict(shape, offered, np.exp(weights)), weights
             self._runs[shape, offered] = found
         return found[0]
 
@@ -213,30 +213,29 @@ class SpeedModel:
             rate=offered.rate and offered.rate / replicas,
             requests=math.ceil(offered.requests / replicas),
         )
+        speed, (step, sequence, reading, computing, waiting) = self.speed, weights.tolist()
+
+        def cost(sequences: int, prompt_tokens: int, context: float) -> tuple[float, ...]:
+            """Return the seconds of a step: its own, its sequences', bytes, and operations."""
+            read = (shape.weight_bytes + context * shape.kv_bytes) / speed.bytes_per_second
+            computed = 2 * shape.parameters * (sequences + prompt_tokens) / speed.operations_per_second
+            # The roofline: reading and computing overlap.
+            longer = (reading * read, 0.0) if read > computed else (0.0, computing * computed)
+            return step * speed.step_seconds, sequence * sequences * speed.sequence_seconds, *longer
+
         run = serve(
             each,
-            lambda *step: weights * self._terms(shape, *step),
+            cost,
             slots=shape.max_batch_size,
             step_tokens=shape.max_num_tokens,
-            overhead=float(weights[4]) * self.speed.request_seconds,
+            overhead=waiting * speed.request_seconds,
         )
-        tokens = replicas * run.tokens / float(run.terms.sum())
+        tokens = replicas * run.tokens_per_second
         rate = tokens / max(1.0, offered.output_tokens)
         if offered.rate is not None and rate > offered.rate:
-            rate = offered.rate
-            return Prediction(
-                requests_per_second=rate, tokens_per_second=rate * offered.output_tokens, run=run, held_back=True
-            )
+            rate, tokens = offered.rate, offered.rate * offered.output_tokens
+            return Prediction(requests_per_second=rate, tokens_per_second=tokens, run=run, held_back=True)
         return Prediction(requests_per_second=rate, tokens_per_second=tokens, run=run)
-
-    def _terms(self, shape: ModelShape, sequences: int, prompt_tokens: int, context: float) -> Terms:
-        """Return the seconds of a step: its own, its sequences', bytes, operations, and none of waiting."""
-        speed = self.speed
-        read = (shape.weight_bytes + context * shape.kv_bytes) / speed.bytes_per_second
-        computed = 2 * shape.parameters * (sequences + prompt_tokens) / speed.operations_per_second
-        # The roofline: reading and computing overlap.
-        longer = (read, 0.0) if read > computed else (0.0, computed)
-        return np.array([speed.step_seconds, sequences * speed.sequence_seconds, *longer, 0.0, 0.0])
 
     def outlook(self, lanes: Sequence[tuple[ModelShape, Offered]], names: Sequence[str]) -> tuple[Terms, Terms]:
         """Return the logarithms of figures that are expected, and their standard deviations: [lanes, names] each."""

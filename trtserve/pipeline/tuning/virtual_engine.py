@@ -7,11 +7,10 @@ few events for each request.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,8 +18,8 @@ import numpy.typing as npt
 
 Terms = npt.NDArray[np.float64]
 """Seconds by what they are spent on; the last two of them are requests that come to the engine, and nothing to do."""
-StepCost = Callable[[int, int, float], Terms]
-"""(sequences, tokens of prompts, tokens in the KV cache) of a step → what it costs."""
+StepCost = Callable[[int, int, float], tuple[float, ...]]
+"""(sequences, tokens of prompts, tokens in the KV cache) of a step → the terms of its cost but for the last two."""
 _MOST = 256
 """Requests of a run: more say little about percentiles."""
 _SEED = 33
@@ -40,39 +39,66 @@ class Offered:
 
 
 @dataclass(slots=True)
-class VirtualRequest:
-    """A request: when what happened, in seconds, and the tokens that are left of its prompt and of its answer."""
+class _Request:
+    """A request: what is left of its prompt and of its answer, and when the engine gets it."""
 
     prompt: int
     answer: int
-    tokens: int
-    """Of the whole answer."""
     length: int
-    """Of prompt and answer."""
-    sent: float = 0.0
+    """Tokens of prompt and answer."""
     ready: float = 0.0
-    """When the engine gets it."""
+    sent: float = 0.0
     first: float = 0.0
     end: float = 0.0
-    spent: list[Terms] = field(default_factory=list)
-    """What the engine had spent when it was sent, had its first token, and ended."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class VirtualRun:
-    """What happened to the requests of one engine."""
+    """What happened to the requests of one engine; an event is some equal steps, or waiting."""
 
-    requests: list[VirtualRequest]
-    terms: Terms
-    """Seconds until the last request was sent, by what they were spent on."""
-    tokens: int = 0
-    """Tokens of answers until then."""
-    gaps: list[tuple[Terms, int]] = field(default_factory=list)
-    """Seconds between tokens, and how many tokens came after that time."""
+    times: Terms
+    """Seconds at which each request was sent, had its first token, and ended; [requests, 3]."""
+    tokens: Terms
+    """Of each answer; [requests]."""
+    clocks: Terms
+    """Seconds before each event and after the last one; [events + 1]."""
+    costs: Terms
+    """Of one step of each event; [events, terms]."""
+    steps: Terms
+    """[events]"""
+    given: Terms
+    """Tokens that came, and those of them that follow another one of their answer; [events, 2]."""
+    sending: int
+    """Events until the last request was sent."""
+
+    @cached_property
+    def spent(self) -> Terms:
+        """Seconds before each event and after the last one, by what they were spent on; [events + 1, terms]."""
+        rows = self.costs * self.steps[:, None]
+        return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
+
+    @property
+    def terms(self) -> Terms:
+        """Seconds until the last request was sent, by what they were spent on."""
+        return np.asarray(self.spent[self.sending])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of answers until the last request was sent, in a second."""
+        return float(self.given[: self.sending, 0].sum() / self.clocks[self.sending])
 
     def figure(self, measure: str, quantile: float | None) -> tuple[float, Terms]:
         """Return a quantile, or the mean, of ttft, itl, tpot or latency in seconds, and what they were spent on."""
-        values, weights, terms = self._samples[measure]
+        if measure == "itl":
+            terms, weights = self.costs, self.given[:, 1]
+            values = terms.sum(axis=1)
+        else:
+            begin, end = {"ttft": (0, 1), "latency": (0, 2), "tpot": (1, 2)}[measure]
+            parts = np.maximum(1, self.tokens - 1) if measure == "tpot" else np.ones(len(self.tokens))
+            # All of these moments are ends of events, or the next event begins after them.
+            places = np.searchsorted(self.clocks, self.times)
+            values, weights = (self.times[:, end] - self.times[:, begin]) / parts, np.ones(len(parts))
+            terms = (self.spent[places[:, end]] - self.spent[places[:, begin]]) / parts[:, None]
         if not weights.any():
             return 0.0, 0 * self.terms
         if quantile is None:
@@ -82,23 +108,10 @@ class VirtualRun:
         place = order[np.searchsorted(reached, quantile * reached[-1])]
         return float(values[place]), terms[place]
 
-    @cached_property
-    def _samples(self) -> Mapping[str, tuple[Terms, Terms, Terms]]:
-        rows = np.array([(each.sent, each.first, each.end, each.tokens) for each in self.requests], float)
-        sent, first, end, tokens = rows.T
-        spent = np.array([each.spent for each in self.requests])
-        gaps = np.array([each for each, _ in self.gaps] or [0 * self.terms])
-        counts = np.array([count for _, count in self.gaps] or [0], float)
-        ones, following = np.ones(len(rows)), np.maximum(1, tokens - 1)
-        return {
-            "ttft": (first - sent, ones, spent[:, 1] - spent[:, 0]),
-            "latency": (end - sent, ones, spent[:, 2] - spent[:, 0]),
-            "tpot": ((end - first) / following, ones, (spent[:, 2] - spent[:, 1]) / following[:, None]),
-            "itl": (gaps.sum(axis=1), counts, gaps),
-        }
 
-
-def serve(offered: Offered, cost: StepCost, *, slots: int, step_tokens: int, overhead: float) -> VirtualRun:
+def serve(  # noqa: C901 - what happens in an event, from top to bottom
+    offered: Offered, cost: StepCost, *, slots: int, step_tokens: int, overhead: float
+) -> VirtualRun:
     """Serve requests and return what happened.
 
     A step has up to `slots` sequences: first a token of each answer, then as many tokens of prompts as are left of
@@ -106,119 +119,75 @@ def serve(offered: Offered, cost: StepCost, *, slots: int, step_tokens: int, ove
     """
     count = min(offered.requests, _MOST)
     random = np.random.default_rng(_SEED)
-    prompts = _lengths(random, count, offered.input_tokens, offered.input_stdev)
-    answers = _lengths(random, count, offered.output_tokens, offered.output_stdev)
-    requests = [
-        VirtualRequest(prompt=prompt, answer=answer, length=prompt + answer, tokens=answer)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    prompts, answers = (
+        np.maximum(1, np.rint(random.normal(mean, stdev, count)) if stdev else np.full(count, round(mean)))
+        for mean, stdev in ((offered.input_tokens, offered.input_stdev), (offered.output_tokens, offered.output_stdev))
+    )
+    requests = [_Request(int(a), int(b), int(a + b), overhead) for a, b in zip(prompts, answers, strict=True)]
     at_once = min(count, offered.concurrency or 1)
     if offered.rate is not None:
         for request, time in zip(requests, np.cumsum(random.exponential(1 / offered.rate, count)), strict=True):
-            request.sent = float(time)
+            request.sent, request.ready = float(time), float(time) + overhead
         at_once = count
-    for request in requests:
-        request.ready = request.sent + overhead
-    none = np.zeros_like(cost(1, 0, 0.0))
-    engine = _Engine(VirtualRun(requests, none), cost, slots, step_tokens, none)
-    engine.coming.extend(requests[:at_once])
-    unsent = deque(requests[at_once:])
-    last = requests[-1].sent or math.inf
-    while engine.coming or engine.active:
-        engine.counting = bool(unsent) if at_once < count else engine.clock < last
-        for ended in engine.advance():
-            if unsent:
-                following = unsent.popleft()
-                following.sent, following.ready = ended.end, ended.end + overhead
-                following.spent.append(engine.spent)
-                engine.coming.append(following)
-    return engine.run
-
-
-def _lengths(random: np.random.Generator, count: int, mean: float, stdev: float) -> Sequence[int]:
-    lengths = (
-        np.maximum(1, np.rint(random.normal(mean, stdev, count))) if stdev else np.full(count, max(1, round(mean)))
-    )
-    return [int(each) for each in lengths]
-
-
-@dataclass
-class _Engine:
-    run: VirtualRun
-    cost: StepCost
-    slots: int
-    step_tokens: int
-    spent: Terms
-    clock: float = 0.0
-    counting: bool = True
-    coming: deque[VirtualRequest] = field(default_factory=deque)
-    """Requests that were sent, in order."""
-    active: list[VirtualRequest] = field(default_factory=list)
-    context: float = 0.0
-    """Tokens in the KV cache."""
-
-    def advance(self) -> list[VirtualRequest]:
-        """Go on to the next event and return the requests that ended."""
-        for each in itertools.takewhile(lambda request: request.sent <= self.clock, self.coming):
-            if not each.spent:
-                each.spent.append(self.spent)
-        while self.coming and len(self.active) < self.slots and self.coming[0].ready <= self.clock:
-            self.active.append(self.coming.popleft())
-        if not self.active:
-            following, idle = self.coming[0], np.zeros_like(self.spent)
-            if following.sent > self.clock:
-                idle[-1] = following.sent - self.clock
-            else:
-                idle[-2] = following.ready - self.clock
-            self._spend(idle, 1)
-            return []
-        answering = [each for each in self.active if not each.prompt]
-        reading, tokens = self._read(max(1, self.step_tokens - len(answering)))
-        steps = 1
-        terms = self.cost(len(answering) + len(reading), tokens, self.context)
-        if not reading:
-            steps = min(each.answer for each in answering)
-            if self.coming and len(self.active) < self.slots:
-                steps = min(steps, max(1, math.ceil((self.coming[0].ready - self.clock) / float(terms.sum()))))
-            terms = self.cost(len(answering), 0, self.context + len(answering) * (steps - 1) / 2)
-        self._spend(terms, steps)
-        self.run.gaps.append((terms, len(answering) * steps))
-        begun = [each for each in reading if not each.prompt]
+    coming, unsent, active = deque(requests[:at_once]), deque(requests[at_once:]), list[_Request]()
+    last = math.inf if offered.rate is None else requests[-1].sent
+    nothing = (0.0,) * len(cost(1, 0, 0.0))
+    clock, context, sending = 0.0, 0.0, 0
+    clocks, costs, steps_of, given = [0.0], list[tuple[float, ...]](), list[int](), list[tuple[int, int]]()
+    while coming or active:
+        if unsent if at_once < count else clock < last:
+            sending = len(costs) + 1
+        while coming and len(active) < slots and coming[0].ready <= clock:
+            active.append(coming.popleft())
+        steps, begun, answering = 1, list[_Request](), list[_Request]()
+        if not active:
+            idle = max(0.0, coming[0].sent - clock)
+            terms = (*nothing, 0.0 if idle else coming[0].ready - clock, idle)
+        else:
+            answering = [each for each in active if not each.prompt]
+            room = left = max(1, step_tokens - len(answering))
+            reading = 0
+            for each in active:
+                if each.prompt and left:
+                    taken = min(each.prompt, left)
+                    each.prompt -= taken
+                    left -= taken
+                    reading += 1
+                    if not each.prompt:
+                        begun.append(each)
+            context += room - left
+            terms = (*cost(len(answering) + reading, room - left, context), 0.0, 0.0)
+            if not reading:
+                steps = min(each.answer for each in answering)
+                if coming and len(active) < slots:
+                    steps = min(steps, max(1, math.ceil((coming[0].ready - clock) / sum(terms))))
+                terms = (*cost(len(answering), 0, context + len(answering) * (steps - 1) / 2), 0.0, 0.0)
+        clock += sum(terms) * steps
+        clocks.append(clock)
+        costs.append(terms)
+        steps_of.append(steps)
+        following = len(answering) * steps
+        given.append((following + len(begun), following))
+        context += following + len(begun)
         for each in begun:
-            each.first = self.clock
-            each.spent.append(self.spent)
+            each.first = clock
             each.answer -= 1
         for each in answering:
             each.answer -= steps
-        written = len(answering) * steps + len(begun)
-        self.context += written
-        self.run.tokens += written * self.counting
-        return self._ended()
-
-    def _read(self, room: int) -> tuple[list[VirtualRequest], int]:
-        """Read as many tokens of prompts as there is room for; return their requests and the tokens."""
-        reading, left = [], room
-        for each in self.active:
-            taken = min(each.prompt, left)
-            if taken:
-                each.prompt -= taken
-                left -= taken
-                reading.append(each)
-        self.context += room - left
-        return reading, room - left
-
-    def _ended(self) -> list[VirtualRequest]:
-        """Remove the requests whose answers are complete, and return them."""
-        ended = [each for each in self.active if not each.prompt and not each.answer]
-        for each in ended:
-            each.end = self.clock
-            each.spent.append(self.spent)
-            self.context -= each.length
-            self.active.remove(each)
-        return ended
-
-    def _spend(self, terms: Terms, times: int) -> None:
-        self.clock += float(terms.sum()) * times
-        self.spent = self.spent + terms * times
-        if self.counting:
-            self.run.terms = self.run.terms + terms * times
+        for ended in [each for each in active if not each.prompt and not each.answer]:
+            ended.end = clock
+            context -= ended.length
+            active.remove(ended)
+            if unsent:
+                next_one = unsent.popleft()
+                next_one.sent, next_one.ready = clock, clock + overhead
+                coming.append(next_one)
+    return VirtualRun(
+        times=np.array([(each.sent, each.first, each.end) for each in requests]),
+        tokens=np.maximum(1, answers),
+        clocks=np.array(clocks),
+        costs=np.array(costs),
+        steps=np.array(steps_of, float),
+        given=np.array(given, float),
+        sending=sending,
+    )
