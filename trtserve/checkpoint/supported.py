@@ -18,7 +18,14 @@ from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import architecture_of, family, text_model
-from trtserve.checkpoint.architectures.base import Architecture, HfConfig, require_numbers, require_sizes
+from trtserve.checkpoint.architectures.base import (
+    PUBLISHED,
+    Architecture,
+    HfConfig,
+    WrongConfigError,
+    require_numbers,
+    require_sizes,
+)
 from trtserve.checkpoint.architectures.parts.model_keys import require_types
 from trtserve.checkpoint.quantized import FP8, FP8_BLOCK, FP8_BLOCKS, FP8_ROWS, GPTQ
 from trtserve.checkpoint.widening import Widening, refused, widening
@@ -129,7 +136,6 @@ def _is_static_fp8(config: Mapping[str, Any]) -> bool:
     )
 
 
-_PUBLISHED = "Use the config.json that was published with the weights."
 # The families' own keys for `norm_epsilon`.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _NUMBERS = (
@@ -159,7 +165,7 @@ def supported_family(hf: HfConfig) -> Architecture:
     _require_epsilon(hf, content["norm_epsilon"])
     if content["position_embedding_type"] != "alibi":
         require_sizes(content, "max_position_embeddings")
-    module.decoder(CheckpointConfig.of(content, error=UnsupportedModelError, hint=_PUBLISHED))
+    module.decoder(CheckpointConfig.of(content, error=UnsupportedModelError, hint=PUBLISHED))
     return module
 
 
@@ -167,8 +173,5 @@ def _require_epsilon(hf: HfConfig, epsilon: object) -> None:
     """Require a numeric epsilon; the error uses the key of the model's own config."""
     read = [key for key in _EPSILONS if key in hf and hf[key] is epsilon]
     if read and epsilon is None:
-        raise UnsupportedModelError(
-            f"config.json has {read[0]} = null; expected a positive number.",
-            hint=_PUBLISHED,
-        )
+        raise WrongConfigError(f"config.json has {read[0]} = null; expected a positive number.")
     require_numbers(hf, *read)

@@ -216,7 +216,7 @@ def plan_own_conversion(
     """
     asked, files = spec, files or model.path
     hf = architectures.text_model(read_hf_config(files))
-    base_prefix = convertible_family(hf).BASE_PREFIX
+    base_prefix = convertible_family(hf).prefix
     stored = source_quantization(hf)
     spec = replace(
         spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec), keep_fp8=spec.keep_fp8 or None

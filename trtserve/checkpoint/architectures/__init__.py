@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target
+from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures.base import Architecture, Decoder, HfConfig, Target, WrongConfigError
 from trtserve.checkpoint.architectures.parts.named_tensors import named_targets
 from trtserve.checkpoint.architectures.parts.text_halves import VISION, WITH_IMAGES, text_config
 from trtserve.errors import UnsupportedModelError
@@ -113,6 +114,15 @@ FAMILIES: dict[str, str] = {
 # Other names in TensorRT-LLM's checkpoints.
 _CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2", "Gemma3ForConditionalGeneration": "gemma3"}
 
+# How the names of all source tensors but the head begin, where not with "model.".
+_PREFIXES = {**dict.fromkeys(("bloom", "exaone", "falcon", "gpt2", "gptj"), "transformer."), "gpt_neox": "gpt_neox."}
+
+# Families whose output head is the embedding table unless config.json says otherwise.
+_TIED = {
+    *("bloom", "cohere", "ernie4_5", "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma4", "gpt2"),
+    *("lfm2", "lfm2_moe", "opt", "smollm3", "starcoder2", "vaultgemma"),
+}
+
 # The first Llama exports use this spelling; transformers goes by their model_type.
 _RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
@@ -142,12 +152,18 @@ class UnknownArchitectureError(UnsupportedModelError):
 
 
 def family(architecture: str) -> Architecture:
-    """Return the family module of an architecture; UnknownArchitectureError for an unknown one."""
+    """Return the family of an architecture; UnknownArchitectureError for an unknown one."""
     name = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
     if name is None:
         raise UnknownArchitectureError(architecture)
-    module: Architecture = importlib.import_module(f"{__name__}.{name}")
-    return module
+    module = importlib.import_module(f"{__name__}.{name}")
+    return Architecture(
+        checkpoint_config=module.checkpoint_config,
+        names=getattr(module, "names", llama.names),
+        decoder=getattr(module, "decoder", llama.decoder),
+        prefix=_PREFIXES.get(name, "model."),
+        tied=name in _TIED,
+    )
 
 
 def text_model(hf: HfConfig) -> HfConfig:
@@ -164,9 +180,8 @@ def text_model(hf: HfConfig) -> HfConfig:
     kind = str(hf.get("model_type")).removesuffix("_text").replace("_", "")
     module = FAMILIES.get(family_name)
     if module is not None and _KINDS.get(kind, module) != module:
-        raise UnsupportedModelError(
-            f"config.json names two families: model_type = {hf['model_type']} and the architecture {architecture}.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json names two families: model_type = {hf['model_type']} and the architecture {architecture}."
         )
     return hf if family_name == architecture else {**hf, "architectures": [family_name]}
 
@@ -188,7 +203,7 @@ def unused_tensors(config: CheckpointConfig) -> Sequence[str]:
 
 def shares_embedding(config: CheckpointConfig) -> bool:
     """Return whether the output head of a checkpoint is the embedding table, as far as its config says."""
-    return config.own("tie_word_embeddings", family(config.architecture).TIED)
+    return config.own("tie_word_embeddings", family(config.architecture).tied)
 
 
 def described(hf: HfConfig, config: CheckpointConfig) -> CheckpointConfig:
@@ -203,7 +218,7 @@ def described(hf: HfConfig, config: CheckpointConfig) -> CheckpointConfig:
 def tied(hf: HfConfig) -> bool:
     """Return whether the output head shares the embedding table."""
     hf = text_model(hf)
-    return bool(hf.get("tie_word_embeddings", family(architecture_of(hf)).TIED))
+    return bool(hf.get("tie_word_embeddings", family(architecture_of(hf)).tied))
 
 
 def architecture_of(hf: HfConfig) -> str:

@@ -10,12 +10,9 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
 from trtserve.checkpoint.architectures.glm4_moe import EXPERTS
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
+from trtserve.checkpoint.architectures.parts.positions import attention_kinds, windows_of
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 _NORMS = {
     "input_layernorm": "input_layernorm",
@@ -50,10 +47,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the windows, the experts, and whether embeddings are scaled."""
     hf = {**_DEFAULTS, **hf}
     every = required(hf, "global_attn_every_n_layers")["global_attn_every_n_layers"]
-    kinds = layer_kinds(hf) or [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(int(hf["num_hidden_layers"]))
-    ]
+    kinds = attention_kinds(hf, lambda layer: (layer + 1) % every)
     windows = windows_of(kinds, hf["sliding_window"])
     renamed = {ours: hf[theirs] for ours, theirs in _RENAMED.items()}
     one_group = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scoring_func": "sigmoid"}

@@ -8,11 +8,8 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 12e6}

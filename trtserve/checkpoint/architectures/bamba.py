@@ -7,13 +7,16 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_activation, required
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.base import (
+    Decoder,
+    HfConfig,
+    SourceNames,
+    WrongConfigError,
+    require_activation,
+    required,
+)
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
 from trtserve.checkpoint.architectures.parts.state_space import mamba_keys, state_space, state_space_tensors
-from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
@@ -40,9 +43,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     sizes = required(hf, "num_hidden_layers", "hidden_size", "mamba_expand")
     attends = hf["attn_layer_indices"]
     if not isinstance(attends, list) or any(type(layer) is not int for layer in attends):
-        raise UnsupportedModelError(
-            f"config.json has attn_layer_indices = {attends!r:.80}; expected a list of the layers with attention.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json has attn_layer_indices = {attends!r:.80}; expected a list of the layers with attention."
         )
     require_activation(hf.get("hidden_act", "silu"), "silu")
     hf["layer_types"] = [

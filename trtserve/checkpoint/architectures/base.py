@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures.parts.mixers import Mixer, MixerTensor
@@ -15,6 +15,7 @@ _MOST_PARTS = 10_000
 _MOST_HEADS = 65_536
 _MOST_IN_A_ROW = 1 << 20
 _FLOAT32_MAX = 3.4e38
+PUBLISHED = "Use the config.json that was published with the weights."
 
 HfConfig = Mapping[str, Any]
 
@@ -76,6 +77,13 @@ HeadNorm = Literal["heads", "all", "rotated", "bare"]
 Split = Literal[
     "replicated", "column", "row", "qkv", "fused", "first_rank", "vocab", "expert_column", "expert_row", "experts"
 ]
+
+
+class WrongConfigError(UnsupportedModelError):
+    """config.json cannot be the one that was published with the weights."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint=PUBLISHED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,26 +347,17 @@ class SourceNames:
     unused: tuple[str, ...] = ()  # patterns (fnmatch) of tensors that the checkpoint does not need
 
 
-class Architecture(Protocol):
-    """A model family: a module with these names."""
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model family: the functions of its module, Llama's `names` and `decoder` where it has none, and two facts."""
 
-    # Prefix of all source names except the head's. Files saved without the head omit it.
-    BASE_PREFIX: str
-
-    # transformers' default for `tie_word_embeddings`.
-    TIED: bool
-
-    def checkpoint_config(self, hf: HfConfig) -> dict[str, Any]:
-        """Return the family's part of the checkpoint's `config.json`: sizes, positions and extra keys.
-
-        Raises UnsupportedModelError when the model has a feature that cannot be converted.
-        """
-
-    def names(self, config: CheckpointConfig) -> SourceNames:
-        """Return the names of the source tensors."""
-
-    def decoder(self, config: CheckpointConfig) -> Decoder:
-        """Describe the decoder from the checkpoint's `config.json`."""
+    # Returns the family's part of the checkpoint's `config.json`: sizes, positions and extra keys.
+    # Raises UnsupportedModelError when the model has a feature that cannot be converted.
+    checkpoint_config: Callable[[HfConfig], dict[str, Any]]
+    names: Callable[[CheckpointConfig], SourceNames]  # the names of the source tensors
+    decoder: Callable[[CheckpointConfig], Decoder]  # the decoder that a checkpoint's `config.json` describes
+    prefix: str  # of all source names except the head's. Files saved without the head omit it
+    tied: bool  # transformers' default for `tie_word_embeddings`
 
 
 def required(hf: HfConfig, *keys: str) -> dict[str, Any]:
@@ -393,16 +392,10 @@ def require_sizes(config: Mapping[str, Any], *keys: str) -> None:
     """Raise UnsupportedModelError unless all `keys` are positive integers, and no absurd ones."""
     large = [f"{key} = {config[key]!r:.80}" for key in keys if is_size(config.get(key)) and config[key] > _most(key)]
     if large:
-        raise UnsupportedModelError(
-            f"config.json has {', '.join(large)}; no model is that large.",
-            hint="Use the config.json that was published with the weights.",
-        )
+        raise WrongConfigError(f"config.json has {', '.join(large)}; no model is that large.")
     wrong = [f"{key} = {config.get(key)!r:.80}" for key in keys if not is_size(config.get(key))]
     if wrong:
-        raise UnsupportedModelError(
-            f"config.json has {', '.join(wrong)}; expected positive integers.",
-            hint="Use the config.json that was published with the weights.",
-        )
+        raise WrongConfigError(f"config.json has {', '.join(wrong)}; expected positive integers.")
 
 
 def _most(key: str) -> int:
@@ -419,10 +412,7 @@ def require_numbers(config: Mapping[str, Any], *keys: str) -> None:
     given = {key: config[key] for key in keys if config.get(key) is not None}
     wrong = [f"{key} = {value!r:.80}" for key, value in given.items() if not is_number(value)]
     if wrong:
-        raise UnsupportedModelError(
-            f"config.json has {', '.join(wrong)}; expected positive numbers.",
-            hint="Use the config.json that was published with the weights.",
-        )
+        raise WrongConfigError(f"config.json has {', '.join(wrong)}; expected positive numbers.")
 
 
 def is_number(value: object) -> bool:

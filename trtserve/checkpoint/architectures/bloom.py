@@ -10,9 +10,6 @@ from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceName
 from trtserve.checkpoint.architectures.parts.positions import alibi_slopes
 from trtserve.errors import UnsupportedModelError
 
-BASE_PREFIX = "transformer."
-TIED = True
-
 # Size keys in older configs.
 _SPELLINGS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 

@@ -8,14 +8,10 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
+from trtserve.checkpoint.architectures.parts.positions import attention_kinds, windows_of
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
-
-TIED = True
-_DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": TIED}
+_DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -28,9 +24,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         defaults = _DEFAULTS | {"rope_theta": 5e5}
         return llama.own_config(hf, "Cohere", defaults=defaults) | own | {"qk_layernorm": bool(hf.get("use_qk_norm"))}
     every = int(hf.get("sliding_window_pattern") or 4)
-    kinds = layer_kinds(hf) or [
-        "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(hf["num_hidden_layers"])
-    ]
+    kinds = attention_kinds(hf, lambda layer: (layer + 1) % every)
     windows = windows_of(kinds, hf.get("sliding_window", 4096))
     config = llama.own_config(hf, "Cohere 2", defaults=_DEFAULTS, windows=windows)
     return config | own | {"unrotated_layers": [window is None for window in windows]}

@@ -6,14 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError
 from trtserve.checkpoint.architectures.glm4_moe import EXPERTS
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts, experts_of
 from trtserve.checkpoint.architectures.parts.latent import latent_config, latent_decoder, latent_names
-from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 _DEFAULTS: dict[str, Any] = {"n_shared_experts": 2, "first_k_dense_replace": 0, "max_position_embeddings": 2048}
 _GROUPS = {"greedy": False, "group_limited_greedy": True}
@@ -24,10 +20,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     hf = {**_DEFAULTS, **hf}
     method, scores = hf.get("topk_method") or "greedy", hf.get("scoring_func", "softmax")
     if method not in _GROUPS or scores != "softmax" or hf.get("norm_topk_prob"):
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has topk_method = {method!r}, scoring_func = {scores!r} and norm_topk_prob = "
-            f"{hf.get('norm_topk_prob', False)}; expected {' or '.join(_GROUPS)}, softmax and false.",
-            hint="Use the config.json that was published with the weights.",
+            f"{hf.get('norm_topk_prob', False)}; expected {' or '.join(_GROUPS)}, softmax and false."
         )
     groups = {} if _GROUPS[method] else {"n_group": 1, "topk_group": 1}
     common = latent_config({**hf, "rope_interleave": True})

@@ -6,14 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, superset
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError, superset
 from trtserve.checkpoint.architectures.glm4_moe import EXPERTS
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts
 from trtserve.checkpoint.architectures.parts.latent import latent_config, latent_decoder, latent_names
-from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
@@ -60,9 +56,8 @@ def _dense_first(hf: HfConfig) -> int:
         return 1
     dense = kinds.count("dense") if isinstance(kinds, list) else 0
     if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise UnsupportedModelError(
-            f"config.json has mlp_layer_types = {kinds!r}; expected {layers} layers, first `dense`, then `sparse`.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json has mlp_layer_types = {kinds!r}; expected {layers} layers, first `dense`, then `sparse`."
         )
     return dense
 

@@ -9,26 +9,21 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, superset
 from trtserve.checkpoint.architectures.glm4_moe import EXPERTS
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, window_keys, windows_of
+from trtserve.checkpoint.architectures.parts.positions import attention_kinds, window_keys, windows_of
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's sizes, the experts and the windows, from layer `max_window_layers` on."""
     window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 62)
     common = llama.common_config(hf, longest=2048)
-    kinds = layer_kinds(hf) or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(hf["num_hidden_layers"])
-    ]
+    kinds = attention_kinds(hf, lambda layer: layer >= first)
     return {
         **common,
         **deepseek_experts({"norm_topk_prob": False, "first_k_dense_replace": 0, **hf}),
         "attn_bias": bool(hf.get("attention_bias", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **window_keys(windows_of(kinds, window)),
         **superset(*common.get("superset", ()), "sigmoid routers"),
     }

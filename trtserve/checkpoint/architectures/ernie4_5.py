@@ -8,17 +8,13 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, names
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
-
-TIED = True
 _DEFAULTS = {
     "max_position_embeddings": 131072,
     "num_key_value_heads": 2,
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": TIED,
+    "tie_word_embeddings": True,
 }
 
 

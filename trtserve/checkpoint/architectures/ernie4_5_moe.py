@@ -8,12 +8,9 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import ernie4_5, llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_sizes
-from trtserve.checkpoint.architectures.ernie4_5 import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.glm4_moe import EXPERTS
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, softmax_experts
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys that differ from the dense model's.
 _DEFAULTS: dict[str, Any] = {

@@ -8,11 +8,7 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import HfConfig, SourceNames
-from trtserve.checkpoint.architectures.llama import TIED, decoder
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
-
-BASE_PREFIX = "transformer."
 _DEFAULTS = {"max_position_embeddings": 4096, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
 # EXAONE's keys of config.json, and Llama's.
 _KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"}

@@ -7,14 +7,10 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError
 from trtserve.checkpoint.architectures.olmo2 import BRANCH_NORMS
 from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
-from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -25,9 +21,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     kinds = layer_kinds(hf)
     if kinds is None and window is not None:
         if not isinstance(pattern, int) or pattern < 1:
-            raise UnsupportedModelError(
-                f"config.json has sliding_window_pattern = {pattern!r:.40} and no layer_types; expected a number.",
-                hint="Use the config.json that was published with the weights.",
+            raise WrongConfigError(
+                f"config.json has sliding_window_pattern = {pattern!r:.40} and no layer_types; expected a number."
             )
         kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in layers]
     windows = windows_of(kinds or ["full_attention"] * len(layers), window)

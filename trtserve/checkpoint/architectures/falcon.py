@@ -22,9 +22,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
 )
 from trtserve.errors import UnsupportedModelError
 
-BASE_PREFIX = "transformer."
-TIED = True
-
 _ONE_NORM = {"input_layernorm": "input_layernorm"}
 _MATRICES: frozenset[Part] = frozenset(("qkv", "dense", "fc", "proj"))
 # Size keys of the first models (RefinedWeb), before transformers supported them.

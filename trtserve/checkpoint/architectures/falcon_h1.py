@@ -15,16 +15,8 @@ from trtserve.checkpoint.architectures.base import (
     require_numbers,
     required,
 )
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
-from trtserve.checkpoint.architectures.parts.state_space import (
-    FACTORS,
-    mamba_keys,
-    state_space,
-    state_space_tensors,
-)
+from trtserve.checkpoint.architectures.parts.state_space import FACTORS, mamba_keys, state_space, state_space_tensors
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {

@@ -12,9 +12,6 @@ from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceName
 from trtserve.checkpoint.architectures.parts.positions import beyond_rotary, require_whole_heads, rotary
 from trtserve.errors import UnsupportedModelError
 
-BASE_PREFIX = "model."
-TIED = True
-
 # Both mean the tanh form: Gemma configs say "gelu", but the models were trained with tanh (transformers' GemmaConfig).
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
 _HEAD_SIZE = 256

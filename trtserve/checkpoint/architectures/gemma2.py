@@ -9,7 +9,7 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, superset
-from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED, gemma_config
+from trtserve.checkpoint.architectures.gemma import gemma_config
 from trtserve.checkpoint.architectures.parts.positions import (
     beyond_rotary,
     layer_kinds,
@@ -17,8 +17,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
     window_keys,
     windows_of,
 )
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 _FEEDFORWARD_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 

@@ -13,7 +13,7 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma, gemma2
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_sizes, superset
-from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED, gemma_config
+from trtserve.checkpoint.architectures.gemma import gemma_config
 from trtserve.checkpoint.architectures.parts.positions import (
     beyond_rotary,
     inverse_frequencies,
@@ -26,9 +26,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
 )
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
-
 
 FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
 """Key of ours for the scaling of the layers without a window; TensorRT-LLM's `rotary_scaling` is one of all layers."""

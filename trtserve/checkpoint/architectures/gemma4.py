@@ -17,15 +17,16 @@ from trtserve.checkpoint.architectures.base import (
     ExpertNames,
     HfConfig,
     SourceNames,
+    WrongConfigError,
     required,
     superset,
 )
-from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED, gemma_config
+from trtserve.checkpoint.architectures.gemma import gemma_config
 from trtserve.checkpoint.architectures.parts.expert_tensors import expert_counts, experts_of, softmax_experts
 from trtserve.checkpoint.architectures.parts.layer_sizes import full_heads, shared_keys
 from trtserve.checkpoint.architectures.parts.positions import (
+    attention_kinds,
     inverse_frequencies,
-    layer_kinds,
     rope_parameters,
     scaling_type,
     window_keys,
@@ -33,8 +34,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
 )
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # Defaults of transformers' Gemma4TextConfig; the published `text_config` omits default values.
 _DEFAULTS: dict[str, Any] = {
@@ -74,10 +73,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: GemmaConfig's keys, and ours of what it lacks."""
     rope = hf.get("rope_parameters")
     hf = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
-    kinds = layer_kinds(hf) or [
-        "full_attention" if not (layer + 1) % _PATTERN else "sliding_attention"
-        for layer in range(int(required(hf, "num_hidden_layers")["num_hidden_layers"]))
-    ]
+    required(hf, "num_hidden_layers")
+    kinds = attention_kinds(hf, lambda layer: (layer + 1) % _PATTERN)
     kinds[-1] = "full_attention"  # as in transformers
     base, part = _rotation(rope, "full_attention", "proportional")
     local_base, _ = _rotation(rope, "sliding_attention", "default")
@@ -112,10 +109,9 @@ def _rotation(nested: object, kind: str, expected: str) -> tuple[float, float]:
     parameters = rope_parameters({"rope_parameters": found})
     scaling = scaling_type(parameters) if found is not None else expected
     if scaling != expected or parameters.get("factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has rotary scaling {scaling!r} for {kind} of this Gemma 4; expected {expected!r} without a "
-            "factor.",
-            hint="Use the config.json that was published with the weights.",
+            "factor."
         )
     default = _PART if found is None and kind == "full_attention" else 1.0
     part = float(parameters.get("partial_rotary_factor") or default)

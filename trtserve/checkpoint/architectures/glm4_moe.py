@@ -8,11 +8,8 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, ExpertNames, HfConfig, SourceNames, superset
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 EXPERTS = ExpertNames(
     router="mlp.gate",
@@ -49,7 +46,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **deepseek_experts(hf),
         "attn_bias": bool(hf.get("attention_bias", False)),
         "use_qk_norm": bool(hf.get("use_qk_norm", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **superset(*common.get("superset", ()), "sigmoid routers"),
     }
 

@@ -16,9 +16,6 @@ from trtserve.checkpoint.architectures.base import (
 )
 from trtserve.errors import UnsupportedModelError
 
-BASE_PREFIX = "transformer."
-TIED = True
-
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTConfig.

@@ -22,9 +22,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
     rotary_scale,
 )
 
-BASE_PREFIX = "gpt_neox."
-TIED = False
-
 _SWITCHES = ("use_parallel_residual", "attention_bias")
 
 

@@ -21,11 +21,8 @@ from trtserve.checkpoint.architectures.base import (
     require_activation,
     superset,
 )
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, window_keys, windows_of
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+from trtserve.checkpoint.architectures.parts.positions import attention_kinds, window_keys, windows_of
 
 _EXPERTS = ExpertNames(
     router="mlp.router",
@@ -66,14 +63,12 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         hf["rope_scaling"] = _YARN
     require_activation(hf.get("hidden_act", "silu"), "silu")
     experts, chosen = expert_counts(hf, "num_local_experts")
-    kinds = layer_kinds(hf) or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(hf["num_hidden_layers"])
-    ]
+    kinds = attention_kinds(hf, lambda layer: layer % 2 == 0)
     common = llama.common_config(hf, longest=131072)
     return {
         **common,
         "attn_bias": bool(hf["attention_bias"]),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED),
         "moe_intermediate_size": common["intermediate_size"],
         "swiglu_alpha": float(hf["swiglu_alpha"]),

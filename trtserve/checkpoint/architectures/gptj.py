@@ -10,9 +10,6 @@ from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceName
 from trtserve.checkpoint.architectures.parts.positions import inverse_frequencies
 from trtserve.errors import UnsupportedModelError
 
-BASE_PREFIX = "transformer."
-TIED = False
-
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTJConfig.

@@ -12,19 +12,15 @@ from trtserve.checkpoint.architectures.base import (
     ExpertNames,
     HfConfig,
     SourceNames,
+    WrongConfigError,
     moe_object,
     require_activation,
     required,
 )
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, experts_of
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
 from trtserve.checkpoint.architectures.parts.state_space import mamba_keys, state_space, state_space_tensors
-from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
-
-TIED = False
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
@@ -60,10 +56,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     require_activation(hf.get("hidden_act", "silu"), "silu")
     positions = hf.get("position_embedding_type")
     if positions not in (None, "rope", "nope"):
-        raise UnsupportedModelError(
-            f"config.json has position_embedding_type = {positions!r}; expected rope, nope or null.",
-            hint="Use the config.json that was published with the weights.",
-        )
+        raise WrongConfigError(f"config.json has position_embedding_type = {positions!r}; expected rope, nope or null.")
     required(hf, "hidden_size", "shared_intermediate_size", "mamba_expand")
     shared, inner = hf["shared_intermediate_size"], hf["mamba_expand"] * hf["hidden_size"]
     own_width = hf.get("intermediate_size", 11008)

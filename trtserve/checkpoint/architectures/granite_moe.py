@@ -9,10 +9,7 @@ from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import granite, llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_activation
 from trtserve.checkpoint.architectures.granite_hybrid import EXPERTS, SHARED_EXPERTS, routed
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import experts_of
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {

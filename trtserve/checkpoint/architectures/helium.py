@@ -6,14 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures import llama
+from trtserve.checkpoint.architectures import ernie4_5, llama
 from trtserve.checkpoint.architectures.base import HfConfig, SourceNames
-from trtserve.checkpoint.architectures.ernie4_5 import decoder
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 _DEFAULTS = {"max_position_embeddings": 4096, "head_dim": 128, "rope_theta": 1e5, "rms_norm_eps": 1e-8}
+decoder = ernie4_5.decoder
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:

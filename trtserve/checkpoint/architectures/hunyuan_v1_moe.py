@@ -7,13 +7,10 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import hunyuan_v1_dense, llama
-from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, WrongConfigError
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts, softmax_experts
 from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -23,10 +20,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     )
     inner = _same(hf, "moe_intermediate_size", hf["intermediate_size"])
     if shared != 1 or inner != hf["intermediate_size"]:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has num_shared_expert = {shared}, moe_intermediate_size = {inner} and intermediate_size = "
-            f"{hf['intermediate_size']}; expected one shared expert, and experts of that size.",
-            hint="Use the config.json that was published with the weights.",
+            f"{hf['intermediate_size']}; expected one shared expert, and experts of that size."
         )
     counts = expert_counts({"num_experts": experts, "num_experts_per_tok": chosen}, "num_experts")
     return {

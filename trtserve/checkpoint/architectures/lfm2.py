@@ -8,13 +8,9 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, required
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
 from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, ShortConvolution
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
-
-TIED = True
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -31,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the layers with convolutions, and the MLP's width, which transformers calculates."""
-    tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", TIED))
+    tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", True))
     hf = {**_DEFAULTS, **hf, "tie_word_embeddings": tied, "attention_bias": False}
     hf["intermediate_size"] = hf.get("block_ff_dim", hf.get("intermediate_size"))
     required(hf, "num_hidden_layers", "conv_L_cache", "block_multiple_of", "intermediate_size")

@@ -8,10 +8,7 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import lfm2
 from trtserve.checkpoint.architectures.base import Decoder, ExpertNames, HfConfig, SourceNames, superset
-from trtserve.checkpoint.architectures.lfm2 import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_experts, experts_of
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 _EXPERTS = ExpertNames(
     router="feed_forward.gate",

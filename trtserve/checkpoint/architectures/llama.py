@@ -34,8 +34,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
 Windows = Sequence[int | None]
 """Of each layer in tokens; None: full attention."""
 
-BASE_PREFIX = "model."
-TIED = False
 
 NAMES = SourceNames(
     embedding="model.embed_tokens",

@@ -13,17 +13,14 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     QueryGrowth,
     SourceNames,
+    WrongConfigError,
     is_number,
     moe_object,
     require_sizes,
     required,
 )
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, expert_counts, experts_of
 from trtserve.checkpoint.architectures.parts.positions import layer_flags, layer_kinds
-from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
@@ -70,9 +67,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     grown = {}
     if hf["attn_temperature_tuning"]:
         if not is_number(hf["attn_scale"]):
-            raise UnsupportedModelError(
-                f"config.json has attn_scale = {hf['attn_scale']!r:.80}; expected a positive number.",
-                hint="Use the config.json that was published with the weights.",
+            raise WrongConfigError(
+                f"config.json has attn_scale = {hf['attn_scale']!r:.80}; expected a positive number."
             )
         grown = {"attn_scale": float(hf["attn_scale"]), "floor_scale": required(hf, "floor_scale")["floor_scale"]}
     inner = required(hf, "intermediate_size", "intermediate_size_mlp")
@@ -99,9 +95,8 @@ def _experts(hf: HfConfig, inner: int) -> dict[str, Any]:
     step = hf["interleave_moe_layer_step"]
     sparse = list(layers[step - 1 :: step]) if hf.get("moe_layers") is None else hf["moe_layers"]
     if not isinstance(sparse, list) or any(type(layer) is not int for layer in sparse):
-        raise UnsupportedModelError(
-            f"config.json has moe_layers = {sparse!r:.80}; expected a list of the layers with experts.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json has moe_layers = {sparse!r:.80}; expected a list of the layers with experts."
         )
     return {
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=NOT_NORMALIZED, shared_size=inner),

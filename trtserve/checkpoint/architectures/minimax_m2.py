@@ -8,12 +8,9 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, moe_object, required, superset
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.mixtral import EXPERTS
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys that differ from Llama's.
 _DEFAULTS: dict[str, Any] = {
@@ -37,7 +34,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **common,
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=RENORMALIZED),
         "scoring_func": "sigmoid",
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **superset(*common.get("superset", ()), "sigmoid routers", "norms over all heads"),
     }
 

@@ -7,17 +7,8 @@ from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
-from trtserve.checkpoint.architectures.base import (
-    Decoder,
-    HfConfig,
-    QueryGrowth,
-    require_numbers,
-    require_sizes,
-)
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED, names
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, rope_parameters, windows_of
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+from trtserve.checkpoint.architectures.base import Decoder, HfConfig, QueryGrowth, require_numbers, require_sizes
+from trtserve.checkpoint.architectures.parts.positions import attention_kinds, rope_parameters, windows_of
 
 # transformers' defaults; Ministral 3 has yarn, CWM has llama3.
 _MINISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
@@ -55,15 +46,14 @@ _MINISTRAL_3 = {
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config, the windows, and how queries grow."""
-    layers, name = range(int(hf["num_hidden_layers"])), hf["architectures"][0]
+    name = hf["architectures"][0]
     cwm = name == "CwmForCausalLM"
     if hf.get("rope_parameters") is None:  # null is the default, too
         hf = {key: value for key, value in hf.items() if key != "rope_parameters"}
     plain = {**hf, "attention_bias": False, **({} if cwm else {"mlp_bias": False})}
     if name == "Ministral3ForCausalLM":
         return _ministral3(plain)
-    every_fourth = ["sliding_attention" if layer % 4 else "full_attention" for layer in layers]
-    kinds = layer_kinds(hf) or (every_fourth if cwm else ["sliding_attention"] * len(layers))
+    kinds = attention_kinds(hf, lambda layer: layer % 4 or not cwm)
     windows = windows_of(kinds, hf.get("sliding_window", 8192 if cwm else 4096))
     if cwm:
         return llama.own_config(plain, "CWM", defaults=_CWM, windows=windows)

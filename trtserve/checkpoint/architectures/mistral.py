@@ -6,10 +6,7 @@ from typing import Any
 
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import HfConfig
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED, decoder, names
 from trtserve.checkpoint.architectures.parts.positions import layer_kinds, window_keys, windows_of
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' default for an absent key; null in the config disables the window.
 _DEFAULT_WINDOW = 4096

@@ -8,12 +8,8 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import ExpertNames, HfConfig, SourceNames, moe_object, require_activation
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
-from trtserve.checkpoint.architectures.llama import expert_decoder as decoder
 from trtserve.checkpoint.architectures.parts.expert_tensors import RENORMALIZED, expert_counts
 from trtserve.checkpoint.architectures.parts.positions import uniform_window
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 EXPERTS = ExpertNames(
     router="block_sparse_moe.gate",
@@ -30,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+decoder = llama.expert_decoder
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:

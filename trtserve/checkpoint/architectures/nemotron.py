@@ -8,9 +8,6 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 _NEMOTRON = {"partial_rotary_factor": 0.5, "max_position_embeddings": 4096, "hidden_act": "relu2"}
 _ARCEE = {"max_position_embeddings": 4096, "hidden_act": "relu2", "rms_norm_eps": 1e-5}

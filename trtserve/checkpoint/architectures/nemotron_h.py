@@ -12,10 +12,6 @@ from trtserve.checkpoint.architectures.parts.expert_tensors import deepseek_expe
 from trtserve.checkpoint.architectures.parts.state_space import state_space, state_space_keys, state_space_tensors
 from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
-
-BASE_PREFIX = "model."
-TIED = False
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,

@@ -8,18 +8,15 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_numbers
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.positions import (
+    attention_kinds,
     inverse_frequencies,
-    layer_kinds,
     rope_parameters,
     scaling_type,
     windows_of,
 )
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 BRANCH_NORMS = {
     "post_layernorm": "post_attention_layernorm",
@@ -34,9 +31,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return Llama's config; OLMo 3 scales the rotation only in layers without a window."""
     if hf["architectures"][0] != "Olmo3ForCausalLM":
         return llama.own_config(hf, "OLMo 2", defaults={"rms_norm_eps": 1e-5})
-    layers = int(hf["num_hidden_layers"])
-    kinds = layer_kinds(hf) or ["sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(layers)]
-    windows = windows_of(kinds, hf.get("sliding_window", 4096))
+    windows = windows_of(attention_kinds(hf, lambda layer: (layer + 1) % 4), hf.get("sliding_window", 4096))
     hf = {"rope_theta": _BASE, "rms_norm_eps": 1e-5} | _flat_rope(hf)
     config = llama.own_config(hf, "OLMo 3", defaults={}, windows=windows)
     return config | {"rope_local_base_freq": float(hf["rope_local_base_freq"] or _BASE)}

@@ -8,14 +8,11 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import Block, Decoder, HfConfig, SourceNames, moe_object, superset
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.olmo2 import BRANCH_NORMS
 from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, RENORMALIZED, expert_counts
 from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS
 from trtserve.checkpoint.architectures.qwen3 import HEAD_NORMS
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _OLMOE = {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
@@ -35,7 +32,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         **common,
         "moe": moe_object(num_experts=experts, top_k=chosen, normalization_mode=mode),
         "attn_bias": bool(hf.get("attention_bias", False)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "post_norms": flex,
         **superset(*common.get("superset", ()), "norms over all heads"),
     }

@@ -15,9 +15,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
 )
 from trtserve.errors import UnsupportedModelError
 
-BASE_PREFIX = "model."
-TIED = False
-
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's PhiConfig."""

@@ -12,6 +12,7 @@ from trtserve.checkpoint.architectures.base import (
     HfConfig,
     LongRope,
     SourceNames,
+    WrongConfigError,
     is_number,
     require_activation,
     required,
@@ -26,9 +27,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
     uniform_window,
 )
 from trtserve.errors import UnsupportedModelError
-
-BASE_PREFIX = "model."
-TIED = False
 
 # Other names for LongRoPE in early models; transformers' Phi3Config accepts them too.
 _LONG_ROPE = ("longrope", "su", "yarn")
@@ -64,7 +62,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         if scaled
         else _unscaled_base(hf),
         "rotary_scaling": None,
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **(_long_rope_keys(hf, int(head_size * part) // 2) if scaled else {}),
         **uniform_window(hf, hf.get("sliding_window")),
     }
@@ -73,9 +71,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 def _unscaled_base(hf: HfConfig) -> float:
     base, scaling = own_rotary(hf)
     if scaling:
-        raise UnsupportedModelError(
-            f"The model uses rotary scaling {scaling_type(rope_parameters(hf))!r}; a Phi 3 has longrope or none.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"The model uses rotary scaling {scaling_type(rope_parameters(hf))!r}; a Phi 3 has longrope or none."
         )
     return base
 
@@ -87,20 +84,18 @@ def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
     short, long = (each if isinstance(each, list) else [] for each in factors)
     sound = len(short) == len(long) == pairs and all(map(is_number, (*short, *long)))
     if not isinstance(original, int) or original < 2 or not sound:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has {len(short)} short and {len(long)} long rotary factors and original_max_position_"
-            f"embeddings = {original!r}; expected {pairs} positive numbers of each, and a number.",
-            hint="Use the config.json that was published with the weights.",
+            f"embeddings = {original!r}; expected {pairs} positive numbers of each, and a number."
         )
     for key in ("attention_factor", "short_mscale", "long_mscale"):
         if scaling.get(key) is not None:
             raise UnsupportedModelError(f"This Phi 3 sets {key}, which a TensorRT-LLM checkpoint of it cannot express.")
     factor, longest = scaling.get("factor"), hf.get("max_position_embeddings", 4096)
     if factor is not None and factor != longest / original:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has the rotary factor {factor:g} and {longest} positions for {original}; expected "
-            f"{longest / original:g}, which is what other programs read.",
-            hint="Use the config.json that was published with the weights.",
+            f"{longest / original:g}, which is what other programs read."
         )
     return {
         "original_max_position_embeddings": original,

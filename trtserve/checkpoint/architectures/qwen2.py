@@ -9,10 +9,7 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import HfConfig, SourceNames, moe_object
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED, decoder
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, window_keys, windows_of
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
+from trtserve.checkpoint.architectures.parts.positions import attention_kinds, window_keys, windows_of
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -31,7 +28,7 @@ def qwen_config(
         **llama.common_config(hf, longest=32768),
         "attn_bias": attn_bias,
         "qwen_type": qwen_type,
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         **_constants(),
         **window_keys(_windows(hf) if windows is None else windows),
     }
@@ -57,10 +54,7 @@ def _windows(hf: HfConfig) -> list[int | None]:
     """Return the layers' windows: from layer `max_window_layers` on, unless `layer_types` overrides it."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     first = hf.get("max_window_layers", 28)
-    kinds = layer_kinds(hf) or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(hf["num_hidden_layers"])
-    ]
-    return windows_of(kinds, window)
+    return windows_of(attention_kinds(hf, lambda layer: layer >= first), window)
 
 
 def names(config: CheckpointConfig) -> SourceNames:

@@ -18,14 +18,10 @@ from trtserve.checkpoint.architectures.base import (
     required,
     superset,
 )
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
-from trtserve.checkpoint.architectures.llama import expert_decoder as decoder
 from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, RENORMALIZED, expert_counts
-from trtserve.checkpoint.architectures.parts.positions import layer_kinds, windows_of
+from trtserve.checkpoint.architectures.parts.positions import attention_kinds, windows_of
 from trtserve.checkpoint.architectures.qwen2 import qwen_config
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 EXPERTS = ExpertNames(
     router="mlp.gate",
@@ -33,6 +29,7 @@ EXPERTS = ExpertNames(
     up="mlp.experts.{}.up_proj",
     down="mlp.experts.{}.down_proj",
 )
+decoder = llama.expert_decoder
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -84,11 +81,7 @@ def _windows(hf: HfConfig) -> list[int | None]:
     """Return the windows: every other layer before `max_window_layers`, unless `layer_types` overrides it."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     last = hf.get("max_window_layers", 28)
-    kinds = layer_kinds(hf) or [
-        "sliding_attention" if layer % 2 == 0 and layer < last else "full_attention"
-        for layer in range(hf["num_hidden_layers"])
-    ]
-    return windows_of(kinds, window)
+    return windows_of(attention_kinds(hf, lambda layer: layer % 2 == 0 and layer < last), window)
 
 
 def names(config: CheckpointConfig) -> SourceNames:

@@ -8,10 +8,7 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama, qwen3
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS, qwen_moe_config
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:

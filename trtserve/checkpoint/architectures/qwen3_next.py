@@ -11,19 +11,17 @@ from trtserve.checkpoint.architectures.base import (
     Decoder,
     HfConfig,
     SourceNames,
+    WrongConfigError,
     moe_object,
     require_activation,
     required,
     superset,
 )
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED
 from trtserve.checkpoint.architectures.parts.expert_tensors import NOT_NORMALIZED, RENORMALIZED, expert_counts
 from trtserve.checkpoint.architectures.parts.mixer_layers import mixer_keys
 from trtserve.checkpoint.architectures.parts.mixers import DeltaNet, MixerTensor
 from trtserve.checkpoint.architectures.qwen2_moe import EXPERTS, dense_layers
 from trtserve.errors import UnsupportedModelError
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 # transformers' defaults for absent keys.
 _DEFAULTS: dict[str, Any] = {
@@ -52,10 +50,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     require_activation(hf.get("hidden_act", "silu"), "silu")  # also of the convolution
     sizes = required(hf, *_LINEAR, "full_attention_interval")
     if hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has {hf['linear_num_value_heads']} value heads and {hf['linear_num_key_heads']} key heads of "
-            "linear attention; expected a multiple.",
-            hint="Use the config.json that was published with the weights.",
+            "linear attention; expected a multiple."
         )
     every = sizes.pop("full_attention_interval")
     default = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(_layers(hf))]

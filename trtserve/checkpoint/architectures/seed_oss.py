@@ -8,9 +8,6 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import llama
 from trtserve.checkpoint.architectures.base import HfConfig, Part, SourceNames
-from trtserve.checkpoint.architectures.llama import BASE_PREFIX, TIED, decoder
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 _DEFAULTS = {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
 

@@ -22,9 +22,6 @@ from trtserve.checkpoint.architectures.parts.positions import (
     uniform_window,
 )
 
-BASE_PREFIX = "model."
-TIED = True
-
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTConfig and the window.

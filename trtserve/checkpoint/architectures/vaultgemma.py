@@ -8,9 +8,6 @@ from typing import Any
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
 from trtserve.checkpoint.architectures import gemma, gemma2
 from trtserve.checkpoint.architectures.base import Decoder, HfConfig, SourceNames, require_activation, superset
-from trtserve.checkpoint.architectures.gemma import BASE_PREFIX, TIED
-
-__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "names"]
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def _sources(config: CheckpointConfig, model: Path, targets: Sequence[Target]) -
 def _stored(config: CheckpointConfig, model: Path) -> Mapping[str, SourceTensor]:
     """Return the original's tensors; none when its file format cannot be read."""
     try:
-        return read_source(model, family(config.architecture).BASE_PREFIX)
+        return read_source(model, family(config.architecture).prefix)
     except TrtserveError:
         return {}
 

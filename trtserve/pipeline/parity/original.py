@@ -284,7 +284,7 @@ def _dequantized(
     config = config.get_text_config()
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    floats = dequantized(read_source(folder, family(architecture).BASE_PREFIX), quantization)
+    floats = dequantized(read_source(folder, family(architecture).prefix), quantization)
     weights = {name: from_numpy(values) for name, values in floats}
     loaded: tuple[Any, dict[str, Any]] = getattr(transformers, architecture).from_pretrained(
         None, config=config, state_dict=weights, **settings

@@ -11,6 +11,7 @@ from trtserve.checkpoint.architectures.base import (
     Experts,
     HfConfig,
     Target,
+    WrongConfigError,
     expert_size,
     is_number,
     moe_object,
@@ -118,10 +119,9 @@ def expert_counts(hf: HfConfig, count: str) -> tuple[int, int]:
     numbers = required(hf, count, "num_experts_per_tok")
     experts, chosen = numbers[count], numbers["num_experts_per_tok"]
     if experts < 2 or chosen > experts:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has {count} = {experts} and num_experts_per_tok = {chosen}; expected at least two experts, "
-            "and no more per token than there are.",
-            hint="Use the config.json that was published with the weights.",
+            "and no more per token than there are."
         )
     return experts, chosen
 
@@ -150,9 +150,8 @@ def layers_without_experts(hf: HfConfig) -> dict[str, Any]:
     if kinds is None:
         return {}
     if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise UnsupportedModelError(
-            f"config.json has mlp_layer_types = {kinds!r:.80}; expected `dense` or `sparse`, {layers} times.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json has mlp_layer_types = {kinds!r:.80}; expected `dense` or `sparse`, {layers} times."
         )
     return {"dense_layers": [layer for layer, kind in enumerate(kinds) if kind == "dense"]}
 
@@ -168,16 +167,14 @@ def deepseek_experts(hf: HfConfig) -> dict[str, Any]:
     groups, chosen_groups, shared = (hf.get(key) or least for key, least in _GROUPS.items())
     require_sizes({"n_group": groups, "topk_group": chosen_groups, "n_shared_experts": shared or 1}, *_GROUPS)
     if not is_number(factor := hf["routed_scaling_factor"]):
-        raise UnsupportedModelError(
-            f"config.json has {factor!r:.80} as the factor of its routers' weights; expected a positive number.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json has {factor!r:.80} as the factor of its routers' weights; expected a positive number."
         )
     members = experts // groups
     if experts % groups or chosen_groups > groups or chosen > chosen_groups * members or (groups > 1 and members < 2):
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has n_routed_experts = {experts}, n_group = {groups}, topk_group = {chosen_groups} and "
-            f"num_experts_per_tok = {chosen}; expected equal groups, and enough experts in the chosen ones.",
-            hint="Use the config.json that was published with the weights.",
+            f"num_experts_per_tok = {chosen}; expected equal groups, and enough experts in the chosen ones."
         )
     if (scores := hf.get("scoring_func", "sigmoid")) != "sigmoid":
         raise UnsupportedModelError(f"config.json has scoring_func = {scores!r}; this family's is sigmoid.")

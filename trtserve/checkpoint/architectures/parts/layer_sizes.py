@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trtserve.checkpoint.architectures.base import HfConfig, require_sizes
+from trtserve.checkpoint.architectures.base import HfConfig, WrongConfigError, require_sizes
 from trtserve.errors import UnsupportedModelError
 
 
@@ -21,10 +21,9 @@ def full_heads(hf: HfConfig, kinds: list[str]) -> dict[str, int]:
         usual = {"head_dim": hf.get("head_dim"), "num_key_value_heads": hf["num_key_value_heads"]}
         each = list(saved.values()) if isinstance(saved, Mapping) else []
         if not each or saved.keys() != full or not isinstance(each[0], Mapping) or any(one != each[0] for one in each):
-            raise UnsupportedModelError(
+            raise WrongConfigError(
                 "config.json has a per_layer_config of this Gemma 4 that is not the same object for each layer without "
-                "a window, and for no other.",
-                hint="Use the config.json that was published with the weights.",
+                "a window, and for no other."
             )
         plain = {**usual, **each[0]}
     if unknown := sorted(plain.keys() - {"head_dim", "num_key_value_heads"}):
@@ -37,9 +36,8 @@ def shared_keys(hf: HfConfig, kinds: list[str]) -> dict[str, Any]:
     """Return how many of the last layers use the keys and values of earlier ones, and whether their MLPs are wider."""
     count = hf["num_kv_shared_layers"]
     if not 0 <= count < len(kinds) or set(kinds[: len(kinds) - count]) != set(kinds):
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has num_kv_shared_layers = {count} of {len(kinds)} layers; expected a layer of each kind "
-            "before them.",
-            hint="Use the config.json that was published with the weights.",
+            "before them."
         )
     return {"shared_key_layers": count, "shared_wide_mlp": bool(hf.get("use_double_wide_mlp") and count)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trtserve.checkpoint.architectures.base import HfConfig, is_number, is_size, require_sizes
+from trtserve.checkpoint.architectures.base import HfConfig, WrongConfigError, is_number, is_size, require_sizes
 from trtserve.errors import UnsupportedModelError
 
 _SIZES = (
@@ -107,15 +107,11 @@ def require_types(hf: HfConfig) -> None:
     for expected, fits, keys in _EXPECTED:
         wrong = [f"{key} = {given[key]!r:.80}" for key in keys if key in given and not fits(given[key])]
         if wrong:
-            raise UnsupportedModelError(
-                f"config.json has {', '.join(wrong)}; expected {expected}.",
-                hint="Use the config.json that was published with the weights.",
-            )
+            raise WrongConfigError(f"config.json has {', '.join(wrong)}; expected {expected}.")
     for key, other in _SPELLINGS.items():
         if key in given and given[key] != given.get(other, given[key]):
-            raise UnsupportedModelError(
-                f"config.json has {key} = {given[key]} and {other} = {given[other]}, two names of one size.",
-                hint="Use the config.json that was published with the weights.",
+            raise WrongConfigError(
+                f"config.json has {key} = {given[key]} and {other} = {given[other]}, two names of one size."
             )
     if not any(key in given for key in (*_DEPTHS, *_LISTS_OF_WORDS, "hybrid_override_pattern")):
         raise UnsupportedModelError(

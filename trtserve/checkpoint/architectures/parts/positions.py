@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import HfConfig, require_numbers, require_sizes, superset
+from trtserve.checkpoint.architectures.base import HfConfig, WrongConfigError, require_numbers, require_sizes, superset
 from trtserve.errors import UnsupportedModelError
 
 _REQUIRED = {
@@ -45,9 +45,8 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
     if kind == "yarn":
         parameters = _complete_yarn(hf, parameters)
         if base <= 1:
-            raise UnsupportedModelError(
-                f"config.json has rope_theta = {base:g} beside rotary scaling 'yarn'; expected more than 1.",
-                hint="Use the config.json that was published with the weights.",
+            raise WrongConfigError(
+                f"config.json has rope_theta = {base:g} beside rotary scaling 'yarn'; expected more than 1."
             )
     if kind == "default":
         _refuse_typeless(parameters)
@@ -58,10 +57,7 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
             hint="Choose a model without this scaling, such as the base length of the same family.",
         )
     if missing := [key for key in _REQUIRED[kind] if parameters.get(key) is None]:
-        raise UnsupportedModelError(
-            f"config.json's rotary scaling {kind!r} lacks {', '.join(missing)}.",
-            hint="Use the config.json that was published with the weights.",
-        )
+        raise WrongConfigError(f"config.json's rotary scaling {kind!r} lacks {', '.join(missing)}.")
     # TensorRT-LLM reads `type` first. Its converters find both, because transformers 4 adds `rope_type`.
     return base, {**parameters, **({"type": kind} if "type" in parameters else {}), "rope_type": kind}
 
@@ -96,10 +92,7 @@ def rope_parameters(hf: HfConfig) -> dict[str, Any]:
     """
     for key in ("rope_scaling", "rope_parameters"):
         if hf.get(key) is not None and not isinstance(hf[key], Mapping):
-            raise UnsupportedModelError(
-                f"config.json has {key} = {hf[key]!r:.80}; expected an object.",
-                hint="Use the config.json that was published with the weights.",
-            )
+            raise WrongConfigError(f"config.json has {key} = {hf[key]!r:.80}; expected an object.")
     parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     require_numbers(parameters, *_NUMBERS)
     return dict(parameters)
@@ -215,9 +208,8 @@ def rotary_fraction(hf: HfConfig, *, default: float = 1.0) -> float:
     parameters = rope_parameters(hf)
     for value in (parameters.get("partial_rotary_factor"), hf.get("partial_rotary_factor")):
         if value is not None and value > 1:
-            raise UnsupportedModelError(
-                f"config.json rotates {value:g} of each head (partial_rotary_factor); expected at most 1.",
-                hint="Use the config.json that was published with the weights.",
+            raise WrongConfigError(
+                f"config.json rotates {value:g} of each head (partial_rotary_factor); expected at most 1."
             )
         if value is not None:
             return float(value)
@@ -230,10 +222,9 @@ def require_whole_heads(hf: HfConfig) -> None:
     transformers releases disagree on such a config of a Llama: some ignore it, others fail.
     """
     if (part := rotary_fraction(hf)) != 1:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has partial_rotary_factor = {part:g}, which a TensorRT-LLM checkpoint of "
-            f"{hf.get('model_type', 'this family')} cannot express.",
-            hint="Use the config.json that was published with the weights.",
+            f"{hf.get('model_type', 'this family')} cannot express."
         )
 
 
@@ -300,15 +291,20 @@ def layer_kinds(hf: HfConfig, known: Sequence[str] = _KINDS) -> list[str] | None
     return list(kinds)
 
 
+def attention_kinds(hf: HfConfig, slides: Callable[[int], object]) -> list[str]:
+    """Return `layer_types`, by default sliding attention in the layers for which `slides` is true."""
+    layers = range(int(hf["num_hidden_layers"]))
+    return layer_kinds(hf) or ["sliding_attention" if slides(layer) else "full_attention" for layer in layers]
+
+
 def layer_flags(hf: HfConfig, key: str) -> list[bool] | None:
     """Return a list of one 0 or 1 for each layer, or None; longer lists are cut, as in transformers."""
     flags, layers = hf.get(key), int(hf["num_hidden_layers"])
     if flags is None:
         return None
     if not isinstance(flags, list) or len(flags) < layers or any(flag not in (0, 1) for flag in flags):
-        raise UnsupportedModelError(
-            f"config.json has {key} = {flags!r:.80}; expected a list with 0 or 1 for each of {layers} layers.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json has {key} = {flags!r:.80}; expected a list with 0 or 1 for each of {layers} layers."
         )
     return [bool(flag) for flag in flags[:layers]]
 

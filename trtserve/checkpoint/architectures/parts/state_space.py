@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 from trtserve.artifacts.checkpoint_config import CheckpointConfig
-from trtserve.checkpoint.architectures.base import HfConfig, require_sizes, required
+from trtserve.checkpoint.architectures.base import HfConfig, WrongConfigError, require_sizes, required
 from trtserve.checkpoint.architectures.parts.mixers import MixerTensor, StateSpace
-from trtserve.errors import UnsupportedModelError
 
 FACTORS = ("gate", "input", "b", "c", "step")  # see `StateSpace.factors`
 _SIZES = ("heads", "head", "groups", "state", "taps")
@@ -34,9 +33,8 @@ def state_space_keys(
     sizes = dict(zip(_SIZES, (heads, head, groups, state, taps), strict=True))
     require_sizes(sizes, *_SIZES)
     if heads % groups or (norm_groups and heads * head % norm_groups):
-        raise UnsupportedModelError(
-            f"config.json has {heads} heads of state spaces in {groups} groups; expected a multiple.",
-            hint="Use the config.json that was published with the weights.",
+        raise WrongConfigError(
+            f"config.json has {heads} heads of state spaces in {groups} groups; expected a multiple."
         )
     low, high = _limits(time_limit)
     limits = {} if (low, high) == (0.0, math.inf) else {"ssm_time_floor": low, "ssm_time_ceiling": min(high, 1e30)}
@@ -58,10 +56,9 @@ def mamba_keys(hf: HfConfig, inner: int, *, norm_groups: int, norm_first: bool =
     heads = required(hf, "mamba_n_heads")["mamba_n_heads"]
     head = inner // heads if hf["mamba_d_head"] == "auto" else required(hf, "mamba_d_head")["mamba_d_head"]
     if head * heads != inner:
-        raise UnsupportedModelError(
+        raise WrongConfigError(
             f"config.json has mamba_n_heads = {heads} and mamba_d_head = {hf['mamba_d_head']!r}; "
-            f"expected a product of {inner!r:.40}, the width of the state spaces.",
-            hint="Use the config.json that was published with the weights.",
+            f"expected a product of {inner!r:.40}, the width of the state spaces."
         )
     return state_space_keys(
         heads=heads,
@@ -90,10 +87,7 @@ def _limits(time_limit: object) -> tuple[float, float]:
             and 0 <= low <= high
         ):
             return float(low), float(high)
-    raise UnsupportedModelError(
-        f"config.json has the limits {time_limit!r} of time steps; expected two ascending numbers.",
-        hint="Use the config.json that was published with the weights.",
-    )
+    raise WrongConfigError(f"config.json has the limits {time_limit!r} of time steps; expected two ascending numbers.")
 
 
 def state_space(config: CheckpointConfig) -> StateSpace:
