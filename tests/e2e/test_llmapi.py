@@ -169,8 +169,8 @@ def test_a_dead_llm_is_told_to_the_supervisor_and_ends_the_process_of_its_model(
 ) -> None:
     (beat,) = read_heartbeats(repository.path.parent)
     assert (beat.failure, beat.open_requests) == (None, 0)
-    wait_until(lambda: read_heartbeats(repository.path.parent)[0].time > beat.time, 10)
+    wait_until(lambda: read_heartbeats(repository.path.parent)[0].time > beat.time)
     server.generate("tensorrt_llm", {"text_input": "End.", "sampling_param_max_tokens": 1})
-    wait_until(lambda: read_heartbeats(repository.path.parent)[0].failure is not None, 10)
+    wait_until(lambda: read_heartbeats(repository.path.parent)[0].failure is not None)
     assert read_heartbeats(repository.path.parent)[0].failure == "TensorRT-LLM says that its LLM has ended"
-    wait_until(lambda: psutil.Process(beat.pid).status() == psutil.STATUS_ZOMBIE, 10)  # Triton does not wait for it
+    wait_until(lambda: psutil.Process(beat.pid).status() == psutil.STATUS_ZOMBIE)  # Triton does not wait for it

@@ -175,8 +175,8 @@ def test_a_client_that_goes_frees_its_place(server: Server) -> None:
     with ModelServer(server.address).stream() as stream:
         stream.send("vllm_model", tensors)
         stream.next()
-        wait_until(lambda: [beat["open_requests"] for beat in beats(folder)] == [1], 10)
-    wait_until(lambda: [beat["open_requests"] for beat in beats(folder)] == [0], 10)
+        wait_until(lambda: [beat["open_requests"] for beat in beats(folder)] == [1])
+    wait_until(lambda: [beat["open_requests"] for beat in beats(folder)] == [0])
 
 
 def beats(folder: Path) -> list[dict[str, Any]]:
@@ -186,4 +186,4 @@ def beats(folder: Path) -> list[dict[str, Any]]:
 def test_a_dead_engine_is_not_ready(server: Server) -> None:
     (side,) = [each for each in tree(server.instances[0].process) if b"engine_side" in cmdline(each.pid)]
     os.kill(side.pid, signal.SIGKILL)
-    wait_until(lambda: ask(server.address.http_port, "/v2/health/ready")[0] == 503, 30)
+    wait_until(lambda: ask(server.address.http_port, "/v2/health/ready")[0] == 503)

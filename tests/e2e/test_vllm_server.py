@@ -143,7 +143,7 @@ def test_metrics_and_a_dead_engine_that_is_not_ready(server: Server) -> None:
     assert 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 8' in text
     (side,) = [each for each in tree(server.instances[0].process) if b"engine_side" in cmdline(each.pid)]
     os.kill(side.pid, signal.SIGKILL)
-    wait_until(lambda: ask(server.address.http_port, "/v2/health/ready")[0] == 503, 30)
+    wait_until(lambda: ask(server.address.http_port, "/v2/health/ready")[0] == 503)
 
 
 def cmdline(pid: int) -> bytes:

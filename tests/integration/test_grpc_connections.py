@@ -66,7 +66,7 @@ def test_a_connection_does_not_repeat_what_another_one_met() -> None:
 
     async def ask() -> None:
         (port,) = free_ports("127.0.0.1", 1)
-        early, late = open_channel(Endpoint(grpc_port=port)), GrpcTransport(Endpoint(grpc_port=port), timeout=5)
+        early, late = open_channel(Endpoint(grpc_port=port)), GrpcTransport(Endpoint(grpc_port=port), timeout=LONG)
         state = early.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             await early.wait_for_state_change(state)
@@ -84,7 +84,7 @@ def test_a_server_that_has_just_come_is_not_refused() -> None:
 
     async def ask() -> None:
         (port,) = free_ports("127.0.0.1", 1)
-        transport = GrpcTransport(Endpoint(grpc_port=port), timeout=5)
+        transport = GrpcTransport(Endpoint(grpc_port=port), timeout=LONG)
         model = ModelDescription(name="m", decoupled=False, max_batch_size=0, inputs={}, outputs={})
         for _ in range(20):
             with pytest.raises(ServerUnreachableError):

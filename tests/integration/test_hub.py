@@ -443,7 +443,7 @@ def _start_and_kill(source: str, *, at_bytes: int) -> Path:
     small_blocks = "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 4096"
     code = f"{small_blocks}; from tests.support.stages import convert_model, pull_model; pull_model({source!r})"
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
             parts = list((Store().root / "downloads").glob("*/model.safetensors.part"))
             if parts and parts[0].stat().st_size >= at_bytes:

@@ -36,7 +36,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
 
 def test_the_answer_of_another_server_on_the_port_does_not_count(address: Address, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    ours = spawn(Command(argv=("sleep", "30")), log=log)
+    ours = spawn(Command(argv=("sleep", "600")), log=log)
     try:
         with pytest.raises(ServerStartError, match=r"not ready after 0\.3 s"):
             tritonserver.wait_until_ready(ours, address, log, timeout=0.3)
@@ -49,12 +49,12 @@ def test_the_answer_of_the_process_itself_counts_and_that_of_an_invisible_owner(
 ) -> None:
     myself = ProcessId.of(os.getpid())
     assert myself is not None
-    tritonserver.wait_until_ready(myself, address, tmp_path / "log", timeout=1)
+    tritonserver.wait_until_ready(myself, address, tmp_path / "log", timeout=60)
     monkeypatch.setattr(tritonserver, "listeners", lambda _port: [])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         identity = ProcessId.of(other.pid)
         assert identity is not None
-        tritonserver.wait_until_ready(identity, address, tmp_path / "log", timeout=1)
+        tritonserver.wait_until_ready(identity, address, tmp_path / "log", timeout=60)
         other.communicate(b"\n")
 
 
@@ -74,7 +74,7 @@ def test_a_port_lost_to_another_program_is_reported(
     identity = spawn(Command(argv=(sys.executable, "-c", f"import sys; sys.exit({line!r})")), log=tmp_path / "log")
     nobody = Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)
     with pytest.raises(error, match="already in use") as caught:
-        tritonserver.wait_until_ready(identity, nobody, tmp_path / "log", timeout=10)
+        tritonserver.wait_until_ready(identity, nobody, tmp_path / "log", timeout=60)
     assert hint in str(caught.value.hint)
 
 

@@ -203,7 +203,7 @@ def test_a_killed_child(tmp_path: Path, prompt: int) -> None:
     executor = start(counting_engine(tmp_path))
     number = executor.enqueue_request(request(prompt))
     if prompt == 90:
-        wait_until(lambda: bool(psutil.Process(child_of(executor)).children()), 10)
+        wait_until(lambda: bool(psutil.Process(child_of(executor)).children()))
     os.kill(child_of(executor), signal.SIGKILL)
     assert "vLLM's process has ended with code -9" in collect(executor, [number])[number][0].error_msg
     executor.shutdown()
