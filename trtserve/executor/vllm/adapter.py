@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from trtserve.executor.engine.admission import (
     check_sampling,
 )
 from trtserve.executor.engine.limits import EngineLimits
+from trtserve.executor.engine.outputs import ended_response, next_responses
 from trtserve.executor.engine.requests import (
     BlockUse,
     FinishReason,
@@ -26,8 +29,8 @@ from trtserve.executor.engine.requests import (
     RequestMetrics,
     RequestOutput,
 )
-from trtserve.executor.engine.sampling import SamplingParameters
-from trtserve.executor.engine.sequence import as_tokens
+from trtserve.executor.engine.sampling import Choice, SamplingParameters
+from trtserve.executor.engine.sequence import NO_END, RequestGroup, Sequence, as_tokens
 from trtserve.executor.engine.stop_words import StopWords
 
 _GUIDES = {
@@ -191,135 +194,95 @@ class VllmOutput(msgspec.Struct):
     """Monotonic seconds: first scheduled, first token, last token."""
 
 
-class _Sequence:
-    """What is known of one sequence."""
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.tops: list[list[tuple[int, float]]] = []
-        self.sent = 0
-        self.ended = False
-        words = [tuple(word) for word in request.stop_words if word]
-        self.stop_words = StopWords(words, np.asarray(request.tokens)) if words else None
-
-
 class OpenRequest:
     """A request that vLLM works on, and the outputs that it becomes."""
 
-    def __init__(self, number: int, request: GenerationRequest, *, tokens_per_block: int) -> None:
-        self.number, self.request = number, request
-        self.arrival = time.monotonic()
-        self._sequences = [_Sequence(request) for _ in range(request.num_sequences)]
+    def __init__(self, number: int, request: GenerationRequest, max_tokens: int, *, tokens_per_block: int) -> None:
+        """`max_tokens`: what the request asks for, or fewer if its sequences would become too long."""
+        self.request = request
+        prompt, words = as_tokens(request.tokens), [tuple(word) for word in request.stop_words if word]
+        first = Sequence(
+            id=number,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            end_id=NO_END if request.end_id is None else request.end_id,
+            stop_words=StopWords(words, prompt) if words else None,
+            group=RequestGroup(request.num_sequences, request.num_sequences),
+            streaming=request.streaming,
+            return_all=request.return_all_tokens,
+            exclude_input=request.exclude_input,
+            client_id=request.client_id,
+        )
+        self._open = {index: self._sibling(first, index) for index in range(request.num_sequences)}
+        self._tops: dict[int, list[list[tuple[int, float]]]] = {index: [] for index in self._open}
         self._tokens_per_block = tokens_per_block
-        self._first_token = 0.0
         self._prompt: PromptLogProbs | None = None
+
+    def _sibling(self, first: Sequence, index: int) -> Sequence:
+        request = self.request
+        metrics = RequestMetrics(arrival=first.arrival, first_scheduled=first.arrival)
+        return replace(
+            first,
+            index=index,
+            metrics=metrics if request.return_metrics else None,
+            log_probs=[] if request.return_log_probs else None,
+            generated=[],
+            use=BlockUse(),
+        )
 
     @property
     def ended(self) -> bool:
         """Whether all sequences have ended."""
-        return all(sequence.ended for sequence in self._sequences)
+        return not self._open
 
     def outputs(self, news: VllmOutput) -> list[RequestOutput]:
         """Return the executor's outputs; `ended` is known afterwards, maybe before vLLM ends the request."""
-        self._first_token = self._first_token or time.monotonic()
         self._prompt = self._prompt or news.prompt
         made: list[RequestOutput] = []
         for part in news.sequences:
-            copies = range(len(self._sequences)) if self.request.sampling.greedy else (part.index,)
-            for index in copies:
-                if not self._sequences[index].ended:
-                    made += self._advance(index, part, news)
+            for index in list(self._open) if self.request.sampling.greedy else [part.index]:  # greedy ones are copies
+                if (sequence := self._open.get(index)) is not None:
+                    made += self._advance(sequence, part, news)
         return made
 
     def end(self, reason: FinishReason) -> list[RequestOutput]:
         """End it early: tokens that were not sent are dropped, as in TensorRT-LLM."""
-        made = []
-        for index, sequence in enumerate(self._sequences):
-            if not sequence.ended:
-                sequence.ended = True
-                prompt = [] if self.request.streaming or self.request.exclude_input else list(self.request.tokens)
-                made.append(self._output(index, prompt, reason, news=None))
+        made = [ended_response(sequence, reason) for sequence in self._open.values()]
+        self._open.clear()
         return made
 
-    def _advance(self, index: int, part: OutputSequence, news: VllmOutput) -> list[RequestOutput]:
-        sequence, request = self._sequences[index], self.request
-        reason = FinishReason.NOT_FINISHED
+    def _advance(self, sequence: Sequence, part: OutputSequence, news: VllmOutput) -> list[RequestOutput]:
+        """Return one output for each token of a stream, or one at the end."""
+        reason, tops = FinishReason.NOT_FINISHED, self._tops[sequence.index]
         for position, token in enumerate(part.tokens):
-            stopped = sequence.stop_words is not None and sequence.stop_words.end(sequence.tokens, token)
-            sequence.tokens.append(token)
-            if part.log_probs is not None:
-                sequence.log_probs.append(part.log_probs[position])
-            if part.tops is not None:
-                sequence.tops.append(part.tops[position])
-            if stopped:
-                reason = FinishReason.STOP_WORDS
+            own = part.log_probs[position] if part.log_probs is not None else math.nan
+            reason = sequence.accept(Choice(token, own, own))
+            if part.tops is not None and reason is not FinishReason.END_ID:
+                tops.append(part.tops[position])
+            if reason is not FinishReason.NOT_FINISHED:
                 break
         if reason is FinishReason.NOT_FINISHED and part.reason is not None:
             reason = FinishReason.LENGTH if part.reason == "length" else FinishReason.END_ID
-            if reason is FinishReason.END_ID and sequence.tokens[-1:] == [request.end_id]:
-                sequence.tokens.pop()  # the end token is not in the answer
-                del sequence.log_probs[len(sequence.tokens) :], sequence.tops[len(sequence.tokens) :]
-        sequence.ended = reason is not FinishReason.NOT_FINISHED
-        return self._responses(index, reason, news)
-
-    def _responses(self, index: int, reason: FinishReason, news: VllmOutput) -> list[RequestOutput]:
-        """Return one output for each token of a stream, or one at the end."""
-        sequence, request = self._sequences[index], self.request
-        count = len(sequence.tokens)
-        if not request.streaming:
-            if not sequence.ended:
-                return []
-            prompt = [] if request.exclude_input else list(request.tokens)
-            return [self._output(index, [*prompt, *sequence.tokens], reason, news=news)]
-        with_last = sequence.ended and reason is not FinishReason.END_ID
-        ends = range(sequence.sent + 1, count + (0 if with_last else 1))
-        made = [self._streamed(index, end, FinishReason.NOT_FINISHED, news) for end in ends]
-        if sequence.ended:
-            made.append(self._streamed(index, count, reason, news))
+        if reason is not FinishReason.NOT_FINISHED:
+            del self._open[sequence.index]
+        elif not sequence.streaming:
+            return []
+        self._measure(sequence, news)
+        sent, made = sequence.sent, next_responses(sequence, reason)
+        for place, output in enumerate(made, sent):
+            output.prompt_tokens = news.prompt_tokens
+            output.prompt_log_probs = None if place else self._prompt
+            if self.request.top_log_probs:
+                output.top_log_probs = tops[place : place + 1] if sequence.streaming else tops
         return made
 
-    def _streamed(self, index: int, end: int, reason: FinishReason, news: VllmOutput) -> RequestOutput:
-        sequence = self._sequences[index]
-        tokens = sequence.tokens[0 if self.request.return_all_tokens else sequence.sent : end]
-        output = self._output(index, tokens, reason, news=news, end=end)
-        sequence.sent = end
-        return output
-
-    def _output(
-        self, index: int, tokens: list[int], reason: FinishReason, *, news: VllmOutput | None, end: int | None = None
-    ) -> RequestOutput:
-        sequence, request = self._sequences[index], self.request
-        final = reason is not FinishReason.NOT_FINISHED
-        output = RequestOutput(
-            request_id=self.number,
-            client_id=request.client_id,
-            tokens=[tokens],
-            reasons=[reason],
-            index=index,
-            ended=final,
-            is_last=final and self.ended,
-            iterations=len(sequence.tokens),
-            metrics=self._metrics(news) if request.return_metrics else None,
-            prompt_tokens=None if news is None else news.prompt_tokens,
-        )
-        if self._prompt is not None and not sequence.sent:
-            output.prompt_log_probs = self._prompt
-        if request.return_log_probs and news is not None:
-            known = sequence.log_probs[:end]
-            output.log_probs, output.cum_log_probs = [known], [sum(known)]
-            if request.top_log_probs:
-                output.top_log_probs = sequence.tops[sequence.sent if request.streaming else 0 : end]
-        return output
-
-    def _metrics(self, news: VllmOutput | None) -> RequestMetrics:
-        scheduled, first, last = (news and news.times) or (self.arrival, self._first_token, time.monotonic())
-        blocks = -(-len(self.request.tokens) // self._tokens_per_block)
-        reused = 0 if news is None else news.cached // self._tokens_per_block
-        return RequestMetrics(
-            arrival=self.arrival,
-            first_scheduled=scheduled,
-            first_token=first,
-            last_token=last,
-            blocks=BlockUse(total=blocks, new=blocks - reused, reused=reused, missed=blocks - reused),
-        )
+    def _measure(self, sequence: Sequence, news: VllmOutput) -> None:
+        sequence.iterations = len(sequence.generated)
+        if (metrics := sequence.metrics) is None:
+            return
+        now = time.monotonic()
+        known = news.times or (metrics.first_scheduled, metrics.first_token or now, now)
+        metrics.first_scheduled, metrics.first_token, metrics.last_token = known
+        blocks = -(-sequence.prompt_length // self._tokens_per_block)
+        reused = news.cached // self._tokens_per_block
+        sequence.use = BlockUse(total=blocks, new=blocks - reused, reused=reused, missed=blocks - reused)

@@ -293,7 +293,8 @@ class VllmEngine(VllmProcess):
                     continue
                 if request.time_limit is not None:
                     self._deadlines[number] = time.monotonic() + request.time_limit
-                self._submit(number, OpenRequest(number, request, tokens_per_block=self._tokens_per_block), asked)
+                max_tokens, size = asked["sampling"]["max_tokens"], self._tokens_per_block
+                self._submit(number, OpenRequest(number, request, max_tokens, tokens_per_block=size), asked)
         if refused:
             self.mailbox.deliver(refused)
         return ids
