@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.checkpoint.architectures.base import Decoder, Experts, LatentAttention
+from trtserve.checkpoint.architectures.base import Decoder, Experts, LatentAttention, Streams
 from trtserve.checkpoint.architectures.parts.mixers import DeltaNet, Mixer, ShortConvolution, StateSpace
 from trtserve.checkpoint.quantized import group_size
 from trtserve.executor.engine.shapes import Sizes
@@ -54,14 +54,15 @@ class ReferenceDecoder:
             hidden = self._norm(hidden, "transformer.ln_embed")
         self._stored: dict[int, tuple[Floats, Floats]] = {}
         inputs = self._layer_inputs(ids, hidden) if self._decoder.layer_inputs else None
-        for layer in range(self._sizes.layers):
-            name = f"transformer.layers.{layer}."
-            hidden = self._layer(hidden, layer)
-            if inputs is not None:
-                gate = _ACTIVATIONS[self._decoder.activation](self._linear(hidden, f"{name}inputs.gate"))
-                made = self._linear(gate * inputs[:, layer], f"{name}inputs.proj")
-                hidden = hidden + self._norm(made, f"{name}post_inputs_layernorm")
-            hidden = hidden * self._weights.get(f"{name}scale", 1)
+        if self._decoder.streams is not None:
+            assert inputs is not None
+            hidden = self._streamed(hidden, inputs, self._decoder.streams)
+        else:
+            for layer in range(self._sizes.layers):
+                name = f"transformer.layers.{layer}."
+                hidden = self._layer(hidden, layer)
+                hidden = hidden if inputs is None else hidden + self._of_input(hidden, inputs[:, layer], name)
+                hidden = hidden * self._weights.get(f"{name}scale", 1)
         if self._decoder.block != "post":
             hidden = self._norm(hidden, "transformer.ln_f")
         logits = self._linear(hidden, "lm_head") * self._decoder.logits_scale
@@ -74,6 +75,40 @@ class ReferenceDecoder:
         made = self._linear(embedded, "transformer.layer_projection").reshape(shape) / math.sqrt(self._sizes.hidden)
         both: Floats = (own + self._norm(made, "transformer.layer_norm")) / math.sqrt(2)
         return both
+
+    def _of_input(self, hidden: Floats, own: Floats, name: str) -> Floats:
+        gate = _ACTIVATIONS[self._decoder.activation](self._linear(hidden, f"{name}inputs.gate"))
+        return self._norm(self._linear(gate * own, f"{name}inputs.proj"), f"{name}post_inputs_layernorm")
+
+    def _streamed(self, embedded: Floats, inputs: Floats, streams: Streams) -> Floats:
+        """States [n, l, hidden] through all layers, which see the active one, and their mean."""
+        others = [self._linear(embedded, f"transformer.stream_entry.{n}") for n in range(1, streams.count)]
+        states = np.stack([embedded, *(_as_large(embedded, other) for other in others)])
+        for layer in range(self._sizes.layers):
+            name = f"transformer.layers.{layer}."
+            mixtures = self._linear(self._routed_states(states[streams.active], name), f"{name}streams.prediction")
+            mixtures = mixtures.reshape(len(embedded), streams.count, streams.count)
+            states = states + np.einsum("lij,jlh->ilh", mixtures, states)
+            hidden = states[streams.active]
+            normed = self._norm(hidden, f"{name}input_layernorm")
+            low = self._linear(self._linear(normed, f"{name}beside.left"), f"{name}beside.right")
+            attended = self._attention(normed, layer, self._windows[layer % len(self._windows)])
+            total = hidden + self._norm(attended, f"{name}post_layernorm")
+            total = (total + normed + self._norm(low, f"{name}post_beside_layernorm")) / math.sqrt(2)
+            inner = self._mlp(self._norm(total, f"{name}pre_feedforward_layernorm"), f"{name}mlp.", layer)
+            made = total + self._norm(inner, f"{name}post_feedforward_layernorm")
+            factors = 1 + self._linear(self._routed_states(made, name), f"{name}streams.correction")
+            states = states + factors.T[:, :, None] * (made - states[streams.active])
+            seen = states[streams.active] * self._weights[f"{name}streams.scale"]
+            states[1:] += self._of_input(seen, inputs[:, layer], name)
+        made = [self._linear(each, f"transformer.stream_exit.{n}") for n, each in enumerate(states[1:], start=1)]
+        mean: Floats = np.mean([states[0], *(_as_large(states[0], each) for each in made)], axis=0)
+        return mean
+
+    def _routed_states(self, hidden: Floats, name: str) -> Floats:
+        normed = self._norm(hidden, f"{name}streams_layernorm") / self._sizes.hidden
+        routed: Floats = np.tanh(self._linear(normed, f"{name}streams.router"))
+        return routed
 
     def _layer(self, hidden: Floats, layer: int) -> Floats:
         name = f"transformer.layers.{layer}."
@@ -368,6 +403,8 @@ class ReferenceDecoder:
             return self._experts(hidden, name, experts)
         inner = self._linear(hidden, name + "fc") * self._decoder.gate_factor
         activate = _ACTIVATIONS.get(self._decoder.activation, _silu)
+        if (threshold := self._decoder.gate_threshold(layer)) is not None:
+            inner = np.maximum(inner - inner.mean(-1, keepdims=True) - threshold * inner.std(-1, keepdims=True), 0)
         if self._decoder.mlp == "fused":
             factor, gate = np.split(inner, 2, axis=-1)
             inner = factor * activate(gate)
@@ -423,9 +460,17 @@ def _relu2(values: Floats) -> Floats:
 _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu, "relu2": _relu2}
 
 
+def _as_large(like: Floats, made: Floats) -> Floats:
+    """Scale `made` to the root mean square of `like`."""
+    sizes = [np.sqrt((states**2).mean(-1, keepdims=True)) for states in (like, made)]
+    scaled: Floats = made * sizes[0] / np.maximum(sizes[1], math.sqrt(1e-5))
+    return scaled
+
+
 def _is_packed(name: str, weight: Array) -> bool:
     """Routers of experts and biases are not quantised."""
     routes = name.endswith(("router.weight", "shared_expert_gate.weight", "kv_b.weight", "conv.weight", "gates.weight"))
+    routes = routes or name.endswith(("streams.prediction.weight", "streams.correction.weight"))
     return ".layers." in name and name.endswith(".weight") and weight.ndim > 1 and not routes
 
 

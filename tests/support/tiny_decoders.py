@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts, LatentAttention, QueryGrowth
+from trtserve.checkpoint.architectures.base import ClampedGate, Decoder, Experts, LatentAttention, QueryGrowth, Streams
 from trtserve.checkpoint.architectures.parts.mixers import DeltaNet, Mixer, ShortConvolution, StateSpace
 from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.executor.engine.shapes import Sizes
@@ -127,6 +127,14 @@ GEMMA4_MOE = replace(
     GEMMA4,
     mlp="experts",
     experts=Experts(count=6, chosen=2, renormalized=True, shared=True, shared_gate=False, apart=True),
+)
+GEMMA3N = replace(
+    GEMMA4,
+    block="streamed",
+    layer_scales=False,
+    rope_inv_freq=tuple(0.5**index for index in range(8)),
+    streams=Streams(count=3, active=1),
+    gate_thresholds=(0.5, None, -0.3, 1.2),
 )
 LLAMA4 = replace(
     MIXTRAL,
@@ -251,6 +259,16 @@ def _layer_shapes(decoder: Decoder, sizes: Sizes, layer: int) -> dict[str, tuple
             "inputs.proj": (sizes.hidden, decoder.layer_inputs),
             "post_inputs_layernorm": (sizes.hidden,),
         }
+    if (streams := decoder.streams) is not None:
+        shapes |= {
+            "streams.router": (streams.count, sizes.hidden),
+            "streams.prediction": (streams.count**2, streams.count),
+            "streams.correction": (streams.count, streams.count),
+            "streams_layernorm": (sizes.hidden,),
+            "beside.left": (4, sizes.hidden),
+            "beside.right": (sizes.hidden, 4),
+            "post_beside_layernorm": (sizes.hidden,),
+        }
     return shapes
 
 
@@ -314,6 +332,7 @@ def _extra_tensors(
         shapes["transformer.layer_embedding.weight"] = (sizes.vocab, size * sizes.layers)
         shapes["transformer.layer_projection.weight"] = (size * sizes.layers, sizes.hidden)
         shapes["transformer.layer_norm.weight"] = (size,)
+    shapes |= _stream_shapes(decoder, sizes)
     for layer in range(sizes.layers):
         name, experts = f"transformer.layers.{layer}", decoder.experts_of(layer)
         mixer = decoder.mixer_of(layer)
@@ -337,6 +356,16 @@ def _extra_tensors(
                 for part in ("fc", "proj")
             }
     return {name: random.normal(0, 0.3, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def _stream_shapes(decoder: Decoder, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    if decoder.streams is None:
+        return {}
+    ends = [
+        f"transformer.stream_{end}.{n}.weight" for end in ("entry", "exit") for n in range(1, decoder.streams.count)
+    ]
+    scales = [f"transformer.layers.{layer}.streams.scale" for layer in range(sizes.layers)]
+    return {**dict.fromkeys(ends, (sizes.hidden, sizes.hidden)), **dict.fromkeys(scales, (sizes.hidden,))}
 
 
 def _mlp_shapes(decoder: Decoder, experts: Experts | None, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -367,8 +396,8 @@ _APART = "router_norm", "pre_experts_layernorm", "post_experts_layernorm", "post
 def _norms(decoder: Decoder) -> list[str]:
     around = [
         *([] if decoder.block == "branch" else ["input_layernorm"]),
-        *(["pre_feedforward_layernorm"] if decoder.block == "sandwich" else []),
-        *(["post_feedforward_layernorm"] if decoder.block in ("sandwich", "branch") else []),
+        *(["pre_feedforward_layernorm"] if decoder.block in ("sandwich", "streamed") else []),
+        *(["post_feedforward_layernorm"] if decoder.block in ("sandwich", "branch", "streamed") else []),
     ]
     return ([] if decoder.mlp_norm is None else [decoder.mlp_norm]) + around
 
@@ -405,6 +434,7 @@ DECODERS: dict[str, TinyDecoder] = {
     "gemma4, heads of two sizes, shared keys, inputs of layers": tiny_decoder(
         GEMMA4, replace(GROUPED, layers=4, full_kv_heads=1, full_head=24)
     ),
+    "gemma3n, streams and sparse gates": tiny_decoder(GEMMA3N, replace(GROUPED, layers=4)),
     "gemma4, experts beside an MLP": tiny_decoder(
         GEMMA4_MOE, replace(GROUPED, layers=4, full_kv_heads=1, full_head=24)
     ),

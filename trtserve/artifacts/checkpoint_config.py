@@ -132,6 +132,10 @@ class CheckpointConfig:
     shared_key_layers: Parts = 0  # ours: so many last layers use keys and values of earlier ones
     shared_wide_mlp: bool = False  # ours: and have an MLP of twice the width
     layer_input_size: Size = 0  # ours: see `Decoder.layer_inputs`
+    layer_input_vocab: Size = 0  # ours: rows of their table, whose first one stands for all other tokens; 0: all
+    streams: Parts = 0  # ours: see `Decoder.streams`
+    stream_rank: Size = 0  # ours: of the product beside attention
+    gate_sparsity: tuple[float, ...] = ()  # ours: the share of each layer's gate that does not count
     mlp_layers: tuple[int, ...] = ()  # ours: layers with an MLP only, see `Decoder.mlp_layers`
     superset: tuple[str, ...] = ()  # ours: what of the model TensorRT-LLM's format does not have, in words
     use_parallel_embedding: bool = False

@@ -130,7 +130,7 @@ def gpu_step_bytes(config: CheckpointConfig, limits: Limits, tp_size: int) -> in
 def torch_step_bytes(config: CheckpointConfig, limits: Limits) -> int:
     """Return PyTorch's bytes on the CPU: scores of all heads, and values of the widths of model and MLP, in float32."""
     scores = 3 * config.num_attention_heads * limits.max_num_tokens * limits.max_seq_len
-    width = 4 * config.hidden_size + 4 * config.intermediate_size
+    width = 4 * (1 + config.streams) * config.hidden_size + 4 * config.intermediate_size
     return 4 * (scores + limits.max_num_tokens * width) + _logits(config, limits.max_batch_size)
 
 
@@ -145,7 +145,11 @@ def openvino_step_bytes(config: CheckpointConfig, tokens: int, rows: int, comput
     inner = config.intermediate_size
     if experts := config.moe.num_experts:  # a step computes all of them
         inner = experts * expert_size(config) + config.moe_shared_expert_intermediate_size
-    wide = 4 * inner + 4 * config.hidden_size + 2 * config.layer_input_size * config.num_hidden_layers
+    wide = (
+        4 * inner
+        + 4 * (1 + config.streams) * config.hidden_size
+        + 2 * config.layer_input_size * config.num_hidden_layers
+    )
     numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
     return tokens * numbers * item + _logits(config, rows)
 

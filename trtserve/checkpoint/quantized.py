@@ -122,6 +122,9 @@ _NEVER_QUANTISED = (
     "attention.kv_b.weight",
     "mixer.conv.weight",
     "mixer.gates.weight",
+    "streams.router.weight",
+    "streams.prediction.weight",
+    "streams.correction.weight",
     "q_layernorm.weight",
     "k_layernorm.weight",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from tests.support.families.family import Config, Family
+from tests.support.families.gemma3n import GEMMA3N
 from tests.support.families.gemma4 import GEMMA4, GEMMA4_MOE
 from tests.support.families.llama_like import LLAMA_LIKE
 from tests.support.families.mixtures import MIXTURE_FAMILIES
@@ -19,7 +20,12 @@ from tests.support.families.with_states import WITH_STATES
 __all__ = ["EVERY", "FAMILIES", "Config", "Family", "cases", "in_turn", "representatives"]
 
 FAMILIES: dict[str, Family] = (
-    LLAMA_LIKE | {"gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE} | MIXTURE_FAMILIES | OWN_NAMES | OURS | WITH_STATES
+    LLAMA_LIKE
+    | {"gemma3n": GEMMA3N, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE}
+    | MIXTURE_FAMILIES
+    | OWN_NAMES
+    | OURS
+    | WITH_STATES
 )
 
 

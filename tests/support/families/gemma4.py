@@ -44,8 +44,10 @@ def _of_layer(hf: Mapping[str, Any], layer: int) -> tuple[int, int, bool, int]:
     kv_heads = hf.get("num_global_key_value_heads") if full and same else None
     shares = layer >= hf["num_hidden_layers"] - hf["num_kv_shared_layers"]
     wide = 2 if shares and hf.get("use_double_wide_mlp") else 1
-    size = hf["global_head_dim"] if full else hf["head_dim"]
-    return kv_heads or hf["num_key_value_heads"], size, not shares, wide * hf["intermediate_size"]
+    size = hf.get("global_head_dim", hf["head_dim"]) if full else hf["head_dim"]
+    inner = hf["intermediate_size"]
+    inner = inner[layer] if isinstance(inner, list) else inner
+    return kv_heads or hf["num_key_value_heads"], size, not shares, wide * inner
 
 
 def tensors(hf: Mapping[str, Any]) -> Shapes:
@@ -131,7 +133,8 @@ def ranks(source: Tensors, hf: Config, tp: int, ep: int = 1) -> list[Tensors]:
             put(f"{ours}attention.qkv.weight", split_rows(q, tp))
         for one, other in replicated.items():
             put(f"{ours}{one}.weight", [source[f"{theirs}{other}.weight"]] * tp)
-        put(f"{ours}scale", [source[f"{theirs}layer_scalar"].astype(np.float32)] * tp)
+        if f"{theirs}layer_scalar" in source:
+            put(f"{ours}scale", [source[f"{theirs}layer_scalar"].astype(np.float32)] * tp)
         put(f"{ours}attention.dense.weight", np.split(source[f"{theirs}self_attn.o_proj.weight"], tp, axis=1))
         gate, up = (split_rows(source[f"{theirs}mlp.{part}_proj.weight"], tp) for part in ("gate", "up"))
         down = np.split(source[f"{theirs}mlp.down_proj.weight"], tp, axis=1)

@@ -46,6 +46,7 @@ FAMILIES: dict[str, str] = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma3n",
     "Gemma4ForCausalLM": "gemma4",
     "VaultGemmaForCausalLM": "vaultgemma",
     "PhiForCausalLM": "phi",
@@ -119,8 +120,8 @@ _PREFIXES = {**dict.fromkeys(("bloom", "exaone", "falcon", "gpt2", "gptj"), "tra
 
 # Families whose output head is the embedding table unless config.json says otherwise.
 _TIED = {
-    *("bloom", "cohere", "ernie4_5", "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma4", "gpt2"),
-    *("lfm2", "lfm2_moe", "opt", "smollm3", "starcoder2", "vaultgemma"),
+    *("bloom", "cohere", "ernie4_5", "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4"),
+    *("gpt2", "lfm2", "lfm2_moe", "opt", "smollm3", "starcoder2", "vaultgemma"),
 }
 
 # The first Llama exports use this spelling; transformers goes by their model_type.

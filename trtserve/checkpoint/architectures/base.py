@@ -52,8 +52,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 #   branch      x + norm(attention(x)), then the same for the MLP (OLMo 2)
 #   parallel    x + attention(norm(x)) + MLP(norm(x)), with two norms or a shared one (GPT-J, Falcon)
 #   post        norm(x + attention(x)), then the same for the MLP; no norm after the last layer (OPT-350m)
+#   streamed    sandwich on one of several states, see `Streams` (Gemma 3n)
 #   single      x + attention(norm(x)), or x + MLP(norm(x)) in `mlp_layers` (Nemotron-H)
-Block = Literal["sequential", "sandwich", "branch", "parallel", "post", "single"]
+Block = Literal["sequential", "sandwich", "branch", "parallel", "post", "streamed", "single"]
 
 # How queries and keys are normalised; the norm is of the decoder's kind, without biases:
 #   heads    each head before rotation, with one weight for all heads or one for each
@@ -190,6 +191,17 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Several states of each token, of which a layer sees one and corrects all (AltUp, arXiv 2301.13310).
+
+    Beside a layer's attention stands a product of low rank, added to its own input (LAuReL, arXiv 2411.07501).
+    """
+
+    count: int
+    active: int  # the state that layers see
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """The layers of a decoder. Runtimes build their graph from it and from the sizes in the checkpoint's config."""
 
@@ -223,8 +235,12 @@ class Decoder:
     value_norm: bool = False  # each head's values are normed, by the RMS alone (Gemma 4)
     key_layers: tuple[int, ...] = ()  # the layer whose keys and values each layer uses; (): its own
     # So many numbers for each token and layer, of a table and of a product of the embedding, are an input to the layer
-    # after its MLP; 0: none (Gemma 3n and 4).
+    # after its MLP; 0: none (Gemma 3n and 4). In a streamed block they change all states but the first.
     layer_inputs: int = 0
+    streams: Streams | None = None  # in a decoder of streamed blocks
+    # Of each layer, in standard deviations above the mean: what a gated MLP activates is at least so large, and only
+    # the rest counts; None: all of it (Gemma 3n).
+    gate_thresholds: tuple[float | None, ...] = ()
     layer_scales: bool = False  # what a layer returns is multiplied by a learned number
     attention_gate: bool = False  # what heads attend to is multiplied by the sigmoid of a product (Qwen3-Next)
     latent: LatentAttention | None = None
@@ -249,6 +265,10 @@ class Decoder:
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer, or None for one with a single MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def gate_threshold(self, layer: int) -> float | None:
+        """Return what a layer's gate must exceed, in standard deviations above its mean, or None."""
+        return self.gate_thresholds[layer] if self.gate_thresholds else None
 
     def key_layer(self, layer: int) -> int:
         """Return the layer whose keys and values a layer uses."""

@@ -56,7 +56,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         raise UnsupportedModelError(
             "This Gemma 3 sets attn_logit_softcapping, which a TensorRT-LLM checkpoint of Gemma 3 cannot express."
         )
-    base, scaling, local_base = _rotary(hf)
+    base, scaling, local_base = rotations(hf)
     window = {"sliding_window": hf.get("sliding_window", _WINDOW)}
     require_sizes(window, "sliding_window")
     return {
@@ -74,7 +74,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
+def rotations(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
     """Return base and scaling of the layers without a window, and the base of the layers with one."""
     nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
     common = {key: value for key, value in nested.items() if not isinstance(value, Mapping)}
@@ -88,7 +88,7 @@ def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
     local_base, local_scaling = rotary(local, default_base=_LOCAL_BASE)
     if local_scaling is not None:
         raise UnsupportedModelError(
-            "This Gemma 3 scales the rotary embedding of layers with a window, which a checkpoint cannot express."
+            "This model scales the rotary embedding of layers with a window, which a checkpoint cannot express."
         )
     base, scaling = rotary(full, default_base=_BASE)
     return base, scaling, local_base

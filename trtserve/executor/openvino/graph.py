@@ -45,6 +45,17 @@ from trtserve.executor.openvino.graph_parts import (
 )
 from trtserve.executor.openvino.latent_graph import latent_attention
 from trtserve.executor.openvino.mixer_graph import GraphStates, mixed
+from trtserve.executor.openvino.stream_graph import (
+    beside_attention,
+    changed_but_first,
+    corrected,
+    enter_streams,
+    far_above,
+    joined,
+    leave_streams,
+    predicted,
+    stream_of,
+)
 from trtserve.executor.openvino.weight_quantization import Packing
 from trtserve.files import writing
 
@@ -56,7 +67,7 @@ LAST_ATTENTION = "last_attention"
 # The products in the last layer that bypass that sum, if the MLP is parallel to the attention; the second is its gate.
 LAST_PARALLEL_MLP = "last_parallel_mlp"
 LAST_PARALLEL_GATE = "last_parallel_gate"
-# The last layer's input, which bypasses that sum too.
+# The last layer's input, with what else of a streamed block bypasses that sum.
 LAST_LAYER_INPUT = "last_layer_input"
 # The constant f32[heads] with the ALiBi slopes.
 ALIBI_SLOPES = "alibi_slopes"
@@ -148,32 +159,24 @@ class GraphBuilder:
         self.masks = {window: self._causal_mask(window) for window in {*decoder.windows, None}}
 
     def build(self) -> ov.Model:
-        hidden = self._embed()
-        if self.decoder.layer_inputs:
-            self._inputs = self._layer_inputs(hidden)
+        hidden, streams = self._embed(), self.decoder.streams
         blocks = {
             "parallel": self._parallel,
             "post": self._post_normed,
             "sandwich": self._sandwich,
             "branch": self._branch,
+            "streamed": self._streamed,
             "single": self._single,
         }
         add_block = blocks.get(self.decoder.block, self._sequential)
         for layer in range(self.sizes.layers):
             name = f"transformer.layers.{layer}"
             hidden = add_block(hidden, name, layer)
-            if self._inputs:
+            if self._inputs and streams is None:
                 hidden = self._add_input(hidden, name, layer)
             if self.decoder.layer_scales:
                 hidden = ops.multiply(hidden, self.weight(f"{name}.scale")).output(0)
-        if self.decoder.block != "post":
-            hidden = self._norm(hidden, "transformer.ln_f")
-        logits = self.linear(hidden, "lm_head", packing="int8" if self.packing else None)
-        logits = _scaled(logits, self.decoder.logits_scale)
-        if self.decoder.logits_softcap is not None:  # limits logits to (−c, c): c·tanh(logits / c)
-            cap = ops.constant(np.float32(self.decoder.logits_softcap))
-            logits = ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
-        result = ops.result(logits)
+        result = ops.result(self._logits(hidden))
         result.get_output_tensor(0).set_names({"logits"})
         inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx, *self.states.parameters]
         graph = ov.Model([result], self._sinks, inputs, "decoder")
@@ -182,6 +185,18 @@ class GraphBuilder:
         if self.decoder.chunked:
             mark_chunks(graph)
         return graph
+
+    def _logits(self, hidden: Any) -> Any:
+        if self.decoder.streams is not None:
+            hidden = leave_streams(self, hidden, self.decoder.streams.count)
+        if self.decoder.block != "post":
+            hidden = self._norm(hidden, "transformer.ln_f")
+        logits = self.linear(hidden, "lm_head", packing="int8" if self.packing else None)
+        logits = _scaled(logits, self.decoder.logits_scale)
+        if self.decoder.logits_softcap is not None:  # limits logits to (−c, c): c·tanh(logits / c)
+            cap = ops.constant(np.float32(self.decoder.logits_softcap))
+            logits = ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
+        return logits
 
     def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
@@ -219,6 +234,24 @@ class GraphBuilder:
         hidden = self._norm(hidden, f"{name}.input_layernorm")
         return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp", layer)), f"{name}.post_layernorm")
 
+    def _streamed(self, states: Any, name: str, layer: int) -> Any:
+        assert self.decoder.streams is not None
+        count, active = self.decoder.streams.count, self.decoder.streams.active
+        predictions, own = predicted(self, states, name, count, active), self._inputs[layer]
+        hidden = stream_of(predictions, active)
+        normed = self._norm(hidden, f"{name}.input_layernorm")
+        beside = beside_attention(self, normed, name)
+        attended = self._norm(self._attention(normed, f"{name}.attention", layer), f"{name}.post_layernorm")
+        hidden = self._add_attention(hidden, attended, layer)
+        if layer == self.sizes.layers - 1:
+            predictions, beside, own = joined(predictions, beside, own, LAST_LAYER_INPUT)
+        hidden = _scaled(add(hidden, beside), math.sqrt(0.5))
+        inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp", layer)
+        made = add(hidden, self._norm(inner, f"{name}.post_feedforward_layernorm"))
+        states = corrected(self, predictions, made, name, active)
+        chosen = ops.multiply(stream_of(states, active), self.weight(f"{name}.streams.scale")).output(0)
+        return changed_but_first(states, self._of_input(chosen, own, name), count)
+
     def _single(self, hidden: Any, name: str, layer: int) -> Any:
         normed = self._norm(hidden, f"{name}.input_layernorm")
         if layer not in self.decoder.mlp_layers:
@@ -241,7 +274,10 @@ class GraphBuilder:
         embedded = _scaled(embedded, self.decoder.embedding_scale)
         if self.decoder.embedding_norm:
             embedded = self._norm(embedded, "transformer.ln_embed")
-        return embedded
+        if self.decoder.layer_inputs:
+            self._inputs = self._layer_inputs(embedded)
+        streams = self.decoder.streams
+        return embedded if streams is None else enter_streams(self, embedded, streams.count)
 
     def _layer_inputs(self, embedded: Any) -> list[Any]:
         """Return the input [b, l, n] of each layer: half of a table, half of a product of the embedding."""
@@ -258,9 +294,13 @@ class GraphBuilder:
         if layer == self.sizes.layers - 1:
             own = ops.multiply(own, ops.constant(np.float32(1))).output(0)
             own.get_node().set_friendly_name(LAST_LAYER_INPUT)
+        return add(hidden, self._of_input(hidden, own, name))
+
+    def _of_input(self, hidden: Any, own: Any, name: str) -> Any:
+        """Return what a layer makes of its input."""
         gate = self._activate(self.linear(hidden, f"{name}.inputs.gate", packing=self.packing))
         made = self.linear(ops.multiply(gate, own).output(0), f"{name}.inputs.proj", packing=self.packing)
-        return add(hidden, self._norm(made, f"{name}.post_inputs_layernorm"))
+        return self._norm(made, f"{name}.post_inputs_layernorm")
 
     def _grown(self, growth: QueryGrowth) -> Any:
         """Return the factors of the queries: f32[b, 1, l, 1]."""
@@ -430,6 +470,8 @@ class GraphBuilder:
         if experts is not None:
             return self._experts(hidden, name, experts)
         inner = _scaled(self.linear(hidden, f"{name}.fc", packing=self.packing, mark=mark), self.decoder.gate_factor)
+        if (threshold := self.decoder.gate_threshold(layer)) is not None:
+            inner = far_above(inner, threshold)
         if self.decoder.activation == "xielu":
             inner = xielu(inner, self.floats(f"{name}.xielu"))
         else:

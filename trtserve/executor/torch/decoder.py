@@ -5,6 +5,7 @@ Nothing here reads a tensor on the host, so that a CUDA graph can capture steps 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from trtserve.executor.torch.modules import (
 from trtserve.executor.torch.operations import HeadNorms, Operations, RotationTables, Scores
 from trtserve.executor.torch.plain_operations import rotate
 from trtserve.executor.torch.ranks import RankGroup
+from trtserve.executor.torch.streams import StreamEnds, StreamLayer
 from trtserve.executor.torch.weights import EngineWeights
 
 
@@ -87,6 +89,7 @@ class _Layer:
     shares: bool
     """Whether it uses the keys and values of another layer."""
     inputs: LayerInput | None
+    streams: StreamLayer | None
     scale: float
     """What the layer's result is multiplied by."""
     factor: float
@@ -134,6 +137,8 @@ class TorchDecoder:
             self._like = weights.tensor(
                 next(f"{first}.{each}.weight" for each in _NORMS if f"{first}.{each}.weight" in weights)
             )
+        # A decoder with streams has one stage.
+        self._ends = None if decoder.streams is None else StreamEnds(decoder.streams, weights, operations)
         rotations = _rotations(decoder, max_position, self._like.device)
         self._layers = [self._layer(weights, number, rotations, windows[number % len(windows)]) for number in layers]
         if self._is_last:
@@ -207,6 +212,9 @@ class TorchDecoder:
             else make_mlp(decoder, weights, number, self._operations, self._group, self._sizes.epsilon),
             shares=decoder.key_layer(number) != number,
             inputs=LayerInput(decoder, weights, number, self._operations) if decoder.layer_inputs else None,
+            streams=None
+            if decoder.streams is None
+            else StreamLayer(decoder.streams, self._sizes, weights, number, self._operations),
             scale=float(weights.tensor(f"{name}.scale")) if decoder.layer_scales else 1.0,
             factor=decoder.attention_factor,
             growth=decoder.growth(number),
@@ -279,22 +287,24 @@ class TorchDecoder:
             "post": self._post_normed,
             "sandwich": self._sandwich,
             "branch": self._branch,
+            "streamed": self._streamed,
             "single": self._single,
         }
         run: Callable[..., tuple[Tensor, Tensor | None]] = blocks.get(self._decoder.block, self._sequential)
         hidden, residual = self._enter(inputs), None
         own = self._inputs(inputs.token_ids, hidden) if self._is_first and self._inputs else None
+        hidden = hidden if self._ends is None else self._ends.enter(hidden)
         shared = self._share_keys(inputs, next((keys for each in caches if (keys := keys_of(each)) is not None), None))
         # Beyond the last layer in which tokens see each other, only those whose logits are needed are computed.
         mixing = [number for number, layer in enumerate(self._layers) if layer.dense or layer.mixer]
         last = mixing[-1] if mixing and self._is_last else -1
         for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             attention = _Attention(self, layer, inputs, cache, shared, rows=inputs.rows if number == last else None)
+            attention.input = None if own is None else attention.kept(own[:, number])
             hidden, residual = run(layer, attention, hidden, residual)
-            if layer.inputs is not None and own is not None:
+            if layer.streams is None and attention.input is not None:
                 hidden = hidden if residual is None else hidden + residual
-                made = layer.norms["post_inputs_layernorm"](layer.inputs(hidden, attention.kept(own[:, number])))
-                hidden, residual = hidden + made, None
+                hidden, residual = hidden + self._of_input(layer, attention, hidden), None
             if layer.scale != 1.0:
                 hidden, residual = (hidden if residual is None else hidden + residual) * layer.scale, None
         if not self._is_last:
@@ -304,6 +314,12 @@ class TorchDecoder:
             hidden = (hidden if residual is None else hidden + residual)[inputs.rows]
             residual = None
         return self._logits(hidden, residual)
+
+    @staticmethod
+    def _of_input(layer: _Layer, attention: _Attention, hidden: Tensor) -> Tensor:
+        """Return what a layer makes of its input."""
+        assert layer.inputs is not None and attention.input is not None  # noqa: PT018
+        return layer.norms["post_inputs_layernorm"](layer.inputs(hidden, attention.input))
 
     def _share_keys(self, inputs: Inputs, cache: Tensor | None) -> dict[int | None, Any]:
         """Return how the keys of the sequences that decode are shared out, by the windows of the layers."""
@@ -374,6 +390,22 @@ class TorchDecoder:
         residual, own = attention.kept(residual), self._decoder.mlp_norm
         other = attention.kept(normed) if own is None else layer.norms[own](residual)
         return _scaled(attended + self._mlp(layer)(other, attention.adapters), self._decoder.residual_scale), residual
+
+    def _streamed(
+        self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        streams = layer.streams
+        assert streams is not None
+        predictions = streams.predict(hidden)
+        active = streams.active(predictions)
+        normed = layer.norms["input_layernorm"](active)
+        attended = layer.norms["post_layernorm"](attention(layer.qkv(normed, attention.all_adapters)))
+        total = (attention.kept(active) + attended + streams.beside(attention.kept(normed))) * math.sqrt(0.5)
+        inner = self._mlp(layer)(layer.norms["pre_feedforward_layernorm"](total), attention.adapters)
+        made = total + layer.norms["post_feedforward_layernorm"](inner)
+        states, seen = streams.correct(attention.kept(predictions), made)
+        change = self._of_input(layer, attention, seen).unsqueeze(1)
+        return torch.cat([states[:, :1], states[:, 1:] + change], 1), residual
 
     def _single(
         self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
@@ -458,6 +490,7 @@ class TorchDecoder:
         return query if layer.rotation is None else rotate(query, positions, layer.rotation)
 
     def _logits(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        hidden = hidden if self._ends is None else self._ends.leave(hidden)
         if self._final_norm is not None:
             hidden, _ = self._final_norm.add(hidden, residual)
         logits = self._head(hidden)
@@ -490,6 +523,8 @@ class _Attention:
         self._cache = cache
         self._shared = shared
         self._rows = rows
+        self.input: Tensor | None = None
+        """The layer's own input [t, n] of the tokens that are kept."""
         self.all_adapters = adapters = inputs.adapters
         self.adapters = adapters if adapters is None or rows is None else adapters.of_rows()
 

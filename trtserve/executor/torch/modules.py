@@ -316,6 +316,8 @@ def make_mlp(
         return _Experts(experts, decoder.activation, weights, layer, operations, group)
     if decoder.mlp == "plain" or (decoder.mlp == "experts" and not decoder.gated):
         return _Plain(decoder.activation, weights, layer, operations, group)
+    if (threshold := decoder.gate_threshold(layer)) is not None:
+        return _FarAbove(threshold, decoder, weights, layer, operations, group)
     scaled = decoder.gate_factor != 1.0 or decoder.mlp_factor != 1.0
     return (_ScaledGated if scaled else _Gated)(decoder, weights, layer, operations, group)
 
@@ -381,6 +383,37 @@ class _ScaledGated(_Gated):
         first, second = self._joined(x, adapters).chunk(2, dim=-1)
         factor, gate = (first, second) if self._factor_first else (second, first)
         return self._proj(activate(gate * self._gate_factor, self._activation) * factor, adapters) * self._factor
+
+    def after_norm(
+        self, norm: Norm, x: Tensor, residual: Tensor | None, adapters: Adapters | None
+    ) -> tuple[Tensor, Tensor]:
+        return Mlp.after_norm(self, norm, x, residual, adapters)
+
+
+class _FarAbove(_Gated):
+    """Of what is activated only that counts which is so many standard deviations above the mean of all ranks."""
+
+    def __init__(
+        self,
+        threshold: float,
+        decoder: Decoder,
+        weights: EngineWeights,
+        layer: int,
+        operations: Operations,
+        group: RankGroup,
+    ) -> None:
+        super().__init__(decoder, weights, layer, operations, group)
+        self._threshold, self._group = threshold, group
+
+    def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
+        gate, factor = self._joined(x, adapters).chunk(2, dim=-1)
+        centred = gate.float() - self._mean(gate.float())
+        least = self._threshold * self._mean(centred.square()).sqrt()
+        states = activate(functional.relu(centred - least).to(gate.dtype), self._activation) * factor
+        return self._proj(states, adapters)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        return self._group.all_reduce(values.mean(-1, keepdim=True)) / self._group.tp_size
 
     def after_norm(
         self, norm: Norm, x: Tensor, residual: Tensor | None, adapters: Adapters | None

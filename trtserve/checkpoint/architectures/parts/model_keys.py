@@ -11,7 +11,7 @@ _SIZES = (
     *("hidden_size", "n_embd", "n_embed", "num_hidden_layers", "n_layer", "num_layers", "vocab_size"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv", "head_dim", "rotary_dim"),
     *("max_position_embeddings", "n_positions", "original_max_position_embeddings", "word_embed_proj_dim"),
-    *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "block_ff_dim", "block_multiple_of"),
+    *("n_inner", "ffn_dim", "ffn_hidden_size", "block_ff_dim", "block_multiple_of"),
     *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("num_experts_per_tok", "decoder_sparse_step", "full_attention_interval"),
     *("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"),
@@ -20,13 +20,13 @@ _SIZES = (
     *("mamba_expand", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
     *("linear_value_head_dim", "n_group", "topk_group", "moe_k", "moe_layer_interval", "global_attn_every_n_layers"),
-    *("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"),
+    *("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input", "altup_num_inputs", "laurel_rank"),
 )
 _COUNTS = (
     *("max_window_layers", "num_dense_layers", "first_k_dense_replace", "num_ln_in_parallel_attn"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "shared_intermediate_size"),
     *("num_shared_experts", "moe_num_experts", "moe_num_shared_experts", "moe_layer_start_index"),
-    *("num_kv_shared_layers", "hidden_size_per_layer_input"),
+    *("num_kv_shared_layers", "hidden_size_per_layer_input", "altup_active_idx"),
 )
 _NUMBERS = (
     *("rope_theta", "rotary_emb_base", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct"),
@@ -50,7 +50,7 @@ _SWITCHES = (
     *("apply_residual_connection_post_layernorm", "do_layer_norm_before", "_remove_final_layer_norm"),
     *("layer_norm_elementwise_affine", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
     *("add_cross_attention", "block_auto_adjust_ff_dim", "rope_interleave", "mup_enabled"),
-    *("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
+    *("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "altup_correct_scale"),
 )
 _WORDS = (
     *("hidden_act", "hidden_activation", "activation_function", "activation", "mamba_hidden_act", "mlp_hidden_act"),
@@ -88,7 +88,11 @@ def _are(kind: type, values: object) -> bool:
 _EXPECTED: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
     ("numbers of 0 or more", lambda value: is_size(value) or (type(value) is int and value == 0), _COUNTS),
     ("positive numbers", is_number, _NUMBERS),
-    ("positive integers", lambda value: is_size(value) or _all_sizes(value), ("moe_intermediate_size",)),
+    (
+        "positive integers",
+        lambda value: is_size(value) or _all_sizes(value),
+        ("moe_intermediate_size", "intermediate_size"),
+    ),
     ("integers", lambda value: type(value) is int, ("sliding_window", "moe_layer_end_index")),
     ("true or false", lambda value: isinstance(value, int) and value in (0, 1), _SWITCHES),
     ("true, false, all or vision", lambda value: value in (True, False, "all", "vision"), _DIRECTIONS),

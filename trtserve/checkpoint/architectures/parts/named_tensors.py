@@ -38,12 +38,31 @@ def _first(config: CheckpointConfig, names: SourceNames) -> Iterator[Target]:
         rows = size * config.num_hidden_layers
         shapes = {"embed_tokens_per_layer": (vocab, rows), "per_layer_model_projection": (rows, hidden)}
         for ours, (theirs, shape) in zip(("layer_embedding", "layer_projection"), shapes.items(), strict=True):
-            yield Target(name=f"transformer.{ours}.weight", sources=(f"model.{theirs}.weight",), shape=shape)
+            others = vocab - (config.layer_input_vocab or vocab) if ours == "layer_embedding" else 0
+            yield Target(
+                name=f"transformer.{ours}.weight",
+                sources=(f"model.{theirs}.weight",),
+                shape=shape,
+                order=((0, vocab - others), *[(0, 1)] * others) if others else (),
+            )
         yield from _norm(names, "transformer.layer_norm", "model.per_layer_projection_norm", size)
+    yield from _stream_matrices(config, "entry", "altup_projections")
+
+
+def _stream_matrices(config: CheckpointConfig, ours: str, theirs: str) -> Iterator[Target]:
+    """Return the matrices that make the states after the first one, or lead back from them."""
+    for number in range(1, config.streams):
+        yield Target(
+            name=f"transformer.stream_{ours}.{number}.weight",
+            sources=(f"model.{theirs}.{number - 1}.weight",),
+            shape=(config.hidden_size, config.hidden_size),
+            last_stage=ours == "exit",
+        )
 
 
 def _last(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> Iterator[Target]:
     """Return the tensors after the layers; a tied head may still have its own bias."""
+    yield from _stream_matrices(config, "exit", "altup_unembed_projections")
     if names.final_norm is not None:
         yield from _norm(names, "transformer.ln_f", names.final_norm, config.hidden_size, last_stage=True)
     vocab = config.vocab_size
@@ -117,14 +136,20 @@ def _layer(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator
 def _extras(config: CheckpointConfig, names: SourceNames, layer: int) -> Iterator[Target]:
     """Return what few families have: matrices of a layer's own input, and the factor of its result."""
     ours, theirs, hidden = f"transformer.layers.{layer}.", names.layer.format(layer), config.hidden_size
-    if size := config.layer_input_size:
-        for name, source, shape in (
-            ("gate", "per_layer_input_gate", (size, hidden)),
-            ("proj", "per_layer_projection", (hidden, size)),
-        ):
-            yield Target(
-                name=f"{ours}inputs.{name}.weight", sources=(f"{theirs}{source}.weight",), shape=shape, layer=layer
-            )
+    size, count, rank = config.layer_input_size, config.streams, config.stream_rank
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if size:
+        shapes["inputs.gate.weight"] = "per_layer_input_gate.weight", (size, hidden)
+        shapes["inputs.proj.weight"] = "per_layer_projection.weight", (hidden, size)
+    if count:
+        shapes["streams.router.weight"] = "altup.modality_router.weight", (count, hidden)
+        shapes["streams.prediction.weight"] = "altup.prediction_coefs.weight", (count * count, count)
+        shapes["streams.correction.weight"] = "altup.correction_coefs.weight", (count, count)
+        shapes["streams.scale"] = "altup.correct_output_scale", (hidden,)
+        shapes["beside.left.weight"] = "laurel.linear_left.weight", (rank, hidden)
+        shapes["beside.right.weight"] = "laurel.linear_right.weight", (hidden, rank)
+    for name, (source, shape) in shapes.items():
+        yield Target(name=ours + name, sources=(theirs + source,), shape=shape, layer=layer)
     if names.layer_scale is not None:
         source = theirs + names.layer_scale
         yield Target(name=f"{ours}scale", sources=(source,), shape=(1,), dtype="float32", layer=layer)

@@ -18,6 +18,7 @@ WITH_IMAGES = frozenset(
         "Cohere2VisionForConditionalGeneration",
         "Exaone4_5_ForConditionalGeneration",
         "Gemma3ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
@@ -86,12 +87,13 @@ _HALVES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma3_text": ("Gemma3ForCausalLM", {}),
+    "gemma3n_text": ("Gemma3nForCausalLM", {}),
     "gemma4_text": ("Gemma4ForCausalLM", {}),
 }
 
 _IMAGES = (
     *("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "image_newline"),
-    *("embed_vision", "audio_tower", "embed_audio"),  # of Gemma 4
+    *("embed_vision", "audio_tower", "embed_audio"),  # of Gemma 3n and 4
 )
 VISION = tuple(f"{prefix}{name}{end}" for prefix in ("", "model.") for name in _IMAGES for end in ("", ".*"))
 """Patterns (fnmatch) of tensors for images: as published, and as transformers 4.52 and later name them."""
