@@ -150,4 +150,5 @@ def test_a_text_half_computes_what_the_whole_model_does(architecture: str, tmp_p
 
 
 def test_every_architecture_with_images_is_compared() -> None:
-    assert WITH_IMAGES - {"Gemma3ForConditionalGeneration"} == HALVES.keys()  # Gemma 3 has tests of its own
+    # Gemma 3 and 3n have tests of their own. transformers builds Gemma 3n's half for images with timm, which is absent.
+    assert WITH_IMAGES - {f"Gemma{kind}ForConditionalGeneration" for kind in ("3", "3n")} == HALVES.keys()

@@ -132,6 +132,21 @@ def test_models_resaved_by_transformers_convert_to_the_same_weights(family: str,
         assert actual[file] == expected[file], file
 
 
+def test_a_gemma_3n_with_images_and_sound_converts_like_its_text_half(tmp_path: Path) -> None:
+    plain, whole = (write_tiny_model(tmp_path / name, "gemma3n") for name in ("plain", "whole"))
+    text = json.loads((plain / "config.json").read_text())
+    outer = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
+    (whole / "config.json").write_text(json.dumps(outer | {"torch_dtype": text["torch_dtype"]}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): values
+        for name, values in read_safetensors(plain / "model.safetensors").items()
+    }
+    others = ("audio_tower.conformer.0.weight", "vision_tower.conv.weight", "embed_audio.embedding.weight")
+    tensors |= {f"model.{name}": np.ones((2, 2), np.float32) for name in (*others, "embed_vision.embedding.weight")}
+    write_safetensors(whole / "model.safetensors", tensors)
+    assert converted(whole, tmp_path / "one") == converted(plain, tmp_path / "two")
+
+
 def test_experts_stored_one_by_one_convert_like_those_in_one_tensor(tmp_path: Path) -> None:
     """The files of Qwen3.5 and 3.6 in FP8 have them so."""
     plain, apart = (write_tiny_model(tmp_path / name, "qwen3_5_moe") for name in ("plain", "apart"))

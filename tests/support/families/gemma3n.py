@@ -65,6 +65,7 @@ GEMMA3N = Family(
     | {
         "architectures": ["Gemma3nForCausalLM"],
         "model_type": "gemma3n_text",
+        "rope_theta": 500000.0,
         "vocab_size_per_layer_input": 300,
         "altup_num_inputs": 3,
         "laurel_rank": 4,
@@ -76,6 +77,7 @@ GEMMA3N = Family(
         if key not in {"full_head_size", "full_num_key_value_heads", "keys_are_values", "rotary_pct"}
     }
     | {
+        "rotary_base": 500000.0,
         "rotary_scaling": None,
         "shared_wide_mlp": False,
         "layer_input_vocab": 300,
